@@ -23,6 +23,8 @@ C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
 C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h"))
 # The ring without Python; the C tests, the fuzzers and the explorer link it.
 RING_SOURCES := $(sort $(wildcard shmbus_ext/ring/*.c))
+# What they link: the ring, and what else of the core stands alone.
+C_TESTED := $(RING_SOURCES) shmbus_ext/pool/patch_code.c
 # A C test is one file with its own main, linked with the ring; exit status 0 means success.
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext
@@ -249,9 +251,9 @@ strict-c: $(VENV)/.dev
 
 # $(1): name of a variant; $(2): its flags; $(3): target that runs its tests; $(4): the tests.
 define c_test_rules
-build/c/$(1)/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+build/c/$(1)/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_STRICT) $(2) -o $$@ $$< $$(RING_SOURCES) -Wl,--as-needed -lrt
+	$$(CC) $$(C_STRICT) $(2) -o $$@ $$< $$(C_TESTED) -Wl,--as-needed -lrt
 
 .PHONY: run-c-$(1)
 run-c-$(1): $(addprefix build/c/$(1)/,$(4))
@@ -271,17 +273,17 @@ $(eval $(call c_test_rules,tsan,-O1 -g -DSHMBUS_DEBUG=1 -fsanitize=thread,saniti
 
 # Fuzzing (tests/fuzz): libFuzzer and atheris find cases; any compiler can replay the kept ones.
 # Findings of a run lie in build/fuzz/found; a case worth keeping goes to tests/fuzz/corpus.
-FUZZ_TARGETS := header record block segment retry_table declared_schema numbers
+FUZZ_TARGETS := header record block segment retry_table declared_schema numbers patch
 FUZZ_PYTHON := decoders control snapshot
 FUZZERS := $(patsubst %,build/fuzz/fuzz_%,$(FUZZ_TARGETS))
 MINUTES ?= 4
 FUZZ_SECONDS ?= $$(( $(MINUTES) * 60 / $(words $(FUZZ_TARGETS) $(FUZZ_PYTHON)) ))
 FUZZ_OPTIONS = -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2048 -print_final_stats=1 \
     -artifact_prefix=build/fuzz/found/
-build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEADERS) Makefile
+build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED) $(C_HEADERS) Makefile
 	@mkdir -p $(@D)
 	clang $(C_STRICT) -D_GNU_SOURCE= -O1 -g -fsanitize=fuzzer,address,undefined \
-	    -fno-sanitize-recover=undefined -o $@ $< $(RING_SOURCES)
+	    -fno-sanitize-recover=undefined -o $@ $< $(C_TESTED)
 
 # It includes what it tests.
 build/fuzz/fuzz_numbers build/fuzz/replay_numbers: $(wildcard shmbus_ext/gateway/*.c)
@@ -304,10 +306,10 @@ check-fuzz: $(patsubst %,build/fuzz/replay_%,$(FUZZ_TARGETS))
 	@for target in $(FUZZ_TARGETS); do \
 	    build/fuzz/replay_$$target tests/fuzz/corpus/$$target/* || exit 1; \
 	done
-build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(RING_SOURCES) $(C_HEADERS) Makefile
+build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED) $(C_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(C_STRICT) -D_GNU_SOURCE= -DFUZZ_REPLAY -O1 -g -fsanitize=address,undefined \
-	    -fno-sanitize-recover=undefined -o $@ $< $(RING_SOURCES) -Wl,--as-needed -lrt
+	    -fno-sanitize-recover=undefined -o $@ $< $(C_TESTED) -Wl,--as-needed -lrt
 
 # The explorer (tests/model) compiles the ring's own sources with their shared accesses routed
 # through a scheduler. `make check` runs its short form and finds four planted bugs.
@@ -330,12 +332,12 @@ check-explore: build/explore/plain/explore build/explore/pool/explore
 	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 	@for seed in $(POOL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/pool/seed.sh $$seed || exit 1; done
 
-build/c/valgrind/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+build/c/valgrind/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
 	@mkdir -p $(@D)
-	$(CC) $(C_STRICT) -O1 -g -o $@ $< $(RING_SOURCES) -Wl,--as-needed -lrt
-build/c/aarch64/%: tests/c/%.c $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+	$(CC) $(C_STRICT) -O1 -g -o $@ $< $(C_TESTED) -Wl,--as-needed -lrt
+build/c/aarch64/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
 	@mkdir -p $(@D)
-	aarch64-linux-gnu-gcc $(C_STRICT) -O2 -static -o $@ $< $(RING_SOURCES)
+	aarch64-linux-gnu-gcc $(C_STRICT) -O2 -static -o $@ $< $(C_TESTED)
 
 # Runs the suite in a copy of the tree, so that the extension of the checkout stays a plain one. The
 # sanitizer's library has to be loaded first, with libstdc++. Leaks are not reported, since the

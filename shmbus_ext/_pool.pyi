@@ -3,6 +3,8 @@
 from typing import Any, TypeAlias, TypedDict
 
 _Bytes: TypeAlias = bytes  # where a field is called like the type
+#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes
+_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
 
 POOL_LAYOUT_VERSION: int
 POOL_MAX_SLOTS: int
@@ -49,6 +51,8 @@ class PoolSlotRow(TypedDict):
     digests: int
     ranks: int
     published_unix_ns: int
+    base_sequence: int
+    base_version: int
     text: str
 
 class PoolRankRow(TypedDict):
@@ -89,6 +93,7 @@ class SlotPool:
     slot_bytes: int
     meta_bytes: int
     block_bytes: int
+    patch_bytes: int
     file_bytes: int
     slot_stride: int
     max_slots: int
@@ -106,6 +111,7 @@ class SlotPool:
         slot_bytes: int,
         meta_bytes: int,
         block_bytes: int,
+        patch_bytes: int,
         /,
     ) -> SlotPool | tuple[int, int]: ...
     @classmethod
@@ -150,8 +156,25 @@ class PoolWrite:
 def pool_lease(pool: SlotPool, after: int, /) -> PoolLease | int: ...
 def pool_lease_version(pool: SlotPool, version: int, /) -> PoolLease | int: ...
 def pool_begin(
-    pool: SlotPool, version: int, bytes: int, meta: _Bytes, text: str, ranks: int, /
+    pool: SlotPool, version: int, bytes: int, meta: _Bytes, text: str, ranks: int, patches: bool, /
 ) -> PoolWrite | int: ...
 def pool_join(pool: SlotPool, /) -> PoolWrite | int: ...
+def pool_patch_put(
+    write: PoolWrite,
+    offset: int,
+    rows: int,
+    row_bytes: int,
+    stride: int,
+    width: int,
+    source: Any,
+    /,
+) -> int | None: ...
+def pool_patch_give_up(write: PoolWrite, /) -> None: ...
+def pool_patch_is_made(write: PoolWrite, /) -> bool: ...
+def pool_patch_runs(lease: PoolLease, /) -> tuple[int, int, list[_PatchRun]] | bool | None: ...
+def pool_patch_apply(
+    lease: PoolLease, rank: int, place: int, target: Any, offset: int, /
+) -> bool: ...
+def pool_same(one: Any, other: Any, /) -> bool: ...
 def pool_copy(target: Any, source: Any, /) -> None: ...
 def pool_rows(pool: SlotPool, /) -> PoolRows: ...

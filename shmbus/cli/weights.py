@@ -66,7 +66,7 @@ def _text(status: PoolStatus, now_s: float) -> str:
         f"{status.skipped} skipped; {show_size(status.size)} in {status.slots_open} of "
         f"{status.max_slots} slots"
     ]
-    head = ("slot>", "state", "version>", "size>", "ranks>", "age>", "held by")
+    head = ("slot>", "state", "version>", "size>", "ranks>", "age>", "patch from>", "held by")
     rows = [
         (
             str(slot.slot),
@@ -75,6 +75,7 @@ def _text(status: PoolStatus, now_s: float) -> str:
             show_size(slot.size) if slot.sequence else "-",
             str(slot.ranks) if slot.sequence else "-",
             _age(slot.published_unix_ns, now_s),
+            "-" if slot.patch_from is None else str(slot.patch_from),
             ", ".join(slot.held_by) or "-",
         )
         for slot in status.slots[: status.slots_open]

@@ -22,12 +22,15 @@ from shmbus.pool.errors import (
     PoolTimeoutError,
 )
 from shmbus.pool.lifecycle import PoolSpec, create_pool, unlink_pool
+from shmbus.pool.patches import PatchRun, Piece, VersionPatch, has_patch, put_piece, same_bytes
 from shmbus.pool.publisher import PoolPublisher, VersionWrite, WhenHeld
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
 
 __all__ = [
+    "PatchRun",
     "PeerGoneError",
+    "Piece",
     "PoolBusyError",
     "PoolDamagedError",
     "PoolError",
@@ -40,10 +43,14 @@ __all__ = [
     "ReaderStatus",
     "SlotStatus",
     "VersionLease",
+    "VersionPatch",
     "VersionWrite",
     "WhenHeld",
     "copy_bytes",
     "create_pool",
+    "has_patch",
+    "put_piece",
     "read_pool",
+    "same_bytes",
     "unlink_pool",
 ]

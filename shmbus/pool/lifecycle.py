@@ -49,6 +49,8 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
         Bytes that a version may say of itself, such as a manifest.
     block_bytes : int | str
         Bytes that one digest covers: a power of two from 1 to 64 MiB.
+    patch_bytes : int | str
+        Bytes of each slot for patches, of all ranks together; see `shmbus.pool.patches`.
     """
 
     slot_bytes: int | str
@@ -56,6 +58,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_slots: int | None = None
     meta_bytes: int | str = 65536
     block_bytes: int | str = DEFAULT_BLOCK_BYTES
+    patch_bytes: int | str = 0
 
 
 def bytes_of(size: int | str, name: str) -> int:
@@ -103,7 +106,8 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     path = pool_path(bus, kind)
     slot_bytes = bytes_of(spec.slot_bytes, "slot_bytes")
     most = spec.slots if spec.max_slots is None else spec.max_slots
-    needed = slot_bytes * spec.slots
+    patch_bytes = bytes_of(spec.patch_bytes, "patch_bytes")
+    needed = (slot_bytes + patch_bytes) * spec.slots
     if os.path.lexists(path):
         raise _exists(bus, kind, path)
     room = os.statvfs(SHM_DIRECTORY)
@@ -122,6 +126,7 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
             slot_bytes,
             bytes_of(spec.meta_bytes, "meta_bytes"),
             bytes_of(spec.block_bytes, "block_bytes"),
+            patch_bytes,
         )
         if not isinstance(made, _core.SlotPool):
             raise _no_space(path, needed)

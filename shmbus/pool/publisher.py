@@ -133,7 +133,13 @@ class PoolPublisher:
         return "another process"
 
     def begin(
-        self, version: int, size: int, *, meta: bytes = b"", text: str = ""
+        self,
+        version: int,
+        size: int,
+        *,
+        meta: bytes = b"",
+        text: str = "",
+        patch: bool = False,
     ) -> VersionWrite | None:
         """Begin to write a version; ranks above 0 join the one that rank 0 has begun.
 
@@ -147,6 +153,9 @@ class PoolPublisher:
             What the version says of itself, the same in every rank.
         text : str
             A name for it.
+        patch : bool
+            In rank 0: whether ranks may make a patch from the newest version, if that has the same
+            size and meta; see `shmbus.pool.patches`.
 
         Returns
         -------
@@ -165,7 +174,7 @@ class PoolPublisher:
             It does not fit a slot.
         """
         if self.rank == 0:
-            write = self._begin(version, size, meta, _fit(text, _core.POOL_TEXT_BYTES))
+            write = self._begin(version, size, meta, _fit(text, _core.POOL_TEXT_BYTES), patch)
         else:
             write = self._join()
             if (write.version, write.bytes, write.meta) != (version, size, meta):
@@ -182,11 +191,13 @@ class PoolPublisher:
                 )
         return None if write is None else VersionWrite(self, write)
 
-    def _begin(self, version: int, size: int, meta: bytes, text: str) -> _core.PoolWrite | None:
+    def _begin(
+        self, version: int, size: int, meta: bytes, text: str, patch: bool
+    ) -> _core.PoolWrite | None:
         deadline = time.monotonic() + self.timeout
         while True:
             ticket = self._pool.announce(_core.POOL_BELL_SPACE)
-            got = _core.pool_begin(self._pool, version, size, meta, text, self.world_size)
+            got = _core.pool_begin(self._pool, version, size, meta, text, self.world_size, patch)
             if isinstance(got, _core.PoolWrite):
                 return got
             if self.when_held == "skip":
@@ -451,6 +462,7 @@ def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
     return (
         pool.slot_bytes >= bytes_of(spec.slot_bytes, "slot_bytes")
         and pool.meta_bytes >= bytes_of(spec.meta_bytes, "meta_bytes")
+        and pool.patch_bytes >= bytes_of(spec.patch_bytes, "patch_bytes")
         and pool.max_slots >= most
     )
 

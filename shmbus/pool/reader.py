@@ -20,6 +20,7 @@ from shmbus import errors
 from shmbus._format import show_wait
 from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
 from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus.pool.patches import VersionPatch, find_patch
 from shmbus.pool.publisher import SLICE_S, _fit
 from shmbus.pool.status import status_of_pool
 from shmbus.segment.names import leads_to
@@ -77,6 +78,11 @@ class PoolReader:
     def pool(self) -> _core.SlotPool:
         """Return the handle of the extension."""
         return self._pool
+
+    @property
+    def identity(self) -> object:
+        """Return what tells this pool from another one of its name, by which sequences count."""
+        return self._pool.created_unix_ns, self._identity and self._identity.st_ino
 
     @property
     def newest(self) -> int:
@@ -319,6 +325,20 @@ class VersionLease:
                 f"{min(self.size, (wrong + 1) * block)} do not match their digest; do not load "
                 "it: publish again, and look for a process that writes where it should not"
             )
+
+    def patch(self) -> VersionPatch | None:
+        """Return what changed since the version before, where the publisher has made that.
+
+        Returns
+        -------
+        VersionPatch | None
+
+        Raises
+        ------
+        PoolDamagedError
+            It is not what was made; the version itself may still be whole.
+        """
+        return find_patch(self.buffer)
 
     def close(self) -> None:
         """Let go of it; arrays that are left keep the slot until they are gone."""

@@ -49,6 +49,8 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
         Ranks that wrote it.
     published_unix_ns : int
         When; 0 while it is being written.
+    patch_from : int | None
+        The version from which its patch leads here; None where there is none.
     held_by : list[str]
         Readers that have views or copy, by label and pid.
     """
@@ -64,6 +66,7 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     digests: int
     ranks: int
     published_unix_ns: int
+    patch_from: int | None
     held_by: list[str]
 
 
@@ -210,6 +213,7 @@ def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
 
 
 def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
+    ready = row["state"] == "ready"
     return SlotStatus(
         slot=row["slot"],
         state=row["state"],
@@ -222,6 +226,7 @@ def _slot(row: _core.PoolSlotRow, readers: list[ReaderStatus]) -> SlotStatus:
         digests=row["digests"],
         ranks=row["ranks"],
         published_unix_ns=row["published_unix_ns"],
+        patch_from=row["base_version"] if row["base_sequence"] and ready else None,
         held_by=[
             f"{reader.label} (pid {reader.pid})"
             for reader in readers

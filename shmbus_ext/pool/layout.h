@@ -6,7 +6,7 @@
  *
  * File:  | pool_header | slot_row[POOL_MAX_SLOTS] | rank_row[POOL_MAX_RANKS]
  *        | reader_row[POOL_MAX_READERS] | pad | slot 0 | slot 1 | ... |
- * Slot:  | payload | meta | digests (u32 a block) | pad |
+ * Slot:  | payload | meta | digests (u32 a block) | patches, one a rank | pad |
  * Rules: fixed-width types only, no pointers; a field that two processes touch concurrently is
  * _Atomic; an offset or a size that moves needs a new POOL_LAYOUT_VERSION. */
 #ifndef SHMBUS_POOL_LAYOUT_H
@@ -42,6 +42,8 @@
 #define POOL_MIN_BLOCK (UINT64_C(1) << 20)
 #define POOL_MAX_BLOCK (UINT64_C(64) << 20)
 #define POOL_MAX_SLOT_BYTES (UINT64_C(1) << 44)
+/* Of each rank's share of a slot's patch bytes. */
+#define POOL_PATCH_ALIGNMENT 64u
 
 /* Where a version lies, in one word that nobody reads in halves: sequence << 8 | slot + 1; 0 for
  * none. Sequences grow by one a version and begin at 1. */
@@ -76,7 +78,7 @@ struct pool_header {
     uint64_t meta_bytes;
     uint64_t block_bytes; /* of one digest */
     uint64_t created_unix_ns;
-    uint64_t reserved0;
+    uint64_t patch_bytes; /* of all ranks' patches; 0 for none */
     uint32_t geometry_crc;
     uint32_t reserved1;
 
@@ -136,12 +138,58 @@ struct slot_row {
     uint32_t reserved0;
     uint64_t published_unix_ns;
     char text[POOL_TEXT_BYTES]; /* the version's name */
-    uint8_t reserved1[120];
+    /* While it is written: the version that its patches are made against, and the one that the
+     * slot's bytes are still equal to; 0 for none. Of a whole version: what its patches turn into
+     * it; 0 where a patch is missing. */
+    uint64_t base_sequence;
+    uint64_t kept_sequence;
+    int64_t base_version;
+    uint8_t reserved1[96];
 };
 #define POOL_ROW_CRC_FROM 8u
 _Static_assert(sizeof(struct slot_row) == 256, "layout");
 _Static_assert(offsetof(struct slot_row, version) == 16, "layout");
 _Static_assert(offsetof(struct slot_row, text) == 64, "layout");
+_Static_assert(offsetof(struct slot_row, base_sequence) == 128, "layout");
+
+/* A rank's patch, in its share of the slot's patch bytes. Written under the rank's piece or the
+ * slot's lock, read as the payload is.
+ *
+ * Offset  Size  Field          Meaning
+ *      0     8  sequence       of the version; 0 where the rank has made no patch
+ *      8     8  base_sequence  that it was made against
+ *     16     8  bytes          of the runs that follow
+ *     24     8  changes        elements
+ *     32     4  runs           one a piece of a tensor: a patch_run and its stream, padded to 8
+ *     60     4  crc            of bytes 0 to 60, and of the runs
+ */
+struct patch_head {
+    uint64_t sequence;
+    uint64_t base_sequence;
+    uint64_t bytes;
+    uint64_t changes;
+    uint32_t runs;
+    uint8_t reserved0[24];
+    uint32_t crc;
+};
+#define PATCH_HEAD_CRC_TO 60u
+_Static_assert(sizeof(struct patch_head) == 64, "layout");
+_Static_assert(offsetof(struct patch_head, crc) == PATCH_HEAD_CRC_TO, "layout");
+
+/* A piece: `rows` rows of `row_bytes` bytes, one each `stride` bytes from `offset` of the payload
+ * on, and in its stream what changed (patch_code.h). */
+struct patch_run {
+    uint64_t offset;
+    uint64_t rows;
+    uint64_t row_bytes;
+    uint64_t stride;
+    uint64_t bytes; /* of the stream, without its padding */
+    uint64_t changes;
+    uint64_t base_digest; /* of the elements that were there before */
+    uint32_t width;
+    uint32_t reserved0;
+};
+_Static_assert(sizeof(struct patch_run) == 64, "layout");
 
 /* What a rank has written. It belongs to whoever holds the lock byte POOL_LOCK_WRITER + rank.
  *

@@ -22,11 +22,13 @@ static uint64_t blocks_of(uint64_t bytes, uint64_t block_bytes) {
     return bytes / block_bytes + (bytes % block_bytes != 0);
 }
 
-static uint64_t stride_of(uint64_t slot_bytes, uint64_t meta_bytes, uint64_t block_bytes) {
-    uint64_t digests = blocks_of(slot_bytes, block_bytes) * sizeof(uint32_t);
-    uint64_t bytes = pool_align_up(slot_bytes, POOL_PAGE) + pool_align_up(meta_bytes, POOL_PAGE) +
-                     pool_align_up(digests, POOL_PAGE);
-    return pool_align_up(bytes, slot_bytes < POOL_HUGE_PAGE ? POOL_PAGE : POOL_HUGE_PAGE);
+static uint64_t stride_of(const struct pool_geometry *plan) {
+    uint64_t digests = blocks_of(plan->slot_bytes, plan->block_bytes) * sizeof(uint32_t);
+    uint64_t bytes = pool_align_up(plan->slot_bytes, POOL_PAGE) +
+                     pool_align_up(plan->meta_bytes, POOL_PAGE) +
+                     pool_align_up(digests, POOL_PAGE) +
+                     pool_align_up(plan->patch_bytes, POOL_PAGE);
+    return pool_align_up(bytes, plan->slot_bytes < POOL_HUGE_PAGE ? POOL_PAGE : POOL_HUGE_PAGE);
 }
 
 bool pool_plan(struct pool_geometry *plan) {
@@ -34,10 +36,10 @@ bool pool_plan(struct pool_geometry *plan) {
     if (plan->slots < 1 || plan->slots > plan->max_slots || plan->max_slots > POOL_MAX_SLOTS ||
         plan->slot_bytes < 1 || plan->slot_bytes > POOL_MAX_SLOT_BYTES ||
         plan->meta_bytes > POOL_MAX_META_BYTES || plan->block_bytes < POOL_MIN_BLOCK ||
-        plan->block_bytes > POOL_MAX_BLOCK || !power) {
+        plan->block_bytes > POOL_MAX_BLOCK || !power || plan->patch_bytes > POOL_MAX_SLOT_BYTES) {
         return false;
     }
-    plan->slot_stride = stride_of(plan->slot_bytes, plan->meta_bytes, plan->block_bytes);
+    plan->slot_stride = stride_of(plan);
     plan->slots_offset = pool_align_up(
         POOL_TABLES_BYTES, plan->slot_bytes < POOL_HUGE_PAGE ? POOL_PAGE : POOL_HUGE_PAGE);
     plan->file_bytes = plan->slots_offset + plan->max_slots * plan->slot_stride;
@@ -125,6 +127,7 @@ static void take_geometry(struct pool *self, const struct pool_header *header) {
     self->slot_bytes = header->slot_bytes;
     self->meta_bytes = header->meta_bytes;
     self->block_bytes = header->block_bytes;
+    self->patch_bytes = header->patch_bytes;
     self->max_slots = header->max_slots;
     self->created_unix_ns = header->created_unix_ns;
 }
@@ -139,6 +142,7 @@ static void write_header(struct pool *self, const struct pool_geometry *plan) {
     header->slot_bytes = plan->slot_bytes;
     header->meta_bytes = plan->meta_bytes;
     header->block_bytes = plan->block_bytes;
+    header->patch_bytes = plan->patch_bytes;
     header->created_unix_ns = clock_realtime_ns();
     header->geometry_crc = geometry_crc(header);
     atomic_store_explicit(&header->next_sequence, 1, memory_order_relaxed);
@@ -192,7 +196,8 @@ static enum pool_status check_header(struct pool *self, uint64_t found_bytes) {
                                  .max_slots = copy.max_slots,
                                  .slot_bytes = copy.slot_bytes,
                                  .meta_bytes = copy.meta_bytes,
-                                 .block_bytes = copy.block_bytes};
+                                 .block_bytes = copy.block_bytes,
+                                 .patch_bytes = copy.patch_bytes};
     if (copy.geometry_crc != geometry_crc(&copy) || !pool_plan(&plan) ||
         plan.slots_offset != copy.slots_offset || plan.slot_stride != copy.slot_stride ||
         plan.file_bytes != copy.file_bytes) {

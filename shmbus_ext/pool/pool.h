@@ -38,6 +38,7 @@ struct pool {
     uint64_t slot_bytes;
     uint64_t meta_bytes;
     uint64_t block_bytes;
+    uint64_t patch_bytes;
     uint64_t created_unix_ns;
     uint32_t max_slots;
     struct pool_header *header;
@@ -58,6 +59,7 @@ struct pool_geometry {
     uint64_t slot_bytes;
     uint64_t meta_bytes;
     uint64_t block_bytes;
+    uint64_t patch_bytes;
     /* What pool_plan makes of these: */
     uint64_t slots_offset;
     uint64_t slot_stride;
@@ -90,6 +92,14 @@ static inline uint8_t *pool_meta(const struct pool *self, uint32_t slot) {
 }
 static inline uint32_t *pool_digests(const struct pool *self, uint32_t slot) {
     return (uint32_t *)(pool_meta(self, slot) + pool_align_up(self->meta_bytes, POOL_PAGE));
+}
+static inline uint8_t *pool_patches(const struct pool *self, uint32_t slot) {
+    uint64_t digests = pool_digest_room(self) * sizeof(uint32_t);
+    return (uint8_t *)pool_digests(self, slot) + pool_align_up(digests, POOL_PAGE);
+}
+/* Each rank's share of them. */
+static inline uint64_t pool_patch_share(const struct pool *self, uint32_t ranks) {
+    return self->patch_bytes / ranks / POOL_PATCH_ALIGNMENT * POOL_PATCH_ALIGNMENT;
 }
 
 #endif

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "pool/bell.h"
+#include "pool/lease.h"
 #include "pool/rows.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
@@ -70,6 +71,34 @@ static uint32_t choose_slot(struct pool *self) {
     return self->max_slots;
 }
 
+/* Whether a slot has a whole version of the same tensors, and which. The publisher alone writes
+ * rows, so its own looks need no lock. */
+static bool has_alike(const struct pool *self, uint32_t slot, const struct version_facts *facts,
+                      uint32_t meta_crc, struct slot_row *row) {
+    return slot < self->max_slots && lease_peek(self, slot, row) && row->bytes == facts->bytes &&
+           row->meta_bytes == facts->meta_bytes && row->meta_crc == meta_crc &&
+           row->ranks == facts->ranks;
+}
+
+/* What a patch of the version would be made against, and what the slot still has. */
+static void note_bases(struct pool *self, uint32_t at, const struct version_facts *facts,
+                       struct slot_row *to) {
+    uint32_t newest = pool_word_slot(
+        atomic_load_explicit(&self->header->latest, memory_order_relaxed));
+    uint32_t meta_crc = shmbus_crc32c(0, facts->meta, facts->meta_bytes);
+    struct slot_row row;
+    bool wanted = facts->patches && self->patch_bytes > 0;
+    to->base_sequence = to->kept_sequence = 0;
+    to->base_version = 0;
+    if (wanted && has_alike(self, newest, facts, meta_crc, &row)) {
+        to->base_sequence = row.sequence;
+        to->base_version = row.version;
+    }
+    if (wanted && has_alike(self, at, facts, meta_crc, &row)) {
+        to->kept_sequence = row.sequence;
+    }
+}
+
 enum pool_status publish_begin(struct pool *self, const struct version_facts *facts,
                                uint32_t *slot, uint64_t *sequence) {
     uint32_t at = choose_slot(self);
@@ -77,6 +106,8 @@ enum pool_status publish_begin(struct pool *self, const struct version_facts *fa
         return POOL_NOTHING;
     }
     struct slot_row *row = &self->slot_rows[at];
+    struct slot_row bases;
+    note_bases(self, at, facts, &bases);
     set_state(self, at, POOL_WRITING);
     FAILPOINT("pool-writing");
     uint64_t number =
@@ -89,6 +120,9 @@ enum pool_status publish_begin(struct pool *self, const struct version_facts *fa
     row->digests = 0;
     row->ranks = facts->ranks;
     row->published_unix_ns = 0;
+    row->base_sequence = bases.base_sequence;
+    row->kept_sequence = bases.kept_sequence;
+    row->base_version = bases.base_version;
     memset(row->text, 0, sizeof row->text);
     snprintf(row->text, sizeof row->text, "%s", facts->text);
     memcpy(pool_meta(self, at), facts->meta, facts->meta_bytes);

@@ -6,6 +6,7 @@
 #ifndef SHMBUS_POOL_PUBLISH_H
 #define SHMBUS_POOL_PUBLISH_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "pool/pool.h"
@@ -18,6 +19,7 @@ struct version_facts {
     const void *meta;
     const char *text;
     uint32_t ranks;
+    bool patches; /* whether ranks may make patches against the newest version */
 };
 
 /* The publisher takes a slot: POOL_NOTHING where each is the newest or held by somebody. From then

@@ -22,6 +22,7 @@
 #include "python/pool/pool_copy.h"
 #include "python/pool/pool_lease.h"
 #include "python/pool/pool_object.h"
+#include "python/pool/pool_patch.h"
 #include "python/pool/pool_rows.h"
 #include "python/pool/pool_write.h"
 #include "python/record/declared.h"
@@ -171,7 +172,7 @@ static bool add_functions(PyObject *module) {
         py_extra_fields_add_functions, py_delivery_add_functions,    py_begun_add_functions,
         py_splits_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
-        py_pool_rows_add_functions, py_pool_copy_add_functions,    py_lead_add_functions,        py_request_add_functions,
+        py_pool_rows_add_functions, py_pool_copy_add_functions, py_pool_patch_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,
         py_declared_add_functions,     py_plan_fields_add_constants,
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,

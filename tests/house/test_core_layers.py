@@ -21,7 +21,7 @@ import pytest
 CORE = Path(__file__).resolve().parents[2] / "shmbus_ext"
 ROOMS = ("ring", "stash", "batch", "pool", "channel", "gateway")
 # What rooms share: files of the ring that know no struct of it.
-GROUND = ("ring/checksum", "ring/clock", "ring/failpoints", "ring/file_lock")
+GROUND = ("ring/checksum", "ring/clock", "ring/copy", "ring/failpoints", "ring/file_lock")
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
 # With failpoints, so that failpoints.c and the calls of it take part.
 FLAGS = ("-std=c11", "-O0", "-w", "-pthread", "-DSHMBUS_FAILPOINTS=1", f"-I{CORE}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmbus import errors
-from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
+from shmbus.pool import Piece, PoolPublisher, PoolReader, PoolSpec, put_piece
 from shmbus.pool.lifecycle import pool_path
 from shmbus_ext import _core
 
@@ -55,6 +55,36 @@ def test_header_rows_and_slots_lie_where_the_page_says(bus_name: str) -> None:
     digest = struct.unpack_from("<I", data, offset + 8192 + 4096)[0]
     assert digest == _core.crc32c(b"\x09" * 4321, True)
     assert (_core.POOL_MAX_SLOTS, _core.POOL_MAX_RANKS, _core.POOL_MAX_READERS) == (8, 64, 128)
+
+
+def test_a_patch_lies_where_the_page_says(bus_name: str) -> None:
+    spec = PoolSpec(slot_bytes=1000, meta_bytes=1, patch_bytes=4096)
+    with PoolPublisher(bus_name, "weights", spec=spec) as publisher:
+        payload = bytearray(1000)
+        for version in (5, 6):
+            with publisher.begin(version, 1000, patch=True) as write:  # type: ignore[union-attr]
+                piece = Piece(offset=20, rows=2, row_bytes=300, stride=400, width=2)
+                put_piece(write, piece, bytes(payload[:600]))
+            payload[2 * 7] = 9
+            payload[300 + 2 * 149] = 8
+        data = Path(pool_path(bus_name, "weights")).read_bytes()
+        publisher.close(remove=True)
+    offset = -(-SLOTS // 4096) * 4096
+    start = offset + 4 * 4096 + 3 * 4096  # the second slot; behind payload, meta and digests
+    assert struct.unpack_from("<Q", data, 72) == (4096,)
+    assert struct.unpack_from("<QQq", data, SLOT_ROWS + 256 + 128) == (1, 0, 5)  # base, kept, base
+    head = struct.unpack_from("<QQQQI", data, start)
+    stream = bytes([1, 7, 9, 0]) + bytes([1, 149, 8, 0])
+    assert head == (2, 1, 64 + 8, 2, 1)
+    runs = data[start + 64 : start + 64 + 72]
+    assert struct.unpack_from("<I", data, start + 60)[0] == _core.crc32c(
+        data[start : start + 60] + runs
+    )
+    mixed = 0x9E3779B97F4A7C15 * (2 * 7 + 1) + 0x9E3779B97F4A7C15 * (2 * (150 + 149) + 1)
+    assert struct.unpack_from("<QQQQQQQI", runs) == (
+        20, 2, 300, 400, 8, 2, mixed % (1 << 64), 2,
+    )  # fmt: skip
+    assert runs[64:] == stream
 
 
 def test_a_pool_of_another_layout_version_is_refused_by_number(bus_name: str) -> None:

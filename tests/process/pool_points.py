@@ -2,9 +2,9 @@
 
 usage: python -m pool_points BUS KIND:   (in a build with failpoints)
 
-For each point of KIND ("publisher", "reader", "rank") a child runs with SHMBUS_FAILPOINT set. Then
-the newest version has to be whole, a successor has to publish, and every reader has to get it. One
-line of JSON a case.
+For each point of KIND ("publisher", "patcher", "reader", "rank") a child runs with SHMBUS_FAILPOINT
+set. Then the newest version has to be whole, a successor has to publish, and every reader has to
+get it. One line of JSON a case.
 """
 
 from __future__ import annotations
@@ -17,11 +17,22 @@ import sys
 import time
 from pathlib import Path
 
-from shmbus.pool import PoolError, PoolPublisher, PoolReader, PoolSpec, read_pool, unlink_pool
+import numpy as np
+
+from shmbus.pool import (
+    Piece,
+    PoolError,
+    PoolPublisher,
+    PoolReader,
+    PoolSpec,
+    VersionLease,
+    put_piece,
+    read_pool,
+    unlink_pool,
+)
 
 SIZE = 1 << 16
-SPEC = PoolSpec(slot_bytes=SIZE, slots=3)
-POOL_SOURCES = ("publish", "lease", "rows")
+SPEC = PoolSpec(slot_bytes=SIZE, slots=3, patch_bytes=2 * SIZE)
 WAIT_S = 20.0
 
 POINTS = {
@@ -29,6 +40,7 @@ POINTS = {
         "pool-writer-claimed", "pool-slot-locked", "pool-writing", "pool-announced", "pool-written",
         "pool-ready", "pool-unlocked", "pool-latest", "pool-rung",
     ),
+    "patcher": ("pool-patch-piece", "pool-patch-sealed"),
     "reader": (
         "pool-reader-claimed", "pool-lease-locked", "pool-leased", "pool-applied", "pool-let-go",
     ),
@@ -44,6 +56,11 @@ with PoolPublisher(bus, "weights", timeout=20) as publisher:
     for version in (2, 3, 4):
         publish(publisher, version)
 """,
+    "patcher": """
+with PoolPublisher(bus, "weights", timeout=20) as publisher:
+    for version in (2, 3, 4):
+        publish(publisher, version, patch=True)
+""",
     "reader": """
 with PoolReader(bus, "weights") as reader:
     for turn in range(3):
@@ -58,10 +75,15 @@ with PoolPublisher(bus, "weights", rank=1, world_size=2, timeout=20) as publishe
 }
 
 
-def publish(publisher: PoolPublisher, version: int) -> None:
+def publish(publisher: PoolPublisher, version: int, *, patch: bool = False) -> None:
     """Write this rank's half of a version, or all of it."""
-    with publisher.begin(version, SIZE, meta=b"m") as write:  # type: ignore[union-attr]
+    with publisher.begin(version, SIZE, meta=b"m", patch=patch) as write:  # type: ignore[union-attr]
         share = SIZE // publisher.world_size
+        if patch:  # two pieces, so that a death may come between them
+            for at in (0, SIZE // 2):
+                data = bytes([version]) * (SIZE // 2)
+                put_piece(write, Piece(at, 1, SIZE // 2, SIZE // 2, 1), data)
+            return
         begin = publisher.rank * share
         write.view()[begin : begin + share] = version
 
@@ -70,8 +92,18 @@ def newest(bus: str) -> int:
     """The newest version, which has to be whole."""
     with PoolReader(bus, "weights") as reader, reader.latest(timeout=5) as lease:
         found = lease.view()
+        check_patch(lease)
         assert (found == lease.version).all(), f"version {lease.version} is torn"
         return lease.version
+
+
+def check_patch(lease: VersionLease) -> None:
+    """A patch leads from its base to the version, whoever has made it."""
+    patch = lease.patch()
+    if patch is not None:
+        before = np.full(SIZE, patch.base_version, np.uint8)
+        assert all(patch.apply(run, before) for run in patch.runs), f"of version {lease.version}"
+        assert (before == lease.version).all(), f"the patch of version {lease.version} is torn"
 
 
 def start(bus: str, kind: str, point: str, hit: int, action: str) -> subprocess.Popen[bytes]:
@@ -114,13 +146,13 @@ def case(bus: str, kind: str, point: str, hit: int, action: str) -> dict[str, ob
         ends = lead(bus) if kind == "rank" else []
         signalled = await_signal(child, action)
         before = newest(bus)
-        stopped = kind == "publisher" and action == "stop"
+        stopped = kind in ("publisher", "patcher") and action == "stop"
         if stopped:
             child.kill()
             child.wait()
         with PoolPublisher(bus, "weights", timeout=5.0) as successor:
             for version in (before + 1, before + 2):
-                publish(successor, version)
+                publish(successor, version, patch=kind == "patcher")
                 if newest(bus) != version:
                     faults.append(f"version {version} did not become the newest")
         if kind == "rank" and ends == [] and point != "pool-piece-done":

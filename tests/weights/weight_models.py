@@ -51,3 +51,18 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Whether two models have the same state, bit for bit."""
     left, right = one.state_dict(), other.state_dict()
     return left.keys() == right.keys() and all(bits(left[k]) == bits(right[k]) for k in left)
+
+
+def step(model: torch.nn.Module, made: torch.Generator, share: float) -> None:
+    """Change a share of all elements, each to any bits: NaN, -0.0 and denormals among them."""
+    for tensor in model.state_dict().values():
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.t().reshape(-1)
+        if flat.numel() == 0 or tensor.dtype == torch.bool:
+            continue
+        count = int(flat.numel() * share + torch.rand((), generator=made).item())
+        at = torch.randint(flat.numel(), (count,), generator=made)
+        width = tensor.element_size()
+        patch = torch.randint(0, 256, (count, width), generator=made, dtype=torch.uint8)
+        flat.view(torch.uint8).view(-1, width)[at] = patch
+        if not tensor.is_contiguous():
+            tensor.t().copy_(flat.view(tensor.t().shape))

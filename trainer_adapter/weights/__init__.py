@@ -26,6 +26,7 @@ from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.errors import (
     DeviceMismatchError,
     ManifestError,
+    PatchBaseError,
     PeerGoneError,
     StaleBridgeError,
     TornWeightsError,
@@ -50,6 +51,7 @@ __all__ = [
     "ManifestError",
     "ModuleSource",
     "ParamMeta",
+    "PatchBaseError",
     "PeerGoneError",
     "Promises",
     "Publication",

@@ -6,6 +6,7 @@
      +-- WeightsError                base; the message says which weights are in force
           +-- ManifestError          what is published, and what a model wants, do not agree
           +-- TornWeightsError       bytes or a model of which not all is one version
+          +-- PatchBaseError         a patch for another version than the one that is there
           +-- DeviceMismatchError    a device that is not here
           +-- PeerGoneError          another rank of the publisher has ended
           +-- WeightsBusyError       a second publisher, or no place for another reader
@@ -29,6 +30,7 @@ __all__ = [
     "TORN_CODE",
     "DeviceMismatchError",
     "ManifestError",
+    "PatchBaseError",
     "PeerGoneError",
     "StaleBridgeError",
     "TornWeightsError",
@@ -75,6 +77,23 @@ class ManifestError(WeightsError):
 
 class TornWeightsError(WeightsError):
     """Bytes that are not what was published, or a model that has only some of a version."""
+
+
+class PatchBaseError(WeightsError):
+    """There is no patch for the version that a model has; nothing was changed.
+
+    Attributes
+    ----------
+    base : int | None
+        What the patch is for; None where the version has none.
+    """
+
+    def __init__(self, message: str, base: int | None) -> None:
+        super().__init__(message)
+        self.base = base
+
+    def __reduce__(self) -> tuple[type[PatchBaseError], tuple[str, int | None]]:
+        return type(self), (str(self), self.base)
 
 
 class DeviceMismatchError(WeightsError):

@@ -14,7 +14,7 @@ import torch
 from shmbus.pool import copy_bytes
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
 
-__all__ = ["copy_tensor", "payload_tensor", "tensor_at", "unowned", "view_of"]
+__all__ = ["byte_view", "copy_tensor", "payload_tensor", "tensor_at", "unowned", "view_of"]
 
 _first_use = threading.Lock()
 _warned = False
@@ -104,12 +104,23 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
         and not (source.is_conj() or source.is_neg())
     )
     if plain:
-        copy_bytes(_bytes_of(target), _bytes_of(source))
+        copy_bytes(byte_view(target), byte_view(source))
     else:
         target.copy_(source)
 
 
-def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """View a contiguous CPU tensor as its bytes.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Of any dtype and shape.
+
+    Returns
+    -------
+    uint8 [bytes]
+    """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     array: npt.NDArray[np.uint8] = flat.numpy()
     return array

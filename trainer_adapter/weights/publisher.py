@@ -23,9 +23,11 @@ from shmbus.pool import WhenHeld
 from trainer_adapter.weights.carriers.base import VersionSink, WriterCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
 from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
+from trainer_adapter.weights.carriers.patched import PatchingSink
 from trainer_adapter.weights.carriers.shm import ShmWriter
 from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.patches import patch_share
 from trainer_adapter.weights.probe import CarrierName, choose
 from trainer_adapter.weights.source import WeightSource
 
@@ -51,6 +53,9 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         Bytes that this rank wrote.
     copied_s, seconds : float
         Seconds until the parameters were copied, and until the version was whole.
+    changed : int | None
+        Elements of this rank that changed since the version before, where a patch says which;
+        None where the version has no patch.
     """
 
     version: int
@@ -58,6 +63,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     copied_bytes: int
     copied_s: float
     seconds: float
+    changed: int | None = None
 
 
 class Publication:
@@ -156,6 +162,10 @@ class WeightPublisher:
         Seconds to wait for readers and for other ranks.
     digests : bool
         Compute a digest of each block, which costs another pass over memory.
+    patches : bool | float
+        Carrier "shm": whether a version also says which elements changed since the one before, for
+        subscribers that have exactly that one. A number is the share of elements up to which it
+        does, 0.05 where it is True. It costs as much memory as `docs/weights.md` says.
     directory : path, optional
         Carrier "checkpoint": where files go.
     keep : bool
@@ -198,6 +208,7 @@ class WeightPublisher:
         when_held: WhenHeld = "wait",
         timeout: float = PUBLISH_TIMEOUT_S,
         digests: bool = False,
+        patches: bool | float = False,
         directory: Path | str | None = None,
         keep: bool = False,
         label: str = "",
@@ -211,7 +222,13 @@ class WeightPublisher:
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
+        share = patch_share(patches)
         self.carrier: Final = choose(carrier, device, directory=directory)
+        if share and self.carrier.name != "shm":
+            raise ValueError(
+                f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "
+                "carrier 'shm' has patches"
+            )
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
             if world_size != 1 or directory is None or digests:
@@ -249,6 +266,7 @@ class WeightPublisher:
                 when_held=when_held,
                 timeout=timeout,
                 digests=digests,
+                patches=share,
                 label=label,
             )
 
@@ -345,6 +363,7 @@ class WeightPublisher:
                 copied_bytes=size,
                 copied_s=copied_s,
                 seconds=time.monotonic() - began,
+                changed=sink.changed if isinstance(sink, PatchingSink) else None,
             )
 
     def _copy(self, sink: VersionSink) -> int:

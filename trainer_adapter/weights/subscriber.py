@@ -21,6 +21,8 @@ from shmbus import BusClosedError
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
 from trainer_adapter.weights.carriers.exported_reader import PooledReader
+from trainer_adapter.weights.carriers.patched import PatchedVersion
+from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -30,9 +32,11 @@ from trainer_adapter.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
+from trainer_adapter.weights.following import FollowingWeights
 from trainer_adapter.weights.loading import Loading, Targets, paired, targets_of
-from trainer_adapter.weights.manifest import Manifest, Slice
+from trainer_adapter.weights.manifest import Slice
 from trainer_adapter.weights.memory import view_of
+from trainer_adapter.weights.patched_load import LoadedModel
 from trainer_adapter.weights.probe import CarrierName, choose
 from trainer_adapter.weights.source import as_seen
 
@@ -57,7 +61,12 @@ class WeightSubscriber:
         As the publisher's; "auto" takes whichever but "checkpoint" it chose.
     verify : "off" | "sample" | "all"
         Whether digests of some blocks, or of all, are compared before a version is handed out. The
-        publisher has to compute them.
+        publisher has to compute them. After a patch, some of the model's tensors, or all, are
+        compared with the whole version too.
+    patches : bool
+        Whether `Weights.load_into` changes only what changed, where the model still is what this
+        subscriber loaded into it before, and the publisher has made a patch from that version.
+        Whoever writes parameters past torch, as through ``.data``, must not ask for it.
     directory : path, optional
         Carrier "checkpoint": where files are.
     label : str
@@ -86,6 +95,7 @@ class WeightSubscriber:
         device: str | torch.device = "cpu",
         carrier: CarrierName = "auto",
         verify: Verify = "off",
+        patches: bool = False,
         directory: Path | str | None = None,
         label: str = "",
     ) -> None:
@@ -93,7 +103,8 @@ class WeightSubscriber:
             raise ValueError(f"verify: expected 'off', 'sample' or 'all', got {verify!r}")
         self.bus: Final = bus
         self.carrier: Final = choose(carrier, device, directory=directory)
-        self._verify = verify
+        self._verify: Final[Verify] = verify
+        self._loaded = LoadedModel() if patches else None
         self._closed = False
         self._reader: ReaderCarrier
         if self.carrier.name == "checkpoint" and directory is not None:
@@ -214,7 +225,7 @@ class WeightSubscriber:
                 version.refused(code, str(error))
                 version.close()
                 raise
-        return Weights(version)
+        return Weights(version, loaded=self._loaded, verify=self._verify)
 
     def close(self) -> None:
         """Leave; weights that are out keep what they need."""
@@ -233,7 +244,7 @@ class WeightSubscriber:
         self.close()
 
 
-class Weights(Mapping[str, torch.Tensor]):
+class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
     """One whole version: tensors by name, which are views of shared memory.
 
     A view is read-only, though torch has no such thing: a store into it ends the process. It stays
@@ -241,13 +252,17 @@ class Weights(Mapping[str, torch.Tensor]):
     stay.
     """
 
-    def __init__(self, version: CarriedVersion) -> None:
+    def __init__(
+        self, version: CarriedVersion, *, loaded: LoadedModel | None = None, verify: Verify = "off"
+    ) -> None:
         self._carried: CarriedVersion | None = version
+        self._known = loaded
+        self._compares = verify
         self._tensors: dict[str, torch.Tensor] | None = None
-        self.version: Final = version.version
-        self.sequence: Final = version.sequence
+        self.version = version.version
+        self.sequence = version.sequence
         self.text: Final = version.text
-        self.manifest: Final[Manifest] = version.manifest
+        self.manifest = version.manifest
 
     def _open(self) -> CarriedVersion:
         if self._carried is None:
@@ -308,15 +323,39 @@ class Weights(Mapping[str, torch.Tensor]):
         targets = targets_of(model)
         carried.prepare({target.device for target in targets.values()})
         try:
-            prepared = self._prepared(carried, targets, strict=strict, cast=cast, slices=slices)
-            carried.loading()
-            written = prepared.copy(self.version)
+            if self._known is not None and isinstance(carried, PatchedVersion):
+                pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
+                carried.loading()
+                written = self._follow(carried, self._known, pairs)
+            else:
+                prepared = self._prepared(carried, targets, strict=strict, cast=cast, slices=slices)
+                carried.loading()
+                written = prepared.copy(self.version)
+                self.loaded = "whole"
         except WeightsError as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.refused(code, str(error))
             raise
         carried.applied()
         return written
+
+    def _paired(
+        self,
+        targets: dict[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> dict[str, Pair]:
+        return paired(
+            self.version,
+            self.manifest,
+            self._views(),
+            targets,
+            strict=strict,
+            cast=cast,
+            slices=slices,
+        )
 
     def loading(self) -> None:
         """Say that something else has begun to load this version.

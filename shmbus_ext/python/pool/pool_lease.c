@@ -4,17 +4,9 @@
  * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
 #include "python/pool/pool_lease.h"
 
-#include "python/pool/pool_object.h"
 #include "pool/digest.h"
 #include "pool/lease.h"
 #include "ring/checksum.h"
-
-typedef struct {
-    PyObject_HEAD
-    PoolObject *pool;
-    uint32_t slot;
-    struct slot_row row; /* a private copy, which was checked */
-} PoolLeaseObject;
 
 static bool is_reader(PoolObject *pool) {
     if (!py_pool_usable(pool)) {
@@ -87,7 +79,7 @@ static void py_pool_lease_dealloc(PoolLeaseObject *self) {
     PyObject_Free(self);
 }
 
-static bool is_readable(const PoolLeaseObject *self) {
+bool py_pool_lease_is_readable(const PoolLeaseObject *self) {
     if (!py_pool_is_own(self->pool)) {
         PyErr_SetString(PyExc_BufferError,
                         "this lease was taken before a fork: its memory is not mapped in the "
@@ -98,7 +90,7 @@ static bool is_readable(const PoolLeaseObject *self) {
 }
 
 static int py_pool_lease_buffer(PoolLeaseObject *self, Py_buffer *view, int flags) {
-    if (!is_readable(self)) {
+    if (!py_pool_lease_is_readable(self)) {
         view->obj = NULL;
         return -1;
     }
@@ -109,7 +101,7 @@ static int py_pool_lease_buffer(PoolLeaseObject *self, Py_buffer *view, int flag
 /* meta(): a copy of it; None where it does not match its checksum. */
 static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!is_readable(self)) {
+    if (!py_pool_lease_is_readable(self)) {
         return NULL;
     }
     PyObject *copy = PyBytes_FromStringAndSize((char *)pool_meta(&self->pool->c, self->slot),
@@ -124,7 +116,7 @@ static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *ignored) {
 /* check(first, count): the first block in that range that is not what was published, or None. */
 static PyObject *py_pool_lease_check(PoolLeaseObject *self, PyObject *args) {
     unsigned int first, count;
-    if (!PyArg_ParseTuple(args, "II", &first, &count) || !is_readable(self)) {
+    if (!PyArg_ParseTuple(args, "II", &first, &count) || !py_pool_lease_is_readable(self)) {
         return NULL;
     }
     const struct pool *pool = &self->pool->c;

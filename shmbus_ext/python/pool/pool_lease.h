@@ -3,6 +3,17 @@
 #define SHMBUS_PYTHON_POOL_POOL_LEASE_H
 
 #include "python/binding.h"
+#include "python/pool/pool_object.h"
+
+typedef struct {
+    PyObject_HEAD
+    PoolObject *pool;
+    uint32_t slot;
+    struct slot_row row; /* a private copy, which was checked */
+} PoolLeaseObject;
+
+/* False with BufferError in a forked child, which has no memory of it. */
+bool py_pool_lease_is_readable(const PoolLeaseObject *self);
 
 extern PyTypeObject PoolLeaseType;
 

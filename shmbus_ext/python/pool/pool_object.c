@@ -107,27 +107,29 @@ static PyObject *result_of(PoolObject *self, enum pool_status status) {
     return result;
 }
 
-/* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes) */
+/* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes, patch_bytes) */
 static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     int fd;
     PyObject *name;
     struct pool_geometry plan;
-    unsigned long long slot_bytes, meta_bytes, block_bytes;
-    if (!PyArg_ParseTuple(args, "iUIIKKK", &fd, &name, &plan.slots, &plan.max_slots, &slot_bytes,
-                          &meta_bytes, &block_bytes)) {
+    unsigned long long slot_bytes, meta_bytes, block_bytes, patch_bytes;
+    if (!PyArg_ParseTuple(args, "iUIIKKKK", &fd, &name, &plan.slots, &plan.max_slots, &slot_bytes,
+                          &meta_bytes, &block_bytes, &patch_bytes)) {
         return NULL;
     }
     plan.slot_bytes = slot_bytes;
     plan.meta_bytes = meta_bytes;
     plan.block_bytes = block_bytes;
+    plan.patch_bytes = patch_bytes;
     if (!pool_plan(&plan)) {
         PyErr_Format(PyExc_ValueError,
                      "pool '%U': no pool can be laid out for slots=%u of max_slots=%u (1 to %u), "
                      "slot_bytes=%llu, meta_bytes=%llu (to %llu), block_bytes=%llu (a power of two "
-                     "from %llu to %llu)",
+                     "from %llu to %llu), patch_bytes=%llu",
                      name, plan.slots, plan.max_slots, POOL_MAX_SLOTS, slot_bytes, meta_bytes,
                      (unsigned long long)POOL_MAX_META_BYTES, block_bytes,
-                     (unsigned long long)POOL_MIN_BLOCK, (unsigned long long)POOL_MAX_BLOCK);
+                     (unsigned long long)POOL_MIN_BLOCK, (unsigned long long)POOL_MAX_BLOCK,
+                     patch_bytes);
         return NULL;
     }
     PoolObject *self = pool_alloc(type, name);
@@ -359,6 +361,7 @@ static PyMemberDef pool_members[] = {
     {"slot_bytes", T_ULONGLONG, offsetof(PoolObject, c.slot_bytes), READONLY, NULL},
     {"meta_bytes", T_ULONGLONG, offsetof(PoolObject, c.meta_bytes), READONLY, NULL},
     {"block_bytes", T_ULONGLONG, offsetof(PoolObject, c.block_bytes), READONLY, NULL},
+    {"patch_bytes", T_ULONGLONG, offsetof(PoolObject, c.patch_bytes), READONLY, NULL},
     {"file_bytes", T_ULONGLONG, offsetof(PoolObject, c.file_bytes), READONLY, NULL},
     {"slot_stride", T_ULONGLONG, offsetof(PoolObject, c.slot_stride), READONLY, NULL},
     {"max_slots", T_UINT, offsetof(PoolObject, c.max_slots), READONLY, NULL},

@@ -22,12 +22,13 @@ static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t 
                        : state == POOL_WRITING ? "writing"
                                                : "damaged";
     return Py_BuildValue(
-        "{s:I,s:s,s:O,s:K,s:L,s:K,s:K,s:I,s:I,s:K,s:N}", "slot", slot, "state", name, "newest",
+        "{s:I,s:s,s:O,s:K,s:L,s:K,s:K,s:I,s:I,s:K,s:K,s:L,s:N}", "slot", slot, "state", name, "newest",
         latest == pool_word(row.sequence, slot) ? Py_True : Py_False, "sequence",
         (unsigned long long)row.sequence, "version", (long long)row.version, "bytes",
         (unsigned long long)row.bytes, "meta_bytes", (unsigned long long)row.meta_bytes, "digests",
         row.digests, "ranks", row.ranks, "published_unix_ns",
-        (unsigned long long)row.published_unix_ns, "text", text_of(row.text, sizeof row.text));
+        (unsigned long long)row.published_unix_ns, "base_sequence",
+        (unsigned long long)row.base_sequence, "base_version", (long long)row.base_version, "text", text_of(row.text, sizeof row.text));
 }
 
 static PyObject *describe_rank(const struct pool *pool, uint32_t rank) {

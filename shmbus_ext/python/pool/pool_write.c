@@ -4,22 +4,8 @@
  * slot until the last buffer is gone, so that no late store lands in another version. */
 #include "python/pool/pool_write.h"
 
-#include "python/pool/pool_object.h"
 #include "pool/digest.h"
 #include "pool/publish.h"
-
-typedef struct {
-    PyObject_HEAD
-    PoolObject *pool;
-    uint32_t slot;
-    bool is_piece; /* another rank is the publisher */
-    bool ended;
-    bool given_up;
-    Py_ssize_t buffers;
-    unsigned long long sequence, bytes;
-    long long version;
-    PyObject *meta;
-} PoolWriteObject;
 
 /* Says that the version will not be whole, at once: others wait for it. */
 static void give_up(PoolWriteObject *self, const char *error) {
@@ -56,6 +42,8 @@ static PyObject *py_pool_write_new(PoolObject *pool, uint32_t slot, bool is_piec
         self->ended = self->given_up = false;
         self->buffers = 0;
         self->meta = Py_XNewRef(meta);
+        self->patch.base = NULL;
+        self->patch_in_use = false;
         py_pool_add_user(pool);
     }
     return (PyObject *)self;
@@ -67,7 +55,7 @@ static PyObject *status_of(PoolObject *pool, enum pool_status status) {
                : PyLong_FromLong(status);
 }
 
-/* pool_begin(pool, version, bytes, meta, text, ranks): a PoolWrite, or a status. */
+/* pool_begin(pool, version, bytes, meta, text, ranks, patches): a PoolWrite, or a status. */
 static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
     (void)module;
     PoolObject *pool;
@@ -75,11 +63,13 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
     long long version;
     unsigned long long bytes;
     struct version_facts facts;
-    if (!PyArg_ParseTuple(args, "O!LKSsI", &PoolType, &pool, &version, &bytes, &meta, &facts.text,
-                          &facts.ranks) ||
+    int patches;
+    if (!PyArg_ParseTuple(args, "O!LKSsIp", &PoolType, &pool, &version, &bytes, &meta, &facts.text,
+                          &facts.ranks, &patches) ||
         !py_pool_usable(pool)) {
         return NULL;
     }
+    facts.patches = patches != 0;
     facts.version = version;
     facts.bytes = bytes;
     facts.meta = PyBytes_AS_STRING(meta);
@@ -112,6 +102,7 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
     self->sequence = sequence;
     self->version = version;
     self->bytes = bytes;
+    patch_begin(&self->patch, &pool->c, self->slot);
     return (PyObject *)self;
 }
 
@@ -141,6 +132,7 @@ static PyObject *py_pool_join(PyObject *module, PyObject *args) {
     self->sequence = row.sequence;
     self->version = row.version;
     self->bytes = row.bytes;
+    patch_begin(&self->patch, &pool->c, self->slot);
     self->meta = PyBytes_FromStringAndSize((char *)pool_meta(&pool->c, self->slot),
                                            (Py_ssize_t)row.meta_bytes);
     if (self->meta == NULL) {
@@ -161,7 +153,7 @@ static void py_pool_write_dealloc(PoolWriteObject *self) {
     PyObject_Free(self);
 }
 
-static bool is_open(const PoolWriteObject *self) {
+bool py_pool_write_is_open(const PoolWriteObject *self) {
     if (self->ended || self->given_up || !py_pool_is_own(self->pool)) {
         PyErr_SetString(PyExc_BufferError, "this version is not being written any more");
         return false;
@@ -169,8 +161,19 @@ static bool is_open(const PoolWriteObject *self) {
     return true;
 }
 
+void py_pool_write_enter(PoolWriteObject *self) {
+    self->buffers++;
+}
+
+void py_pool_write_leave(PoolWriteObject *self) {
+    self->buffers--;
+    if (self->buffers == 0 && self->given_up && !self->ended) {
+        let_go(self);
+    }
+}
+
 static int py_pool_write_buffer(PoolWriteObject *self, Py_buffer *view, int flags) {
-    if (!is_open(self)) {
+    if (!py_pool_write_is_open(self)) {
         view->obj = NULL;
         return -1;
     }
@@ -178,16 +181,13 @@ static int py_pool_write_buffer(PoolWriteObject *self, Py_buffer *view, int flag
                           (Py_ssize_t)self->bytes, 0, flags) < 0) {
         return -1;
     }
-    self->buffers++;
+    py_pool_write_enter(self);
     return 0;
 }
 
 static void py_pool_write_release(PoolWriteObject *self, Py_buffer *view) {
     (void)view;
-    self->buffers--;
-    if (self->buffers == 0 && self->given_up && !self->ended) {
-        let_go(self);
-    }
+    py_pool_write_leave(self);
 }
 
 static bool has_no_buffers(const PoolWriteObject *self) {
@@ -204,9 +204,10 @@ static bool has_no_buffers(const PoolWriteObject *self) {
 /* finish(digests): readers get the version; digests: whether its blocks get theirs. */
 static PyObject *py_pool_write_finish(PoolWriteObject *self, PyObject *args) {
     int with_digests;
-    if (!PyArg_ParseTuple(args, "p", &with_digests) || !is_open(self) || !has_no_buffers(self)) {
+    if (!PyArg_ParseTuple(args, "p", &with_digests) || !py_pool_write_is_open(self) || !has_no_buffers(self)) {
         return NULL;
     }
+    patch_seal(&self->patch);
     if (self->is_piece) {
         publish_piece_done(&self->pool->c, self->sequence);
         let_go(self);
@@ -219,9 +220,12 @@ static PyObject *py_pool_write_finish(PoolWriteObject *self, PyObject *args) {
         digests = digest_blocks(pool_payload(pool, self->slot), self->bytes, pool->block_bytes,
                                 pool_digests(pool, self->slot));
         Py_END_ALLOW_THREADS
-        if (!is_open(self)) { /* another thread ended it meanwhile */
+        if (!py_pool_write_is_open(self)) { /* another thread ended it meanwhile */
             return NULL;
         }
+    }
+    if (!patch_settle(&self->pool->c, self->slot, self->sequence)) {
+        patch_give_up(&self->patch);
     }
     publish_finish(&self->pool->c, self->slot, self->sequence, digests);
     self->ended = true;

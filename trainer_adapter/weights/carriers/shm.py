@@ -14,8 +14,19 @@ from typing import Final, TypeAlias
 import torch
 
 from shmbus import BusNotFoundError, BusRemovedError
-from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
+from shmbus.pool import (
+    PoolDamagedError,
+    PoolPublisher,
+    PoolReader,
+    PoolSpec,
+    VersionLease,
+    VersionWrite,
+    WhenHeld,
+    has_patch,
+    put_piece,
+)
 from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
+from trainer_adapter.weights.carriers.shm_patch import ShmPatch, contiguous_parts
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
     MANIFEST_CODE,
@@ -26,8 +37,15 @@ from trainer_adapter.weights.errors import (
     translated,
 )
 from trainer_adapter.weights.loading import LoadCache
-from trainer_adapter.weights.manifest import Manifest
-from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at, unowned
+from trainer_adapter.weights.manifest import Manifest, TensorPlace
+from trainer_adapter.weights.memory import (
+    byte_view,
+    copy_tensor,
+    payload_tensor,
+    tensor_at,
+    unowned,
+)
+from trainer_adapter.weights.patches import PatchPolicy, patch_capacity, pieces_of
 from trainer_adapter.weights.registered import RegisteredSlots
 from trainer_adapter.weights.source import LocalPiece
 from trainer_adapter.weights.staging import HostBatch, transfers_of
@@ -83,6 +101,8 @@ class ShmWriter:
         Seconds.
     digests : bool
         Whether each block gets a digest.
+    patches : float
+        Share of elements up to which a version gets a patch too; 0 for none.
     label : str
         For messages.
     """
@@ -102,12 +122,16 @@ class ShmWriter:
         when_held: WhenHeld = "wait",
         timeout: float = 60.0,
         digests: bool = False,
+        patches: float = 0.0,
         label: str = "",
     ) -> None:
         self._manifest = manifest
         self._meta = manifest.encode()
         self._places = manifest.by_name()
         self._digests = digests
+        self._policy = PatchPolicy() if patches else None
+        #: Where pieces are cast or put together before they are compared; made when first needed.
+        self._scratch: torch.Tensor | None = None
         self._registered = RegisteredSlots()
         # What was copied together into a slot, by the ids of its pieces, which are kept with it.
         self.batches: dict[int, _Batches] = {}
@@ -116,6 +140,7 @@ class ShmWriter:
             slots=slots,
             max_slots=max_slots,
             meta_bytes=int(len(self._meta) * _META_SPARE),
+            patch_bytes=patch_capacity(manifest, patches, world_size),
         )
         with translated():
             self._publisher = PoolPublisher(
@@ -136,11 +161,20 @@ class ShmWriter:
 
     def begin(self, version: int, text: str) -> _ShmSink | None:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
+        wants = self._policy is not None and self._policy.wants()
         with translated():
-            write = self._publisher.begin(version, self._manifest.total, meta=self._meta, text=text)
+            write = self._publisher.begin(
+                version, self._manifest.total, meta=self._meta, text=text, patch=wants
+            )
         if write is None:
             return None
         return _ShmSink(self, write)
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """Return so many bytes that stay with this writer."""
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size]
 
     def close(self, *, remove: bool) -> None:
         """Leave the pool."""
@@ -160,6 +194,10 @@ class _ShmSink:
         self._sorted = writer.batches.get(write.slot, {})
         self._flushed: _Batches = {}
         self._pending_bytes = 0
+        self._compared = has_patch(write)
+        self._tried = self._compared
+        self._changes = 0
+        self.changed: int | None = None
 
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be."""
@@ -180,7 +218,10 @@ class _ShmSink:
         for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
             if size != target.shape[dim]:
                 target = target.narrow(dim, start, size)
-        self._copy(target, piece)
+        if self._compared:
+            self._compare(place, piece)
+        else:
+            self._copy(target, piece)
         return target.numel() * target.element_size()
 
     def _copy(self, target: torch.Tensor, piece: LocalPiece) -> None:
@@ -193,6 +234,21 @@ class _ShmSink:
         self._pending_bytes += target.numel() * target.element_size()
         if self._pending_bytes >= PENDING_BYTES:
             self.settle()
+
+    def _compare(self, place: TensorPlace, piece: LocalPiece) -> None:
+        """Copy a piece, and pack what differs from the version before."""
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        for start, part in contiguous_parts(dtype, piece, self._writer.scratch):
+            flat = byte_view(part)
+            at = 0
+            for where in pieces_of(place, start, part.shape):
+                end = at + where.rows * where.row_bytes
+                changes = put_piece(self._write, where, flat[at:end])
+                at = end
+                if changes is None:
+                    self._compared = False
+                else:
+                    self._changes += changes
 
     def settle(self) -> None:
         """Wait until all pieces are copied."""
@@ -223,6 +279,10 @@ class _ShmSink:
         self._payload = None
         with translated():
             self._write.finish(digests=self._writer._digests)
+        made = has_patch(self._write)
+        self.changed = self._changes if made else None
+        if self._writer._policy is not None:
+            self._writer._policy.ended(begun=self._tried, made=made)
 
     def give_up(self, reason: str) -> None:
         """Leave what was newest in force."""
@@ -259,10 +319,19 @@ class ShmVersion:
         self.version = lease.version
         self.sequence = lease.sequence
         self.text = lease.text
+        self.origin: object = reader.identity
         if manifest is None:
             with translated():
                 manifest = Manifest.decode(lease.meta(), lease.size)
         self.manifest = manifest
+
+    def patch(self) -> ShmPatch | None:
+        """Return what changed since the version before; None also where that is damaged."""
+        try:
+            found = self._lease.patch()
+        except PoolDamagedError:
+            return None
+        return None if found is None else ShmPatch(found, self.manifest, self._lease)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """View every tensor; no byte is copied."""

@@ -1,0 +1,214 @@
+"""Patches of versions: what changed since the version before, beside the whole of it.
+
+Most elements of a set of weights stay the same, bit for bit, from step to step. A publisher that
+writes a version piece by piece compares it with the version before, and packs what differs; a
+reader that has exactly that version writes only those elements.
+
+Invariants:
+
+- A patch is a shortcut: the whole version lies in the same slot, under the same lease.
+- A reader learns whether the bytes that it patched were those of the base, where it patched them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from shmbus.pool.errors import PoolDamagedError
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.pool.publisher import VersionWrite
+
+__all__ = [
+    "PatchRun",
+    "Piece",
+    "VersionPatch",
+    "find_patch",
+    "has_patch",
+    "put_piece",
+    "same_bytes",
+]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Where elements lie in a version's bytes.
+
+    Attributes
+    ----------
+    offset : int
+        Bytes before the first.
+    rows, row_bytes, stride : int
+        So many rows of so many bytes, one each `stride` bytes.
+    width : int
+        Bytes of an element: 1, 2 or 4; larger ones are several of 4.
+    """
+
+    offset: int
+    rows: int
+    row_bytes: int
+    stride: int
+    width: int
+
+
+class PatchRun(msgspec.Struct, frozen=True):
+    """What changed in one piece.
+
+    Attributes
+    ----------
+    rank, place : int
+        The rank that wrote it, and where its stream begins in that rank's patch.
+    piece : Piece
+    changes : int
+        Elements that changed.
+    size : int
+        Bytes of the stream.
+    """
+
+    rank: int
+    place: int
+    piece: Piece
+    changes: int
+    size: int
+
+
+class VersionPatch:
+    """What leads from one version to another.
+
+    Parameters
+    ----------
+    lease : PoolLease
+        Of the newer one.
+    base_sequence, base_version : int
+        The older one.
+    runs : list of PatchRun
+        What changed, a piece each.
+    """
+
+    def __init__(
+        self, lease: _core.PoolLease, base_sequence: int, base_version: int, runs: list[PatchRun]
+    ) -> None:
+        self._lease = lease
+        self.base_sequence: Final = base_sequence
+        self.base_version: Final = base_version
+        self.runs: Final = runs
+        self.changes: Final = sum(run.changes for run in runs)
+        self.size: Final = sum(run.size for run in runs)
+
+    def apply(self, run: PatchRun, target: Any, offset: int = 0) -> bool:
+        """Apply what changed in one piece.
+
+        Parameters
+        ----------
+        run : PatchRun
+            Of this patch.
+        target : object
+            With a writable, contiguous buffer of bytes: the base's, from `offset` of it on.
+        offset : int
+            Where the target begins in the version's bytes.
+
+        Returns
+        -------
+        bool
+            Whether the elements that were replaced were the base's. If not, some of the target may
+            be changed, and all of it has to be copied from the version.
+
+        Raises
+        ------
+        ValueError
+            The run is not inside the target, or none of this patch.
+        """
+        return _core.pool_patch_apply(self._lease, run.rank, run.place, target, offset)
+
+
+def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
+    """Read the patch of a leased version, checked against its checksums; None where there is none.
+
+    Raises
+    ------
+    PoolDamagedError
+        It is not what was made.
+    """
+    found = _core.pool_patch_runs(lease)
+    if found is None:
+        return None
+    if not isinstance(found, tuple):
+        raise PoolDamagedError(
+            f"version {lease.version}: its patch does not match its checksum; nothing was read of "
+            "it: load the whole version, and look for a process that writes where it should not"
+        )
+    base_sequence, base_version, rows = found
+    runs = [
+        PatchRun(rank, place, Piece(offset, count, row_bytes, stride, width), changes, size)
+        for rank, place, offset, count, row_bytes, stride, width, changes, size in rows
+    ]
+    return VersionPatch(lease, base_sequence, base_version, runs)
+
+
+def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
+    """Write a piece of a version, and pack what differs from the version before.
+
+    Parameters
+    ----------
+    write : VersionWrite
+        Begun with ``patch=True``.
+    piece : Piece
+        Its place; the pieces of a version do not overlap.
+    source : object
+        With a contiguous buffer of its bytes, row after row.
+
+    Returns
+    -------
+    int | None
+        Elements that changed; None where the version has no patch, or not any more: there is
+        nothing to compare with, or the patch is full. The piece is written in each case.
+
+    Raises
+    ------
+    ValueError
+        It is not inside the version.
+    BufferError
+        The version has ended, or another thread writes a piece of it.
+    """
+    return _core.pool_patch_put(
+        write.buffer,
+        piece.offset,
+        piece.rows,
+        piece.row_bytes,
+        piece.stride,
+        piece.width,
+        source,
+    )
+
+
+def has_patch(write: VersionWrite) -> bool:
+    """Whether a version gets a patch, as far as it is written; after its end, whether it has one.
+
+    Parameters
+    ----------
+    write : VersionWrite
+        Begun with ``patch=True``.
+
+    Returns
+    -------
+    bool
+        In ranks above 0, after the end: whether this rank has made its part.
+    """
+    return _core.pool_patch_is_made(write.buffer)
+
+
+def same_bytes(one: Any, other: Any) -> bool:
+    """Compare two contiguous buffers, bit for bit.
+
+    Parameters
+    ----------
+    one, other : object
+        With a contiguous buffer.
+
+    Returns
+    -------
+    bool
+    """
+    return _core.pool_same(one, other)

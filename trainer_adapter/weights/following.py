@@ -1,0 +1,162 @@
+"""Bringing a model to a version by its patch: what leased weights do beside loading the whole.
+
+Invariant: a model that did not have the patch's base is loaded whole, or its error says that it has
+some of both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from trainer_adapter.weights.carriers.base import CarriedVersion
+from trainer_adapter.weights.carriers.patched import CarriedPatch, PatchedVersion
+from trainer_adapter.weights.copies import Pair
+from trainer_adapter.weights.errors import TORN_CODE, PatchBaseError, TornWeightsError
+from trainer_adapter.weights.loading import Loading, Targets, targets_of
+from trainer_adapter.weights.manifest import Manifest, Slice
+from trainer_adapter.weights.patched_load import LoadedModel, apply_changes, compare
+
+__all__ = ["FollowingWeights"]
+
+
+class FollowingWeights(ABC):
+    """What leased weights know of patches.
+
+    Attributes
+    ----------
+    version, sequence : int
+        The publisher's number, and publications before it, and one.
+    manifest : Manifest
+        Its tensors.
+    loaded : "whole" | "patch" | None
+        How `load_into` brought a model to this version, once it has.
+    """
+
+    version: int
+    sequence: int
+    manifest: Manifest
+    loaded: Literal["whole", "patch"] | None = None
+    _known: LoadedModel | None
+    _compares: Literal["off", "sample", "all"]
+
+    @abstractmethod
+    def _open(self) -> CarriedVersion: ...
+
+    @abstractmethod
+    def _paired(
+        self,
+        targets: dict[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> dict[str, Pair]: ...
+
+    def _follow(
+        self, carried: PatchedVersion, known: LoadedModel, pairs: Mapping[str, Pair]
+    ) -> int:
+        """Change what changed, if that is enough; else copy everything."""
+        written = None
+        patch = carried.patch()
+        usable = patch is not None and known.has(carried.origin, patch.base_sequence, pairs)
+        known.forget()
+        if patch is not None and usable:
+            written = self._apply(patch, pairs)
+        self.loaded = "whole" if written is None else "patch"
+        if written is None:
+            written = Loading(pairs).copy(self.version)
+        known.remember(carried.origin, self.sequence, pairs)
+        return written
+
+    def _apply(self, patch: CarriedPatch, pairs: Mapping[str, Pair]) -> int | None:
+        """Apply a patch, and compare as this subscriber does; None where all has to be copied."""
+        written = apply_changes(self.version, self.manifest, pairs, patch)
+        if written is None or self._compares == "off":
+            return written
+        sample = self._compares == "sample"
+        return written if compare(self.manifest, pairs, patch, sample=sample) else None
+
+    def patch_base(self) -> int | None:
+        """Return the version from which a patch leads to this one.
+
+        Returns
+        -------
+        int | None
+            None where there is no patch.
+
+        Raises
+        ------
+        BusClosedError
+            These weights are closed.
+        """
+        patch = self._patch()
+        return None if patch is None else patch.base_version
+
+    def _patch(self) -> CarriedPatch | None:
+        carried = self._open()
+        return carried.patch() if isinstance(carried, PatchedVersion) else None
+
+    def apply_patch(
+        self, model: Targets, *, base: int, slices: Mapping[str, Slice] | None = None
+    ) -> int:
+        """Bring a model from one version to this one by what changed, and by nothing else.
+
+        For those who know what their model has; `load_into` finds out by itself, and loads the
+        whole version where it has to.
+
+        Parameters
+        ----------
+        model : torch.nn.Module | mapping of Tensor
+            With the base in it, bit for bit.
+        base : int
+            The version that it has.
+        slices : mapping of Slice, optional
+            As for `load_into`.
+
+        Returns
+        -------
+        int
+            Bytes of the tensors in which something changed.
+
+        Raises
+        ------
+        PatchBaseError
+            This version has no patch, or one for another base. Nothing was changed.
+        ManifestError
+            What does not fit. Nothing was changed.
+        TornWeightsError
+            The model did not have the base: it has some of this version.
+        BusClosedError
+            These weights are closed.
+        """
+        carried = self._open()
+        patch = self._patch()
+        if patch is None or patch.base_version != base:
+            has = "no patch" if patch is None else f"a patch for version {patch.base_version} alone"
+            raise PatchBaseError(
+                f"version {self.version} has {has}, the model has version {base}: nothing was "
+                "changed; load the whole version with load_into()",
+                None if patch is None else patch.base_version,
+            )
+        targets = targets_of(model)
+        pairs = self._paired(targets, slices=slices)
+        carried.prepare({target.device for target in targets.values()})
+        carried.loading()
+        if self._known is not None:
+            self._known.forget()
+        written = self._apply(patch, pairs)
+        if written is None:
+            error = TornWeightsError(
+                f"version {self.version}: the model was not version {base}, for which its patch "
+                "is, and has some of both now; load the whole version with load_into() before it "
+                "is used"
+            )
+            carried.refused(TORN_CODE, str(error))
+            raise error
+        self.loaded = "patch"
+        carried.applied()
+        return written
