@@ -298,7 +298,11 @@ def ray_rows(
         return {}
     total = sum(value.numel() * value.element_size() for value in state.values())
     ray.init(
-        num_cpus=1, object_store_memory=3 * total, include_dashboard=False, log_to_driver=False
+        "local",
+        num_cpus=1,
+        object_store_memory=3 * total,
+        include_dashboard=False,
+        log_to_driver=False,
     )
     found = {}
     try:

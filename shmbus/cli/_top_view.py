@@ -17,6 +17,7 @@ from rich.text import Text
 from shmbus.cli._show import show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
+from shmbus.pool.survey import describe_pool, read_pools
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"alive": "green", "dead": "bold red", "closed": "dim", "gone": "dim"}
@@ -30,6 +31,8 @@ _HIGH = 0.7
 _TITLE_ROWS = 3
 _CHART_ROWS = 1
 _CHART_MORE_ROWS = 7
+#: Slot pools beside the bus that get a row each.
+_POOLS = 2
 
 
 def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
@@ -48,6 +51,11 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
         At most `height` rows.
     """
     status = watcher.status
+    pools = [
+        Text(f" {describe_pool(pool)}", no_wrap=True, overflow="ellipsis", style="dim")
+        for pool in read_pools(status.name)[:_POOLS]
+    ]
+    height -= len(pools)
     ledger = _ledger(status)
     middle_rows = max(len(ledger), 6) + 2
     free_rows = height - _TITLE_ROWS - (_CHART_ROWS + 3) - middle_rows
@@ -63,6 +71,7 @@ def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
         _title(watcher, width),
         _sentence(status),
         _fill(status, width),
+        *pools,
         _throughput(watcher, width, chart_rows),
         _middle(status, ledger, width, middle_rows),
     ]

@@ -29,6 +29,7 @@ import msgspec
 import shmbus
 from shmbus._format import show_size
 from shmbus.inspect import leftovers
+from shmbus.pool.survey import read_pools
 from shmbus_ext import _core
 
 __all__ = ["Finding", "diagnose"]
@@ -328,6 +329,23 @@ def _check_leftovers() -> Iterator[Finding]:
         yield Finding("leftovers", "ok", "nothing abandoned in /dev/shm")
 
 
+def _check_pools() -> Iterator[Finding]:
+    pools = read_pools()
+    for pool in pools:
+        refused = [it for it in pool.readers if it.state == "alive" and it.error]
+        if refused:
+            yield Finding(
+                "pools",
+                "warn",
+                f"{refused[0].label} could not take version {refused[0].refused_version} of the "
+                f"{pool.kind} of bus {pool.bus}: {refused[0].error}",
+                f"`shmbus weights {pool.bus} --kind {pool.kind}` shows every reader",
+            )
+            return
+    size = show_size(sum(pool.size for pool in pools))
+    yield Finding("pools", "ok", f"{len(pools)} slot pools, {size}" if pools else "no slot pools")
+
+
 _CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     _check_shm,
     _check_memory,
@@ -341,6 +359,7 @@ _CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     _check_packages,
     _check_round_trip,
     _check_leftovers,
+    _check_pools,
 )
 
 # Runs in a child: torch takes seconds and hundreds of megabytes, and may crash on a bad driver.

@@ -10,6 +10,8 @@ import msgspec
 from shmbus import errors
 from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
 from shmbus.inspect.status import read_status
+from shmbus.pool.status import PoolStatus
+from shmbus.pool.survey import describe_pool, read_pools
 from shmbus.segment.names import bus_names
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class BusLine(msgspec.Struct, frozen=True):
         The reader, "" where there is none.
     problem : str | None
         Why it cannot be read.
+    pools : list[PoolStatus]
+        Slot pools beside it, such as weights.
     """
 
     name: str
@@ -44,6 +48,7 @@ class BusLine(msgspec.Struct, frozen=True):
     producers: int | None = None
     collector: str | None = None
     problem: str | None = None
+    pools: list[PoolStatus] = []
 
 
 def add_parser(commands: Commands) -> None:
@@ -53,19 +58,20 @@ def add_parser(commands: Commands) -> None:
         "list",
         run,
         help="list the buses of this machine",
-        description="Lists every bus in /dev/shm with its size, fill, producers and collector.",
+        description="Lists every bus in /dev/shm with its size, fill, producers and collector, and "
+        "slot pools such as weights, also of buses that are gone.",
         examples=["shmbus list", "shmbus list --json | jq -r '.[].name'"],
         json=True,
     )
 
 
-def _line(name: str) -> BusLine | None:
+def _line(name: str, pools: list[PoolStatus]) -> BusLine | None:
     try:
         status = read_status(name, walk=False)
     except errors.BusNotFoundError:
         return None  # it was removed after the listing
     except (errors.LayoutMismatchError, PermissionError, ValueError) as error:
-        return BusLine(printable(name), problem=printable(str(error)))
+        return BusLine(printable(name), problem=printable(str(error)), pools=pools)
     collector = status.collector
     return BusLine(
         name=status.name,
@@ -74,18 +80,23 @@ def _line(name: str) -> BusLine | None:
         undelivered=status.ledger.undelivered,
         producers=sum(producer.state == "alive" for producer in status.producers),
         collector=f"{collector.label} (pid {collector.pid})" if collector.alive else "",
+        pools=pools,
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, which may be empty."""
-    lines = [line for name in bus_names() if (line := _line(name)) is not None]
+    pools = read_pools()
+    lines = [
+        line
+        for name in bus_names()
+        if (line := _line(name, [pool for pool in pools if pool.bus == name])) is not None
+    ]
     if arguments.json:
         print_json(lines)
         return 0
     if not lines:
         print("there is no bus on this machine; `shmbus.Bus.create(name)` makes one")
-        return 0
     head = ("name", "size>", "fill>", "undelivered>", "producers>", "collector")
     rows = [
         (
@@ -104,4 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in lines:
         if line.problem is not None:
             print(f"{line.name}: {line.problem}")
+    if pools:
+        print("\nbeside the buses; `shmbus weights NAME` shows more:")
+        print("\n".join(f"  {pool.bus}: {describe_pool(pool)}" for pool in pools))
     return 0

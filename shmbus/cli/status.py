@@ -6,9 +6,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shmbus.cli._show import add_command, bus_name, print_json, show_count
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
+from shmbus.pool.survey import describe_pool, read_pools
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -33,10 +36,13 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 1 where trajectories cannot be accounted for."""
     status = read_status(arguments.name)
+    pools = read_pools(arguments.name)
     if arguments.json:
-        print_json(status)
+        print_json(msgspec.to_builtins(status) | {"pools": pools})
     else:
         print(status_text(status))
+        for pool in pools:
+            print(f"  {describe_pool(pool)}")
     if not status.ledger.balanced:
         print(
             f"shmbus status: the ledger of bus {status.name!r} does not balance: "

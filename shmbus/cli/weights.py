@@ -91,7 +91,7 @@ def _text(status: PoolStatus, now_s: float) -> str:
     else:
         lines += ["", "no publisher is attached"]
     if status.readers:
-        head = ("reader>", "state", "pid>", "label", "device", "runs>", "refused")
+        reader_head = ("reader>", "state", "pid>", "label", "device", "runs>", "refused")
         readers = [
             (
                 str(reader.reader),
@@ -104,7 +104,7 @@ def _text(status: PoolStatus, now_s: float) -> str:
             )
             for reader in status.readers
         ]
-        lines += ["", table(head, readers, indent="")]
+        lines += ["", table(reader_head, readers, indent="")]
     else:
         lines += ["", "no reader is attached"]
     return "\n".join(lines)

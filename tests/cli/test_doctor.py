@@ -15,7 +15,7 @@ from shmbus.cli import doctor_checks
 CHECKS = {
     "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
     "python", "shmbus", "numpy", "msgspec", "posix_ipc", "uvloop", "rich", "prometheus_client",
-    "safetensors", "round_trip", "leftovers", "torch", "flash_attn",
+    "safetensors", "round_trip", "leftovers", "pools", "torch", "flash_attn",
 }  # fmt: skip
 
 
