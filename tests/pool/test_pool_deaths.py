@@ -86,7 +86,8 @@ def test_kills_of_publishers_and_readers_tear_and_starve_nothing(
     for child in children.values():
         child.expect("ready")
     end = time.monotonic() + STORM_S
-    while time.monotonic() < end:
+    # A busy machine starts few of them in that time.
+    while time.monotonic() < end or kills <= 10:
         time.sleep(rng.uniform(0, 0.15))
         name = rng.choice(sorted(children))
         if "ready" in children[name].output():
@@ -103,7 +104,6 @@ def test_kills_of_publishers_and_readers_tear_and_starve_nothing(
         assert child.running, child.output()
         child.kill()
     assert not [child.output() for child in everyone if "FAULT" in child.output()]
-    assert kills > 10
     with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
         lease.check()
         assert (lease.view().view(np.uint64) == lease.version).all()
