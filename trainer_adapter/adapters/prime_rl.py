@@ -194,24 +194,12 @@ class ShmbusBatchReceiver:
         return True
 
     def wait(self) -> None:
-        """Wait for the next step, for ever.
-
-        Raises
-        ------
-        PeerGoneError, ChannelClosedError
-            The orchestrator died or ended.
-        """
+        """Wait for the next step, for ever; PeerGoneError where the orchestrator has died."""
         while not self._look(_LOOK_S):
             pass
 
     def can_receive(self) -> bool:
-        """Whether the next step is here.
-
-        Raises
-        ------
-        PeerGoneError, ChannelClosedError
-            As for `wait`.
-        """
+        """Whether the next step is here; raises as `wait` does."""
         return self._look(0.0)
 
     def receive(self) -> list[Any]:
@@ -227,7 +215,7 @@ class ShmbusBatchReceiver:
         StepOrderError
             The sender goes on with another step than this trainer: resume both from one checkpoint.
         PeerGoneError, ChannelClosedError
-            As for `wait`.
+            The orchestrator died or ended.
         """
         self.wait()
         message, self._held = self._held, None
@@ -290,14 +278,10 @@ def install(name: str, *, readers_per_rank: int = 1) -> str:
 def _factories(name: str, readers: int, micro_batch: type[Any]) -> tuple[Any, Any]:
     """Make the factories, with the arguments of prime-rl's."""
 
-    def sender(
-        output_dir: Path, data_world_size: int, current_step: int, transport: Any
-    ) -> ShmbusBatchSender:
+    def sender(output_dir: Path, data_world_size: int, current_step: int, transport: Any) -> Any:
         return ShmbusBatchSender(name, data_world_size, current_step, readers_per_rank=readers)
 
-    def receiver(
-        output_dir: Path, data_rank: int, current_step: int, transport: Any
-    ) -> ShmbusBatchReceiver:
+    def receiver(output_dir: Path, data_rank: int, current_step: int, transport: Any) -> Any:
         reader = int(os.environ.get("RANK", "0")) % readers
         return ShmbusBatchReceiver(
             name, data_rank, current_step, micro_batch=micro_batch, reader=reader

@@ -138,6 +138,8 @@ class GenerateByBus:
                 found |= dict(zip(of_group, outputs, strict=True))
         finally:
             self._wanted -= set(keys)
+            for key in keys:
+                self._arrived.pop(key, None)
         return self._output([found[place] for place in range(len(ids))], ids)
 
     def close(self) -> None:

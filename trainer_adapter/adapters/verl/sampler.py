@@ -98,7 +98,7 @@ class _FromBus:
         if not groups:
             return
         known = (kv_list(partition_id=partition) or {}).get(partition, {})
-        for group in groups:
+        for place, group in enumerate(groups):
             asked = known.get(group.instance_id, {})
             uid = group.instance_id if asked.get("is_prompt") else uuid.uuid4().hex
             steps = int(asked.get("global_steps", group[0].policy_version))
@@ -107,6 +107,9 @@ class _FromBus:
                 made = trajectories_of(group, uid, prompt, steps, self._logprobs)
             except ValueError as error:
                 if self._refused == "raise":
+                    # This one comes again, too: nothing is dropped that nobody decided about.
+                    for each in groups[place:]:
+                        consumer.give_back(each)
                     raise
                 _LOG.warning("dropped: %s", error)
                 if asked:
