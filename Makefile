@@ -177,6 +177,7 @@ versions: $(VENV)/.dev ## Test the trainer side with other versions of torch, tr
 
 leaks: $(VENV)/.dev ## Count the resources that 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000
+	$(BIN)/python tests/weights/cycles.py cycles-$$$$ 10000
 
 valgrind: $(addprefix build/c/valgrind/,$(UNSTEPPED_TESTS)) ## Run the C tests under valgrind
 	@for test in $^; do valgrind -q --error-exitcode=1 --leak-check=full $$test || exit 1; done

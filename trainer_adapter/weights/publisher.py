@@ -222,13 +222,8 @@ class WeightPublisher:
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
-        share = patch_share(patches)
         self.carrier: Final = choose(carrier, device, directory=directory)
-        if share and self.carrier.name != "shm":
-            raise ValueError(
-                f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "
-                "carrier 'shm' has patches"
-            )
+        share = _checked_patches(self.carrier.name, patches)
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
             if world_size != 1 or directory is None or digests:
@@ -405,6 +400,16 @@ def _checked_version(version: int) -> int:
     if not -(1 << 63) <= version < 1 << 63:
         raise ValueError(f"version: expected an int64, got {version}")
     return version
+
+
+def _checked_patches(carrier: str, patches: bool | float) -> float:
+    share = patch_share(patches)
+    if share and carrier != "shm":
+        raise ValueError(
+            f"carrier {carrier!r}: expected patches=False, got {patches}; only the carrier 'shm' "
+            "has patches"
+        )
+    return share
 
 
 def _uses_cuda() -> bool:
