@@ -215,10 +215,8 @@ class Collector:
             self._requests.end_check(lambda key: True)
             self._requests.doubt()
             return
-        held = {samples[0].key for samples in elsewhere if samples}
-        self._requests.end_check(
-            lambda key: key in present or key in held or self.stash.is_full(key)
-        )
+        held = present.union(samples[0].key for samples in elsewhere if samples)
+        self._requests.end_check(lambda key: key in held or self.stash.is_full(key))
 
     def _doubt(self) -> None:
         self._lead.doubt()
