@@ -297,3 +297,15 @@ print(failures)
 def test_a_take_without_memory_leases_nothing_and_keeps_the_order(bus: str, spawn: Spawner) -> None:
     pytest.importorskip("_testcapi")
     assert int(spawn.script(WITHOUT_MEMORY, bus).finish()) > 1
+
+
+def test_a_loop_that_handles_one_group_at_a_time_holds_one(bus: str) -> None:
+    with Producer(bus) as producer, Consumer(bus) as consumer:
+        for number in range(50):
+            producer.put(number, group_size=1, index=0, tokens=[1])
+        for number, group in enumerate(consumer):
+            counts = consumer.stats()
+            assert (counts.groups_leased, counts.groups_ready) == (1, 49 - number)
+            group.ack()
+            if number == 49:
+                break

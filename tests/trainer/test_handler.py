@@ -353,3 +353,18 @@ def test_closing_ends_the_iteration_and_gives_everything_to_the_next(
         for batch in handler:
             assert_batch(batch, groups)
             break
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_handlers_step_is_the_version_that_a_batch_makes(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    for number in range(4):
+        producer.put(number, group_size=1, index=0, tokens=[1])
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
+        for step in range(4):
+            batch = handler.next_batch(10)
+            assert (batch.step, handler.step) == (step, step + 1)
+            handler.set_policy_version(handler.step)
+            handler.ack(batch)
+        assert producer.policy_version == 4
