@@ -113,6 +113,8 @@ class _SinkView(msgspec.Struct):
     #: Bytes of a record and of a group that its bus takes, and records of a group.
     largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
     leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
+    #: What it owes to an earlier coordinator: it is written down nowhere else.
+    owed: frozenset[Origin] = frozenset()
 
 
 class Coordinator:
@@ -159,13 +161,20 @@ class Coordinator:
         #: Taken, and whose release may never be confirmed: a sink has died, or this has just begun.
         self.doubtful: set[Origin] = set()
         self.sinks = {name: _SinkView(leases={}) for name in sinks}
+        #: Taken, since a sink that has died had owed them to an earlier coordinator, or gave them
+        #: back; with the question whose answer tells whether their source has them still.
+        self.orphans: dict[Origin, int] = {}
+        self._question = 0
         self.policy_version = 0
         self._too_large: list[GroupEntry[OriginHead]] = []
         self._window = window_bytes
 
     def begin(self) -> list[Message]:
         """Ask everybody what there is."""
-        return [*self.ask_sinks(), *(Subscription(bus, self.epoch) for bus in self.buses)]
+        return [
+            *self.ask_sinks(),
+            *(Subscription(bus, self.epoch, self._question) for bus in self.buses),
+        ]
 
     def ask_sinks(self) -> list[Message]:
         """Ask those that have not answered."""
@@ -182,7 +191,7 @@ class Coordinator:
         if not self._is_news(mark, newest):
             return []
         if not message.whole and mark != (newest[0], newest[1] + 1):
-            return [Subscription(bus, self.epoch)]  # one before it was lost
+            return self._ask([bus])  # one before it was lost
         self.newest[bus] = mark
         heads = [OriginHead(bus, head) for head in message.heads]
         named = {head.origin for head in heads}
@@ -195,20 +204,42 @@ class Coordinator:
                 },
                 now_s,
             )
+            for origin in [each for each in self.taken if each[0] == bus and each not in named]:
+                del self.taken[origin]  # it has gone, and older announcements are refused
+            self._adopt(message, named)
         new = [
             head
             for head in heads
             if head.origin not in self.known and not self._is_taken(head.origin)
         ]
-        if message.whole:
-            for origin in [each for each in self.taken if each[0] == bus and each not in named]:
-                del self.taken[origin]  # it has gone, and older announcements are refused
+        # After that: this announcement may be as old as a release, and name what was released.
         due = self._due.get(bus, [])
         while due and due[0][0] <= mark:
             self._forget_if_old(heapq.heappop(due)[1])
         self.known.update((head.origin, head) for head in new)
         self.stash.add(new, now_s)
         return [*self.drop_discards(), *self.place()]
+
+    def _adopt(self, message: Announcement, named: set[Origin]) -> None:
+        """Take orphans for new, which their source holds after they were orphaned."""
+        epoch, question = message.answers
+        for origin in [each for each in self.orphans if each[0] == message.bus]:
+            if epoch == self.epoch and question >= self.orphans[origin]:
+                del self.orphans[origin]
+                if origin in named and self.taken.get(origin, _NEVER) is None:
+                    del self.taken[origin]
+
+    def _orphan(self, origins: Iterable[Origin]) -> list[Message]:
+        """Ask sources which of these they hold still: nobody else will put them."""
+        left = {o for o in origins if o not in self.known and self.taken.get(o, _NEVER) is None}
+        if not left:
+            return []
+        self._question += 1
+        self.orphans.update(dict.fromkeys(left, self._question))
+        return self._ask({origin[0] for origin in left})
+
+    def _ask(self, buses: Iterable[str]) -> list[Message]:
+        return [Subscription(bus, self.epoch, self._question) for bus in sorted(buses)]
 
     def _is_news(self, mark: Mark, newest: Mark) -> bool:
         return mark > newest
@@ -252,6 +283,7 @@ class Coordinator:
         lost = self.source_lost(bus, now_s)
         self.newest.pop(bus, None)
         self._due.pop(bus, None)
+        self.orphans = {o: question for o, question in self.orphans.items() if o[0] != bus}
         self.buses = tuple(each for each in self.buses if each != bus)
         for origin in [each for each in self.taken if each[0] == bus]:
             del self.taken[origin]
@@ -329,6 +361,7 @@ class Coordinator:
         view.incarnation = message.incarnation
         view.heard = True
         has = message.settled | message.owed
+        orphans, view.owed = view.owed - has, message.owed
         for origins in list(view.leases):
             samples = self._end_lease(view, origins)
             if origins & has or len(samples) < len(origins):
@@ -343,13 +376,13 @@ class Coordinator:
         self._written_down(message.settled)
         # What was confirmed before this came, or was lost with the sink, no sink will say again.
         self.doubtful.update(self.taken)
-        return [*self.drop_discards(), *self.drop_again(), *self.place()]
+        asked = self._orphan(orphans)
+        return [*asked, *self.drop_discards(), *self.drop_again(), *self.place()]
 
     def ask_sources_again(self) -> list[Message]:
         """Have sources say what they hold, where that settles which of them it has released."""
         self.doubtful &= {origin for origin, mark in self.taken.items() if mark is None}
-        buses = sorted({origin[0] for origin in self.doubtful})
-        return [Subscription(bus, self.epoch) for bus in buses]
+        return self._ask({origin[0] for origin in (*self.doubtful, *self.orphans)})
 
     def _end_lease(self, view: _SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
@@ -393,6 +426,7 @@ class Coordinator:
         for origin in known:
             self._take(origin, None)
         self._written_down(message.origins)
+        view.owed -= message.origins
         return self.place()
 
     def returned(self, message: Returned, now_s: float) -> list[Message]:
@@ -406,7 +440,9 @@ class Coordinator:
         for origin, mark in gone.items():
             self._take(origin, mark)
         self._put_back([s for s in samples if s.origin not in gone], now_s)
-        return [*self.drop_discards(), *self.place()]
+        view.owed -= gone.keys() | message.rest
+        asked = self._orphan(message.rest)
+        return [*asked, *self.drop_discards(), *self.place()]
 
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
         """Remember what a source has released until its announcements are as new as that."""

@@ -212,6 +212,10 @@ class CoordinatorParty:
             self._meet_source(hello.bus)
         if hello.is_sink and self.pure is not None:
             self._note_limits(hello)
+            view = self.pure.sinks[address]
+            if view.heard and view.incarnation < hello.incarnation:
+                # What it said when it began was lost.
+                self._say([SinkStateWanted(address, self.pure.epoch)])
         self._tell_peers()
         self._steer()
 

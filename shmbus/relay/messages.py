@@ -44,22 +44,28 @@ Mark: TypeAlias = tuple[int, int]
 
 
 class Subscription(NamedTuple):
-    """A coordinator to a source: announce all that you hold."""
+    """A coordinator to a source: announce all that you hold.
+
+    `question` grows with each that asks for what is held from now on.
+    """
 
     bus: str
     epoch: int = 0
+    question: int = 0
 
 
 class Announcement(NamedTuple):
     """A source to the coordinator: heads of what it holds.
 
     `whole` says that it holds nothing else; otherwise they are what came since the one before.
+    `answers` are epoch and question of the newest Subscription that was there when it was made.
     """
 
     bus: str
     mark: Mark
     whole: bool
     heads: tuple[RecordHead, ...]
+    answers: tuple[int, int] = (0, 0)
 
 
 class SinkStateWanted(NamedTuple):

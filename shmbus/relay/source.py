@@ -41,6 +41,7 @@ class Source:
         self.bus = bus
         self.incarnation = incarnation
         self.number = 0
+        self.asked = (0, 0)
         self.held: dict[Origin, RecordHead] = {}
 
     @property
@@ -65,10 +66,11 @@ class Source:
 
     def _announce(self, heads: tuple[RecordHead, ...], *, whole: bool) -> Announcement:
         self.number += 1
-        return Announcement(self.bus, self.mark, whole, heads)
+        return Announcement(self.bus, self.mark, whole, heads, self.asked)
 
     def subscribe(self, message: Subscription) -> list[Message]:
         """Announce all that is held to a coordinator that has missed something."""
+        self.asked = max(self.asked, (message.epoch, message.question))
         return [self._announce(tuple(self.held.values()), whole=True)]
 
     def fetch(self, message: Fetch) -> list[Message]:

@@ -121,7 +121,7 @@ def test_a_sinks_successor_goes_on_where_the_lane_ends(put: int) -> None:
     sink = Sink("t0", 2, journal)
     state, *asked = sink.begin()
     assert isinstance(state, m.SinkState)
-    assert (state.settled, state.owed) == (set(origins[:put]), set(origins[put:]))
+    assert state.settled == frozenset(origins[:put]) and state.owed == frozenset(origins[put:])
     assert [each.bus for each in asked if isinstance(each, m.Fetch)] == ["b0", "b1"][put:]
 
 
@@ -134,3 +134,37 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
         sink.intend(0)
         said = sink.settle()
         assert sum(isinstance(each, m.Release) for each in said) == expected
+
+
+def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again() -> None:
+    origins = (("b0", 1, 0), ("b0", 1, 1))
+    heads = [head("q", 2, i, i) for i in range(2)]
+    # It begins with a sink that has a group of the coordinator before, in its memory alone.
+    made = Coordinator(4, ["b0"], ["t0", "t1"])
+    made.begin()
+    made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset(origins)), 0.0)
+    made.sink_state(m.SinkState("t1", 1, 4, frozenset(), frozenset()), 0.0)
+    assert made.announced(m.Announcement("b0", (1, 1), True, tuple(heads), (4, 0)), 0.0) == []
+    # That sink dies, and its successor knows nothing of it.
+    (asked,) = made.sink_state(m.SinkState("t0", 2, 4, frozenset(), frozenset()), 0.0)
+    assert asked == m.Subscription("b0", 4, 1)
+    # What was announced before that question may name what has been released meanwhile.
+    assert made.announced(m.Announcement("b0", (1, 2), True, tuple(heads), (4, 0)), 0.0) == []
+    assert made.ask_sources_again() == [asked]
+    (placed,) = made.announced(m.Announcement("b0", (1, 3), True, tuple(heads), (4, 1)), 0.0)
+    assert isinstance(placed, m.Assignment) and placed.origins == origins
+    assert not made.orphans and not made.taken
+
+
+def test_what_a_sink_gives_back_that_an_earlier_coordinator_had_assigned_is_placed_again() -> None:
+    made = Coordinator(4, ["b0"], ["t0"])
+    made.begin()
+    gone, rest = ("b0", 1, 0), ("b0", 1, 1)
+    made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset({gone, rest})), 0.0)
+    made.announced(m.Announcement("b0", (1, 1), True, (head("q", 1, 0, 1),), (4, 0)), 0.0)
+    returned = m.Returned("t0", frozenset({(gone, (1, 1))}), frozenset({rest}))
+    (asked,) = made.returned(returned, 0.0)
+    assert asked == m.Subscription("b0", 4, 1)
+    answer = m.Announcement("b0", (1, 2), True, (head("q", 1, 0, 1),), (4, 1))
+    (placed,) = made.announced(answer, 0.0)
+    assert isinstance(placed, m.Assignment) and placed.origins == (rest,)
