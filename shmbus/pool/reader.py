@@ -218,6 +218,8 @@ class PoolReader:
             For programs.
         """
         self.refused(lease, code, "it is being loaded")
+        # What it ran is no more, also where that was this version, or a newer one.
+        self._pool.applied(0, 0)
 
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
         """Say that this process could not take a version; what it runs stays.

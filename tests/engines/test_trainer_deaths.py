@@ -81,7 +81,7 @@ async def test_a_pause_that_a_killed_trainer_left_is_ended_with_whole_weights(
     assert paused_by(bus.name) is None
 
 
-@pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "end")])
+@pytest.mark.parametrize(("kind", "step"), [("vllm", "update")])
 async def test_the_daemon_ends_the_pause_that_a_killed_trainer_left(
     kind: str, step: str, bus_name: str, servers: Any, daemon: Any
 ) -> None:

@@ -286,6 +286,32 @@ def test_a_pool_that_does_not_fit_says_what_it_needs(bus_name: str) -> None:
     assert not Path(pool_path(bus_name, KIND)).exists()
 
 
+@pytest.mark.parametrize("version", [7, 8], ids=["an older one", "the same"])
+def test_a_reader_that_loads_again_runs_no_whole_version_until_it_has(
+    version: int, bus_name: str
+) -> None:
+    with (
+        PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=64, slots=2)) as publisher,
+        PoolReader(bus_name, "weights", label="a") as reader,
+    ):
+        for number in (7, 8):
+            write = publisher.begin(number, 64)
+            assert write is not None
+            with write:
+                pass
+        with reader.latest(timeout=5) as newest, reader.at(version) as again:
+            reader.applied(newest)
+            reader.loading(again, 4)
+            (row,) = read_pool(bus_name, "weights").readers
+            assert (row.applied_version, row.refused_version, row.error_code) == (None, version, 4)
+            reader.refused(again, 3, "half of it")
+            (row,) = read_pool(bus_name, "weights").readers
+            assert (row.applied_version, row.error) == (None, "half of it")
+            reader.applied(again)
+            (row,) = read_pool(bus_name, "weights").readers
+            assert (row.applied_version, row.error_code) == (version, 0)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"slots": 0}, {"slots": 9}, {"slots": 3, "max_slots": 2}, {"block_bytes": "3MiB"},

@@ -130,8 +130,8 @@ class RankRows:
             ]
             if refused or len(rows) < report.ranks or time.monotonic() >= deadline:
                 said = "; ".join(refused) or "; ".join(
-                    f"{row.label} runs {row.applied_version}"
-                    + (f" and a part of {row.refused_version}" if row.error_code else "")
+                    f"{row.label} runs "
+                    + ("no whole version" if row.error_code else f"{row.applied_version}")
                     for row in rows
                 )
                 raise EngineError(

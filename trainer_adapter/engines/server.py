@@ -7,6 +7,7 @@ believed from here: the readers' rows say it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -202,6 +203,8 @@ class HttpServer:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+            # Its sockets are closed in the loop's next turn, which may be the last.
+            await asyncio.sleep(0)
 
     async def __aenter__(self) -> HttpServer:
         return self
