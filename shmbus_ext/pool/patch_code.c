@@ -44,17 +44,6 @@ INLINE void store(uint8_t *data, uint32_t at, uint32_t value, const uint32_t wid
 /* Which of 64 elements differ, a bit each. */
 typedef uint64_t (*differ)(const uint8_t *one, const uint8_t *other, uint32_t width);
 
-INLINE uint64_t differ_plain(const uint8_t *one, const uint8_t *other, const uint32_t width) {
-    uint64_t bits = 0;
-    if (memcmp(one, other, (size_t)64 * width) == 0) {
-        return 0;
-    }
-    for (uint32_t i = 0; i < 64; i++) {
-        bits |= (uint64_t)(load(one, i, width) != load(other, i, width)) << i;
-    }
-    return bits;
-}
-
 #if defined(__SSE2__)
 INLINE __m128i at128(const uint8_t *data, uint32_t index) {
     return _mm_loadu_si128((const __m128i *)(const void *)data + index);
@@ -88,6 +77,16 @@ INLINE uint64_t differ_sse2(const uint8_t *one, const uint8_t *other, const uint
 }
 #define DIFFER differ_sse2
 #else
+INLINE uint64_t differ_plain(const uint8_t *one, const uint8_t *other, const uint32_t width) {
+    uint64_t bits = 0;
+    if (memcmp(one, other, (size_t)64 * width) == 0) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < 64; i++) {
+        bits |= (uint64_t)(load(one, i, width) != load(other, i, width)) << i;
+    }
+    return bits;
+}
 #define DIFFER differ_plain
 #endif
 
