@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -29,6 +29,8 @@ from shmbus_ext import _core
 __all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt"]
 
 _ALIGN = 16
+#: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
+_KNOWN_DTYPES: Final = {**_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32)}
 _LENGTH = struct.Struct("<I")
 #: A claim in the request lane: number, word, row, cell, index of the sample.
 Claim = tuple[int, int, int, int, int]
@@ -87,7 +89,12 @@ def encode_prompt(
 
 def _as_field(name: str, value: object, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
     """Make an array of a value, with a dtype if one is declared; lists need one."""
-    known = _core.STANDARD_DTYPES.get(name) if dtype is None else dtype
+    known = _KNOWN_DTYPES.get(name) if dtype is None else dtype
+    if isinstance(value, (str, bytes)):
+        raise TypeError(
+            f"{name}: expected an array, got {type(value).__name__}; text goes into the meta, as "
+            f"in meta={{{name!r}: ...}}"
+        )
     if isinstance(value, (list, tuple)):
         if known is None:
             raise TypeError(

@@ -169,8 +169,9 @@ class Feeder:
         timeout : float, optional
             Seconds to wait for room: None waits for ever, 0 does not wait.
         **prompt : array
-            The prompt: any fields, of any shape and any dtype of fixed size; lists of those that a
-            schema declares. Workers read them as ``request[name]``.
+            The prompt: any fields, of any shape and any dtype of fixed size; lists of ``prompt``
+            (int32), of `put`'s standard fields, and of those that a schema declares. Workers read
+            them as ``request[name]``. Text goes into `meta`.
 
         Returns
         -------

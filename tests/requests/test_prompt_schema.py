@@ -80,8 +80,16 @@ def test_a_prompt_that_is_not_as_declared_is_refused_and_offers_nothing(
 
 def test_without_a_schema_a_list_says_how_to_declare_it(feeder: Feeder, producer: Producer) -> None:
     with pytest.raises(
-        TypeError, match=r"^prompt: expected an array, got list.*Feeder\(\.\.\., sch"
+        TypeError, match=r"^types: expected an array, got list.*Feeder\(\.\.\., sch"
     ):
-        feeder.request("q", group_size=1, prompt=[1, 2])
-    feeder.request("q", group_size=1, tokens=[1, 2])  # a standard field has its dtype
-    assert producer.next_request()["tokens"].dtype == np.int32
+        feeder.request("q", group_size=1, types=[1, 2])
+    # Standard fields have their dtypes, and so have the token ids of a prompt.
+    feeder.request("q", group_size=1, tokens=[1, 2], prompt=[3])
+    request = producer.next_request()
+    assert request is not None
+    assert request["tokens"].dtype == request["prompt"].dtype == np.int32
+
+
+def test_text_is_said_to_belong_into_the_meta(feeder: Feeder) -> None:
+    with pytest.raises(TypeError, match=r"^prompt: expected an array, got str; text goes .*meta="):
+        feeder.request("q", group_size=1, prompt="What is 2 + 2?")

@@ -63,7 +63,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "need without an epoch": ({"need": 1}, ValueError, r"need: 1 of 2 needs an epoch"),
     "a score": ({"score": 1.0}, TypeError, r"score: a request says no score"),
     "an index": ({"index": np.int32(1)}, TypeError, r"index: a request says no index"),
-    "a list": ({"prompt": [1, 2]}, TypeError, r"prompt: expected an array, got list; declare"),
+    "a list": ({"hidden": [1, 2]}, TypeError, r"hidden: expected an array, got list; declare"),
     "text": ({"prompt": "1 + 1?"}, TypeError, r"prompt: expected an array, got str; .*meta="),
     "too large": (
         {"prompt": np.zeros(1 << 21)}, shmbus.RecordTooLargeError, r"bus .*request_capacity",
