@@ -150,7 +150,7 @@ class Coordinator:
             )
             for origin in [each for each in self.taken if each[0] == bus and each not in named]:
                 del self.taken[origin]  # it has gone, and older announcements are refused
-            self._adopt(message, named)
+            self._adopt(message, {head.origin: head for head in heads})
         new = [
             head
             for head in heads
@@ -164,7 +164,7 @@ class Coordinator:
         self.stash.add(new, now_s)
         return [*self.drop_discards(), *self.place()]
 
-    def _adopt(self, message: Announcement, named: set[Origin]) -> None:
+    def _adopt(self, message: Announcement, named: dict[Origin, OriginHead]) -> None:
         """Take orphans for new, which their source holds after they were orphaned."""
         epoch, question = message.answers
         for origin in [each for each in self.orphans if each[0] == message.bus]:
@@ -172,6 +172,8 @@ class Coordinator:
                 del self.orphans[origin]
                 if origin in named and self.taken.get(origin, _NEVER) is None:
                     del self.taken[origin]
+                    # Its group may have been complete here before its sink told of it.
+                    self.stash.table.recent.pop(named[origin].key, None)
 
     def _orphan(self, origins: Iterable[Origin]) -> list[Message]:
         """Ask sources which of these they hold still: nobody else will put them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import msgspec
 import pytest
 
 from shmbus import RecordHead
@@ -136,12 +137,17 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
         assert sum(isinstance(each, m.Release) for each in said) == expected
 
 
-def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again() -> None:
+@pytest.mark.parametrize("announced_first", [False, True])
+def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again(
+    announced_first: bool,
+) -> None:
     origins = (("b0", 1, 0), ("b0", 1, 1))
-    heads = [head("q", 2, i, i) for i in range(2)]
+    heads = [msgspec.structs.replace(head("q", 2, i, i), epoch=1) for i in range(2)]
     # It begins with a sink that has a group of the coordinator before, in its memory alone.
     made = Coordinator(4, ["b0"], ["t0", "t1"])
     made.begin()
+    if announced_first:
+        made.announced(m.Announcement("b0", (1, 0), True, tuple(heads), (4, 0)), 0.0)
     made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset(origins)), 0.0)
     made.sink_state(m.SinkState("t1", 1, 4, frozenset(), frozenset()), 0.0)
     assert made.announced(m.Announcement("b0", (1, 1), True, tuple(heads), (4, 0)), 0.0) == []
