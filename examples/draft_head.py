@@ -1,0 +1,153 @@
+"""A draft head learns to predict the hidden states of a process that generates, on CPU or GPU.
+
+    python examples/draft_head.py                    # both processes on the CPU
+    python examples/draft_head.py --device cuda:0    # both on one GPU
+
+The generating process sends hidden states and tokens of each step, of another length each, over a
+`TensorChannel`. From the state at a token and the next token, the head predicts the next state.
+With --compare the same steps are made once more in the trainer's own process, and every gradient
+has to be the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterator
+
+import torch
+
+from trainer_adapter.channel import ChannelClosedError, StepSkippedError, TensorChannel
+
+ROWS, WIDTH, TOKENS, LONGEST = 16, 64, 128, 20
+SPECS = {"hidden": ("float32", (ROWS, None, WIDTH)), "ids": ("int64", (ROWS, None))}
+Step = dict[str, torch.Tensor]
+
+
+class Generator(torch.nn.Module):
+    """Stands in for an engine: a recurrent model that samples tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(TOKENS, WIDTH)
+        self.cell = torch.nn.GRUCell(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, TOKENS)
+
+    @torch.no_grad()
+    def generate(self, length: int) -> Step:
+        """Sample so many tokens, and keep the state at each."""
+        state = torch.zeros(ROWS, WIDTH, device=self.head.weight.device)
+        token = torch.zeros(ROWS, dtype=torch.int64, device=state.device)
+        states, ids = [], []
+        for _ in range(length):
+            state = self.cell(self.embedding(token), state)
+            token = torch.multinomial(self.head(state).softmax(-1), 1).squeeze(1)
+            states.append(state)
+            ids.append(token)
+        return {"hidden": torch.stack(states, 1), "ids": torch.stack(ids, 1)}
+
+
+class DraftHead(torch.nn.Module):
+    """The next state from this one and the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(TOKENS, WIDTH)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(2 * WIDTH, 4 * WIDTH),
+            torch.nn.SiLU(),
+            torch.nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    def loss(self, step: Step) -> torch.Tensor:
+        """Return the mean squared error, as a part of that of predicting no change."""
+        hidden, ids = step["hidden"], step["ids"]
+        # A state is what the token before it has led to: the token at t goes into the state at t+1.
+        known = torch.cat([hidden[:, :-1], self.embedding(ids[:, :-1])], -1)
+        change = hidden[:, 1:] - hidden[:, :-1]
+        loss = torch.nn.functional.mse_loss(self.net(known), change)
+        return loss / change.square().mean()
+
+
+def generated(steps: int, device: str) -> Iterator[Step | None]:
+    """Generate; None for a step in which there is nothing to predict."""
+    torch.manual_seed(1)
+    generator = Generator().to(device)
+    for _ in range(steps):
+        length = int(torch.randint(1, LONGEST, ()))
+        yield generator.generate(length) if length > 1 else None
+
+
+def engine(name: str, steps: int, device: str) -> None:
+    """Generate and send, a process of its own."""
+    torch.set_num_threads(1)
+    with TensorChannel.create(name, device=None if device == "cpu" else device) as channel:
+        for step in generated(steps, device):
+            if step is None:
+                channel.skip(reason="one token only: nothing to predict")
+            else:
+                channel.send(step)
+
+
+def received(name: str) -> Iterator[Step | None]:
+    """Receive each step; the next one acknowledges it."""
+    with TensorChannel.open(name, specs=SPECS, wait=60.0) as channel:
+        while True:
+            try:
+                with channel.recv(timeout=60.0) as item:
+                    yield dict(item)
+            except StepSkippedError:
+                yield None
+            except ChannelClosedError:
+                return
+
+
+def learn(steps: Iterator[Step | None], device: str) -> Iterator[tuple[float, list[torch.Tensor]]]:
+    """Train a head; each step gives its loss and its gradients."""
+    with torch.random.fork_rng(devices=[]):  # the same head each time, whoever draws beside it
+        torch.manual_seed(2)
+        head = DraftHead().to(device)
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for step in steps:
+        if step is not None:
+            optimizer.zero_grad()
+            loss = head.loss(step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            grads = [each.grad.clone() for each in head.parameters() if each.grad is not None]
+            yield loss.item(), grads
+
+
+def main() -> None:
+    """Run the engine beside the head, and print how the loss fell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--quick", action="store_true", help="80 steps, compared")
+    parser.add_argument("--compare", action="store_true", help="with gradients of this process")
+    parser.add_argument("--name", default=f"draft-head-{os.getpid()}")
+    options = parser.parse_args()
+    steps = 80 if options.quick else options.steps
+    torch.set_num_threads(1)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=engine, args=(options.name, steps, options.device), daemon=True)
+    process.start()
+    losses = []
+    here = None
+    if options.compare or options.quick:
+        here = learn(generated(steps, options.device), options.device)
+    for loss, gradients in learn(received(options.name), options.device):
+        losses.append(loss)
+        if here is not None:
+            same = next(here)[1]
+            assert all(map(torch.equal, gradients, same)), f"step {len(losses)} differs"
+    process.join(60)
+    first, last = (sum(part) / len(part) for part in (losses[:5], losses[-5:]))
+    skipped = f"{steps - len(losses)} skipped"
+    compared = "every gradient as of tensors made here, " if here is not None else ""
+    print(f"{len(losses)} steps, {skipped}, {compared}loss {first:.3f} -> {last:.3f}")
+
+
+if __name__ == "__main__":
+    main()
