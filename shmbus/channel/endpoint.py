@@ -111,6 +111,21 @@ class Endpoint:
         """
         return self._handle.look(self.OTHER)[0] == _core.CHANNEL_ALIVE
 
+    def presence(self, side: str) -> tuple[bool, int]:
+        """Whether a living process is a side, and how many processes have been it.
+
+        Parameters
+        ----------
+        side : "sender" | "receiver"
+            Which.
+
+        Returns
+        -------
+        bool, int
+        """
+        life, _, claims, _, _ = self._handle.look(SIDES.index(side))
+        return life == _core.CHANNEL_ALIVE, claims
+
     def state(self, data: bytes) -> None:
         """Tell the other side something that outlives this process.
 

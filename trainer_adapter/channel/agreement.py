@@ -1,14 +1,26 @@
 """Stating specs in the segment, and comparing them with those of the other side.
 
-Invariant: every wait looks here first, so a difference ends it on both sides, whoever came second.
+Invariants:
+
+- Every wait looks here first, so a difference ends it on both sides, whoever came second.
+- What a process has stated is held against nobody who came after its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from shmbus.channel import ChannelDamagedError, Endpoint
-from trainer_adapter.channel.specs import SpecMismatchError, Statement, differences, show
+from trainer_adapter.channel.specs import (
+    SpecMismatchError,
+    Statement,
+    TensorSpec,
+    differences,
+    show,
+    step_differences,
+)
 
 __all__ = ["Agreement"]
 
@@ -31,6 +43,11 @@ class Agreement:
         self._seen = 0
         self.own: Statement | None = None
         self.other: Statement | None = None
+        alive, claims = endpoint.presence(self._other)
+        # Which process of the other side had ended before this one came; 0 for none.
+        self._gone_before = 0 if alive else claims
+        # Which one's difference was told here.
+        self._told = 0
         endpoint.on_wake = self.check
 
     @property
@@ -45,6 +62,8 @@ class Agreement:
 
     def state(self, statement: Statement) -> None:
         """State what this side says."""
+        _, claim = self._endpoint.presence(self._side)
+        statement = msgspec.structs.replace(statement, claim=claim)
         if statement != self.own:
             self.own = statement
             self._endpoint.state(msgspec.msgpack.encode(statement))
@@ -70,14 +89,40 @@ class Agreement:
             self._seen = version
         if self.other is None or self.own is None or self.sender is None or self.receiver is None:
             return
+        found = [] if self.other.refused else differences(self.sender.specs, self.receiver.specs)
+        if not (self.other.refused or found) or self._forget_the_gone():
+            return
+        self._told = self.other.claim
         if self.other.refused:
             raise SpecMismatchError(
                 f"channel {self._endpoint.name!r}: the {self._other} has refused a step: "
                 f"{self.other.refused}"
             )
-        found = differences(self.sender.specs, self.receiver.specs)
-        if found:
-            raise self.mismatch(found)
+        raise self.mismatch(found)
+
+    def differences_of(self, step: Mapping[str, TensorSpec]) -> list[str]:
+        """Say how a step differs from what both sides have stated."""
+        found = step_differences(step, self.sender, self.receiver)
+        if found and self.other is not None and self._forget_the_gone():
+            found = step_differences(step, self.sender, self.receiver)
+        return found
+
+    def _forget_the_gone(self) -> bool:
+        """Forget the other statement where it is not to be held against this side.
+
+        That of a living process is, and once that of one which has ended beside this side: both
+        sides are told a difference, also where the first one to see it ends with it.
+        """
+        assert self.other is not None
+        claim = self.other.claim
+        alive, newest = self._endpoint.presence(self._other)
+        succeeded = claim != newest
+        ended_before = claim == self._gone_before
+        told_and_gone = claim == self._told and not alive
+        if not (succeeded or ended_before or told_and_gone):
+            return False
+        self.other = None
+        return True
 
     def mismatch(self, found: list[str]) -> SpecMismatchError:
         """Say what differs, with both specs."""

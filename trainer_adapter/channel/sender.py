@@ -13,12 +13,7 @@ import torch
 
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.config import Carrier
-from trainer_adapter.channel.specs import (
-    Statement,
-    parse_specs,
-    specs_of,
-    step_differences,
-)
+from trainer_adapter.channel.specs import Statement, parse_specs, specs_of
 from trainer_adapter.channel.writers import open_writer
 
 if TYPE_CHECKING:
@@ -128,7 +123,7 @@ class TensorSender:
         if self._agreement.own is None:
             self._agreement.state(Statement(specs, exact=False))
         self._agreement.check()
-        found = step_differences(specs, self._agreement.sender, self._agreement.receiver)
+        found = self._agreement.differences_of(specs)
         if found:
             raise self._agreement.mismatch([f"step {number}: {each}" for each in found])
         self._writer.write(tensors, specs, dict(meta or {}), timeout)

@@ -61,11 +61,15 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Whether the shapes were declared; if not, they are those of the first step.
     refused : str
         Why a later step was not what was agreed; "" for nothing.
+    claim : int
+        Which process of its side has stated it, by their count; what a dead one said is not held
+        against its successor.
     """
 
     specs: dict[str, TensorSpec]
     exact: bool = True
     refused: str = ""
+    claim: int = 0
 
 
 def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:

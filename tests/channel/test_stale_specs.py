@@ -1,0 +1,124 @@
+"""What a side has stated goes with it: a successor with other specs is no mismatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Spawner
+
+from trainer_adapter.channel import (
+    ChannelClosedError,
+    ChannelTimeoutError,
+    SpecMismatchError,
+    TensorChannel,
+)
+
+RIGHT = {"x": ("int64", (None,))}
+WRONG = {"x": ("float32", (None,))}
+STEP = {"x": torch.arange(3)}
+
+SIDE = """
+import sys, time
+from trainer_adapter.channel import TensorChannel
+if sys.argv[2] == "sender":
+    side = TensorChannel.create(sys.argv[1], specs={"x": ("float32", (None,))})
+else:
+    side = TensorChannel.open(sys.argv[1], specs={"x": ("float32", (None,))}, wait=30)
+print("stated", flush=True)
+time.sleep(600)
+"""
+
+
+def dead(bus_name: str, spawn: Spawner, side: str) -> None:
+    """Have a side state the wrong specs, and die."""
+    child = spawn.script(SIDE, bus_name, side)
+    child.expect("stated")
+    child.kill()
+
+
+@pytest.mark.parametrize("declared", [None, RIGHT])
+def test_specs_of_a_dead_sender_are_no_difference_for_who_comes_later(
+    bus_name: str, spawn: Spawner, declared: Any
+) -> None:
+    dead(bus_name, spawn, "sender")
+    with TensorChannel.open(bus_name, specs=RIGHT) as receiver:
+        with pytest.raises(ChannelTimeoutError, match="no successor has come"):
+            receiver.recv(0.05)
+        with TensorChannel.create(bus_name, specs=declared) as sender:
+            with pytest.raises(ChannelTimeoutError):
+                receiver.recv(0.05)
+            sender.send(STEP)
+            with receiver.recv(20) as item:
+                assert item["x"].tolist() == [0, 1, 2]
+
+
+def test_a_receiver_that_comes_after_the_successor_does_not_look_at_the_dead_sender(
+    bus_name: str, spawn: Spawner
+) -> None:
+    dead(bus_name, spawn, "sender")
+    with (
+        TensorChannel.create(bus_name) as sender,
+        TensorChannel.open(bus_name, specs=RIGHT) as receiver,
+    ):
+        with pytest.raises(ChannelTimeoutError):
+            receiver.recv(0.05)
+        sender.send(STEP)
+        with receiver.recv(20) as item:
+            assert item.step == 0
+
+
+def test_specs_of_a_dead_receiver_are_no_difference_for_who_comes_later(
+    bus_name: str, spawn: Spawner
+) -> None:
+    first = TensorChannel.create(bus_name)
+    dead(bus_name, spawn, "receiver")
+    first.close()
+    with TensorChannel.create(bus_name) as sender:
+        sender.send(STEP)
+        with TensorChannel.open(bus_name, specs=RIGHT) as receiver, receiver.recv(20) as item:
+            assert item.step == 0
+
+
+def test_a_difference_is_told_once_of_a_side_that_has_gone_and_then_its_successor_is_awaited(
+    bus_name: str,
+) -> None:
+    with TensorChannel.create(bus_name, specs=RIGHT) as sender:
+        wrong = TensorChannel.open(bus_name, specs=WRONG)
+        with pytest.raises(SpecMismatchError):
+            wrong.recv(20)
+        wrong.close()
+        # It has gone before this side has looked, and both have to be told.
+        with pytest.raises(SpecMismatchError, match="expected float32"):
+            sender.send(STEP)
+        sender.send(STEP)
+        with TensorChannel.open(bus_name, specs=RIGHT) as receiver, receiver.recv(20) as item:
+            assert item.step == 0
+
+
+def test_a_difference_from_a_living_side_is_told_as_often_as_it_is_asked(bus_name: str) -> None:
+    with (
+        TensorChannel.create(bus_name, specs=RIGHT) as sender,
+        TensorChannel.open(bus_name, specs=WRONG) as receiver,
+    ):
+        for _ in range(2):
+            with pytest.raises(SpecMismatchError):
+                sender.send(STEP)
+            with pytest.raises(SpecMismatchError):
+                receiver.recv(20)
+
+
+def test_a_step_that_a_sender_left_behind_is_still_compared(bus_name: str) -> None:
+    with TensorChannel.create(bus_name, specs=RIGHT) as sender:
+        sender.send(STEP)
+    with (
+        TensorChannel.open(bus_name, specs=WRONG) as wrong,
+        pytest.raises(SpecMismatchError, match="expected float32"),
+    ):
+        wrong.recv(20)
+    with TensorChannel.open(bus_name, specs=RIGHT) as receiver:
+        with receiver.recv(20) as item:
+            assert item.step == 0
+        with pytest.raises(ChannelClosedError):
+            receiver.recv(20)
