@@ -226,18 +226,10 @@ class WeightPublisher:
         share = _checked_patches(self.carrier.name, patches)
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
-            if world_size != 1 or directory is None or digests:
-                raise ValueError(
-                    "carrier 'checkpoint': expected directory=..., world_size=1 and "
-                    f"digests=False, got {directory!r}, {world_size} and {digests}"
-                )
-            self._writer = CheckpointWriter(directory, self.manifest)
+            place = _checked_directory(directory, world_size, digests)
+            self._writer = CheckpointWriter(place, self.manifest)
         elif self.carrier.name in KIND_OF:
-            if world_size != 1:
-                raise ValueError(
-                    f"carrier {self.carrier.name!r}: expected world_size=1, got {world_size}; use "
-                    "the carrier 'shm', into which each rank writes its own pieces"
-                )
+            _check_alone(self.carrier.name, world_size)
             self._writer = ExportedWriter(
                 bus,
                 self.manifest,
@@ -400,6 +392,23 @@ def _checked_version(version: int) -> int:
     if not -(1 << 63) <= version < 1 << 63:
         raise ValueError(f"version: expected an int64, got {version}")
     return version
+
+
+def _checked_directory(directory: Path | str | None, world_size: int, digests: bool) -> Path | str:
+    if world_size != 1 or directory is None or digests:
+        raise ValueError(
+            "carrier 'checkpoint': expected directory=..., world_size=1 and digests=False, got "
+            f"{directory!r}, {world_size} and {digests}"
+        )
+    return directory
+
+
+def _check_alone(carrier: str, world_size: int) -> None:
+    if world_size != 1:
+        raise ValueError(
+            f"carrier {carrier!r}: expected world_size=1, got {world_size}; use the carrier 'shm', "
+            "into which each rank writes its own pieces"
+        )
 
 
 def _checked_patches(carrier: str, patches: bool | float) -> float:

@@ -67,16 +67,12 @@ PROMISES: Final = Promises(
 #: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
 #: times, and each costs a hundredth of reading a model of a hundred blocks.
 SAMPLED_BLOCKS: Final = 4
-
 #: Room for a manifest that grows by a few names before the pool has to be made again.
 _META_SPARE: Final = 1.25
-
 #: Bytes of a device's tensors that are gathered before they cross: temporary ones stay until then.
 PENDING_BYTES: Final = 1 << 30
-
 #: Seconds between two attempts to find a pool that is not there yet.
 _RETRY_S: Final = 0.05
-
 
 #: What was copied together: the pieces, which keep their ids, and how.
 _Batches: TypeAlias = dict[tuple[int, ...], tuple[list[LocalPiece], HostBatch]]
