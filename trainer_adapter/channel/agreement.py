@@ -48,6 +48,9 @@ class Agreement:
         self._gone_before = 0 if alive else claims
         # Which one's difference was told here.
         self._told = 0
+        # What was compared already: both statements as they are, and a step like the last one.
+        self._agreed = False
+        self._passed: Mapping[str, TensorSpec] | None = None
         endpoint.on_wake = self.check
 
     @property
@@ -66,6 +69,7 @@ class Agreement:
         statement = msgspec.structs.replace(statement, claim=claim)
         if statement != self.own:
             self.own = statement
+            self._agreed, self._passed = False, None
             self._endpoint.state(msgspec.msgpack.encode(statement))
 
     def check(self) -> None:
@@ -87,10 +91,16 @@ class Agreement:
                     f"channel {self._endpoint.name!r}: the {self._other}'s specs are none ({error})"
                 ) from error
             self._seen = version
+            self._agreed, self._passed = False, None
+        if self._agreed:
+            return
         if self.other is None or self.own is None or self.sender is None or self.receiver is None:
             return
         found = [] if self.other.refused else differences(self.sender.specs, self.receiver.specs)
-        if not (self.other.refused or found) or self._forget_the_gone():
+        if not (self.other.refused or found):
+            self._agreed = True
+            return
+        if self._forget_the_gone():
             return
         self._told = self.other.claim
         if self.other.refused:
@@ -101,10 +111,15 @@ class Agreement:
         raise self.mismatch(found)
 
     def differences_of(self, step: Mapping[str, TensorSpec]) -> list[str]:
-        """Say how a step differs from what both sides have stated."""
-        found = step_differences(step, self.sender, self.receiver)
-        if found and self.other is not None and self._forget_the_gone():
-            found = step_differences(step, self.sender, self.receiver)
+        """Say how a step differs from what is expected, and where it is sent from what is sent."""
+        if step == self._passed:
+            return []
+        sender = self.own if self._side == "sender" else None
+        found = step_differences(step, sender, self.receiver)
+        if found and sender is not None and self.other is not None and self._forget_the_gone():
+            found = step_differences(step, sender, self.receiver)
+        if not found:
+            self._passed = step
         return found
 
     def _forget_the_gone(self) -> bool:
@@ -122,6 +137,7 @@ class Agreement:
         if not (succeeded or ended_before or told_and_gone):
             return False
         self.other = None
+        self._agreed, self._passed = False, None
         return True
 
     def mismatch(self, found: list[str]) -> SpecMismatchError:

@@ -16,7 +16,7 @@ from shmbus.channel import ChannelReceiver, Message
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.places import decode_places
 from trainer_adapter.channel.readers import StepReader
-from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs, step_differences
+from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -202,7 +202,7 @@ class TensorReceiver:
         places = decode_places(message.meta, what)
         specs = {place.name: TensorSpec(place.dtype, place.shape) for place in places.tensors}
         self._agreement.check()
-        found = step_differences(specs, None, self._agreement.receiver)
+        found = self._agreement.differences_of(specs)
         if found:
             self._channel.drop()
             assert self._agreement.own is not None
