@@ -216,6 +216,29 @@ def test_a_step_whose_memory_died_with_its_sender_fails_and_the_next_one_comes(
 
 
 @pytest.mark.timeout(60)
+def test_steps_that_died_with_their_sender_come_again_once_both_sides_resume(
+    bus_name: str, spawn: Spawner
+) -> None:
+    child = spawn.script(SENDER, bus_name, 2, 2)
+    child.expect("sent", timeout=60)
+    with TensorChannel.open(bus_name, specs=SPECS) as receiver:
+        state = receiver.state_dict()
+        child.kill()
+        for _ in range(2):
+            with pytest.raises(StepFailedError, match="resume both sides from a checkpoint"):
+                receiver.recv(5)
+        with pytest.raises(PeerGoneError):
+            receiver.recv(NEVER_S)
+        with TensorChannel.create(bus_name, carrier="memfd", timeout=20) as successor:
+            successor.load_state_dict(state)
+            receiver.load_state_dict(state)
+            for step in range(3):
+                successor.send(made(step, 3), step=step)
+                with receiver.recv(5) as item:
+                    assert (item.step, item["x"].tolist()) == (step, list(range(step, step + 3)))
+
+
+@pytest.mark.timeout(60)
 def test_a_successor_sends_again_what_nobody_had_received(bus_name: str, spawn: Spawner) -> None:
     child = spawn.script(SENDER, bus_name, 2, 2)
     child.expect("sent", timeout=60)
