@@ -60,6 +60,10 @@ class LocalRelay:
 
         self._threads.append(threading.Thread(target=work))
         self._threads[-1].start()
+        deadline = time.monotonic() + 30.0
+        while address not in self.parties and address not in self.ended:
+            assert time.monotonic() < deadline, f"{address} does not begin"
+            time.sleep(0.001)
 
     def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:
         """Send a message in somebody's name."""
