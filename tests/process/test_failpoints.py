@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Spawner
+from conftest import IS_WORKER, Spawner
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -20,8 +21,20 @@ PASSES = os.environ.get("SHMBUS_TEST_POINTS", "first")
 
 @pytest.fixture(scope="session")
 def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a tree whose extension has the points compiled in; this build stays as it is."""
-    tree = tmp_path_factory.mktemp("failpoints")
+    """Build a tree whose extension has the points compiled in, once for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    tree = (base.parent if IS_WORKER else base) / "failpoints"
+    with tree.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not tree.exists():
+            half_done = tree.with_suffix(".new")
+            _build(half_done)
+            half_done.rename(tree)
+    return tree
+
+
+def _build(tree: Path) -> None:
+    shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(ROOT / "shmbus", tree / "shmbus")
     (tree / "shmbus_ext").mkdir()
     for path in (ROOT / "shmbus_ext").glob("*.py*"):
@@ -30,7 +43,6 @@ def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv += ["--build-lib", str(tree), "--build-temp", str(tree / "objects")]
     env = {**os.environ, "SHMBUS_FAILPOINTS": "1", "SHMBUS_SANITIZE": "", "CFLAGS": "-O1"}
     subprocess.run(argv, cwd=ROOT, env=env, check=True, capture_output=True, timeout=110)
-    return tree
 
 
 @pytest.mark.timeout(240)

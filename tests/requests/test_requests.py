@@ -258,7 +258,7 @@ def test_a_stall_report_names_a_lane_that_nobody_serves(bus_name: str) -> None:
         ({"group_size": 2, "priority": -1}, ValueError, "priority"),
         ({"group_size": 2, "epoch": -1}, ValueError, "epoch"),
         ({"group_size": 2, "split": ""}, ValueError, "split"),
-        ({"group_size": 2, "prompt": [1, 2]}, TypeError, "prompt"),
+        ({"group_size": 2, "hidden": [1, 2]}, TypeError, "hidden"),
         ({"group_size": 2, "prompt": np.array([None])}, TypeError, "prompt"),
         ({"group_size": 2, "meta": object()}, TypeError, "meta"),
         ({"group_size": 2, "timeout": -1}, ValueError, "timeout"),
