@@ -27,6 +27,7 @@ import pytest
 
 from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.client.daemon_client import DaemonClient
+from shmbus.segment.names import remove_dead_socket
 
 # A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
 # tests that interrupt one would wait in vain.
@@ -126,6 +127,8 @@ def bus_name() -> Iterator[str]:
         bus = path.name.removeprefix("shmbus-").removesuffix(".sock")
         if name in (bus, bus.partition(".")[2]) or path.name.startswith(f"{SEGMENT_PREFIX}{name}."):
             path.unlink(missing_ok=True)
+    for kind in ("channel", "weights"):
+        remove_dead_socket(kind, name)
 
 
 _left_behind: list[str] = []

@@ -25,7 +25,7 @@ from shmbus.channel.errors import (
     PeerGoneError,
 )
 from shmbus.channel.lifecycle import channel_path
-from shmbus.segment.names import leads_to
+from shmbus.segment.names import leads_to, remove_dead_socket
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ class Endpoint:
             if over and leads_to(self._path, self._identity):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path)
+                remove_dead_socket("channel", self.name)
         self._handle.close()
 
     def __enter__(self) -> Self:

@@ -14,7 +14,7 @@ import stat
 import time
 
 from shmbus import errors
-from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus_ext import _core
 
 __all__ = ["channel_path", "create_handle", "open_handle", "unlink_channel"]
@@ -149,3 +149,4 @@ def unlink_channel(name: str) -> None:
         raise errors.BusNotFoundError(
             f"there is no channel {name!r} to remove ({path} does not exist)"
         ) from error
+    remove_dead_socket("channel", name)

@@ -18,7 +18,7 @@ import msgspec
 from shmbus import errors
 from shmbus._arguments import parse_size
 from shmbus._format import show_size
-from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus_ext import _core
 
 __all__ = ["PoolSpec", "create_pool", "open_pool", "pool_path", "unlink_pool"]
@@ -246,3 +246,4 @@ def unlink_pool(bus: str, kind: str) -> None:
         raise errors.BusNotFoundError(
             f"there is no pool {kind!r} of bus {bus!r} to remove ({path} does not exist)"
         ) from error
+    remove_dead_socket(kind, bus)

@@ -5,6 +5,7 @@
     shmbus.NAME          the segment of a bus
     shmbus-NAME.sock     the socket of its daemon (`shmbus.control.socket_path`)
     shmbus-KIND.NAME     a companion: a segment that goes with the bus and is none, such as weights
+    shmbus+DIGEST.sock   where the owner of a companion's memory hands it out (not in there)
 
 Invariant: no bus, socket or companion can have the file name of another.
 
@@ -15,8 +16,10 @@ abandoned one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
+import socket
 
 __all__ = [
     "PREFIX",
@@ -29,7 +32,9 @@ __all__ = [
     "identity",
     "is_named",
     "leads_to",
+    "memory_socket",
     "parse_companion",
+    "remove_dead_socket",
     "shm_path",
 ]
 
@@ -100,6 +105,37 @@ def companion_name(kind: str, bus: str) -> str:
             f"name that does not end in {SOCKET_SUFFIX!r}; choose another name"
         )
     return name
+
+
+def memory_socket(kind: str, bus: str) -> str:
+    """Return where the owner of the memory of a companion listens, which is not in /dev/shm.
+
+    Parameters
+    ----------
+    kind, bus : str
+        Of the companion, such as "channel" and "run1.hidden".
+
+    Returns
+    -------
+    str
+        A file that `shmbus gc` knows as a socket; of fixed length, since names of sockets are
+        short.
+    """
+    digest = hashlib.sha256(os.fsencode("memory of " + companion_name(kind, bus))).hexdigest()
+    return f"{SHM_DIRECTORY}/shmbus+{digest[:40]}{SOCKET_SUFFIX}"
+
+
+def remove_dead_socket(kind: str, bus: str) -> None:
+    """Remove the `memory_socket` that an owner's death has left; a living owner keeps its own."""
+    path = memory_socket(kind, bus)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        except OSError:
+            pass  # none, of another kind, or not ours
 
 
 def parse_companion(file: str) -> tuple[str, str] | None:

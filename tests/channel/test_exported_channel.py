@@ -17,6 +17,7 @@ from conftest import Spawner
 from shmbus import CapacityError
 from shmbus.channel import unlink_channel
 from shmbus.channel.lifecycle import channel_path
+from shmbus.segment.names import memory_socket
 from trainer_adapter.channel import (
     ChannelClosedError,
     ChannelError,
@@ -30,7 +31,6 @@ from trainer_adapter.channel import (
     TensorSender,
 )
 from trainer_adapter.channel.writers import ExportedWriter
-from trainer_adapter.device.arena import arena_path
 
 SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
 STEPS = 150
@@ -107,7 +107,7 @@ def test_steps_arrive_bit_for_bit_in_order_in_at_most_one_buffer_more_than_slots
         assert f"steps {STEPS} wrong 0 mapped 2" in child.finish(timeout=60)
     assert most == 3
     assert not os.path.exists(channel_path(bus_name))
-    assert not os.path.exists(arena_path("channel", bus_name))
+    assert not os.path.exists(memory_socket("channel", bus_name))
 
 
 def test_a_tensor_that_is_kept_stays_as_it_was(both: tuple[TensorSender, TensorReceiver]) -> None:

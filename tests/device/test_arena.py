@@ -11,13 +11,13 @@ import torch
 from conftest import Spawner, wait_until
 
 from shmbus.inspect.leftovers import remove, survey
+from shmbus.segment.names import memory_socket
 from trainer_adapter.device.arena import (
     Arena,
     ArenaView,
     BufferLostError,
     BufferName,
     allocator,
-    arena_path,
 )
 from trainer_adapter.device.completion import Completion
 from trainer_adapter.device.descriptors import PeerGoneError, fetch_descriptor
@@ -27,7 +27,7 @@ from trainer_adapter.device.host import HostMemory
 
 @pytest.fixture
 def place(bus_name: str) -> str:
-    return arena_path("channel", bus_name)
+    return memory_socket("channel", bus_name)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_failed_allocation_leaves_what_was_there(bus_name: str) -> None:
             raise OSError(errno.ENOMEM, "no memory")
         return HostMemory.allocate(nbytes)
 
-    arena = Arena(arena_path("channel", bus_name), allocate)
+    arena = Arena(memory_socket("channel", bus_name), allocate)
     name, _ = arena.buffer(0, 10)
     with pytest.raises(OSError, match="no memory"):
         arena.buffer(0, 1000)
@@ -161,8 +161,9 @@ def test_what_an_action_raises_is_raised_where_its_end_is_awaited() -> None:
 
 OWNER = """
 import sys, time
-from trainer_adapter.device.arena import Arena, allocator, arena_path
-arena = Arena(arena_path("channel", sys.argv[1]), allocator("memfd"))
+from shmbus.segment.names import memory_socket
+from trainer_adapter.device.arena import Arena, allocator
+arena = Arena(memory_socket("channel", sys.argv[1]), allocator("memfd"))
 print("listens", flush=True)
 time.sleep(600)
 """
@@ -172,7 +173,7 @@ time.sleep(600)
 def test_the_socket_of_an_owner_is_in_use_while_it_lives_and_removable_after(
     bus_name: str, spawn: Spawner
 ) -> None:
-    path = arena_path("channel", bus_name)
+    path = memory_socket("channel", bus_name)
 
     def verdict() -> str:
         return next(found.verdict for found in survey() if found.path == path)

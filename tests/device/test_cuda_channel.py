@@ -12,6 +12,7 @@ from conftest import Spawner
 
 from shmbus import CapacityError
 from shmbus.channel.lifecycle import channel_path
+from shmbus.segment.names import memory_socket
 from trainer_adapter.channel import (
     ChannelError,
     CudaCarrier,
@@ -22,7 +23,6 @@ from trainer_adapter.channel import (
     TensorSender,
 )
 from trainer_adapter.channel.writers import ExportedWriter
-from trainer_adapter.device.arena import arena_path
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -125,7 +125,7 @@ def test_steps_of_varying_lengths_arrive_bit_for_bit_in_order_in_flat_memory(
     assert most == 3
     assert growths < PERIOD
     assert not os.path.exists(channel_path(bus_name))
-    assert not os.path.exists(arena_path("channel", bus_name))
+    assert not os.path.exists(memory_socket("channel", bus_name))
 
 
 @pytest.mark.timeout(100)

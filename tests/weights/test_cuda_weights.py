@@ -15,7 +15,7 @@ from weight_models import Odd, many
 from shmbus import CapacityError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.device.arena import arena_path
+from shmbus.segment.names import memory_socket
 from trainer_adapter.weights import (
     ModuleSource,
     TornWeightsError,
@@ -102,7 +102,7 @@ def publishers(bus_name: str) -> Iterator[MakePublisher]:
     yield make
     for publisher in made:
         publisher.close()
-    assert not os.path.exists(arena_path("weights", bus_name))
+    assert not os.path.exists(memory_socket("weights", bus_name))
     Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
 
 
@@ -225,7 +225,7 @@ def test_a_killed_publisher_leaves_its_versions_to_who_has_them_and_a_successor(
                 assert bool((weights["weight"] == 5).all())
         successor.kill()
     Path(pool_path(bus_name, "weights")).unlink()
-    Path(arena_path("weights", bus_name)).unlink()
+    Path(memory_socket("weights", bus_name)).unlink()
 
 
 def test_a_view_keeps_its_slot_until_the_device_has_read_it(

@@ -17,7 +17,7 @@ from weight_models import Odd, bits, many, same
 
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.device.arena import arena_path
+from shmbus.segment.names import memory_socket
 from trainer_adapter.weights import (
     ManifestError,
     ModuleSource,
@@ -73,7 +73,7 @@ def publishers(bus_name: str) -> Iterator[MakePublisher]:
     yield make
     for publisher in made:
         publisher.close()
-    assert not os.path.exists(arena_path("weights", bus_name))
+    assert not os.path.exists(memory_socket("weights", bus_name))
     Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
 
 
@@ -186,7 +186,7 @@ def test_a_killed_publisher_leaves_its_versions_to_readers_that_have_them_and_a_
                 assert bool((weights["weight"] == 5).all())
         successor.kill()
     Path(pool_path(bus_name, "weights")).unlink()
-    Path(arena_path("weights", bus_name)).unlink()
+    Path(memory_socket("weights", bus_name)).unlink()
 
 
 def test_a_scribble_is_found_by_the_digests(bus_name: str, publishers: MakePublisher) -> None:

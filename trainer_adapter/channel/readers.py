@@ -18,8 +18,9 @@ from shmbus.channel import (
     Message,
     StepFailedError,
 )
+from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.places import Places, check_places
-from trainer_adapter.device.arena import ArenaView, BufferLostError, Memory, arena_path
+from trainer_adapter.device.arena import ArenaView, BufferLostError, Memory
 from trainer_adapter.device.completion import recorded
 from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
 from trainer_adapter.weights.memory import payload_tensor, tensor_at
@@ -50,7 +51,7 @@ class StepReader:
         self._views = views
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         index = None if device is None or device.type != "cuda" else device.index or 0
-        self._buffers = ArenaView(arena_path("channel", channel.name), device=index)
+        self._buffers = ArenaView(memory_socket("channel", channel.name), device=index)
 
     def open(self, message: Message, places: Places) -> Opened:
         """Return a step's tensors.

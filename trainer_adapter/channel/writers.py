@@ -17,10 +17,11 @@ import torch
 from shmbus import BusClosedError, BusRemovedError, CapacityError
 from shmbus.channel import ChannelError, ChannelSender
 from shmbus.pool.lifecycle import bytes_of
+from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
 from trainer_adapter.channel.places import Places, plan_places
 from trainer_adapter.channel.specs import TensorSpec
-from trainer_adapter.device.arena import Arena, Memory, MemoryKind, allocator, arena_path
+from trainer_adapter.device.arena import Arena, Memory, MemoryKind, allocator
 from trainer_adapter.device.completion import Completion, recorded
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
@@ -178,7 +179,7 @@ class ExportedWriter:
         self._grown_at = 0
         self.growths = 0
         self.device = device
-        self._arena = Arena(arena_path("channel", channel.name), allocate)
+        self._arena = Arena(memory_socket("channel", channel.name), allocate)
         self._completion = Completion()
 
     def write(

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import weakref
@@ -23,7 +22,6 @@ import msgspec
 import torch
 
 from shmbus import ShmbusError
-from shmbus.segment.names import SHM_DIRECTORY, SOCKET_SUFFIX, companion_name
 from trainer_adapter.device.descriptors import DescriptorServer, fetch_descriptor
 from trainer_adapter.device.handles import DeviceHandle, device_of
 from trainer_adapter.device.host import HostMemory
@@ -37,7 +35,6 @@ __all__ = [
     "Memory",
     "MemoryKind",
     "allocator",
-    "arena_path",
     "open_memory",
 ]
 
@@ -76,24 +73,6 @@ class BufferName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     number: int
     generation: int
-
-
-def arena_path(kind: str, name: str) -> str:
-    """Return where the owner of the buffers of a companion listens.
-
-    Parameters
-    ----------
-    kind, name : str
-        Of the companion, such as "channel" and "run1.hidden".
-
-    Returns
-    -------
-    str
-        A file that `shmbus gc` knows as a socket; of fixed length, since names of sockets are
-        short.
-    """
-    digest = hashlib.sha256(os.fsencode("memory of " + companion_name(kind, name))).hexdigest()
-    return f"{SHM_DIRECTORY}/shmbus+{digest[:40]}{SOCKET_SUFFIX}"
 
 
 def allocator(kind: MemoryKind, device: int = 0) -> Callable[[int], Memory]:

@@ -20,13 +20,13 @@ import torch
 
 from shmbus import CapacityError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
+from shmbus.segment.names import memory_socket
 from trainer_adapter.device.arena import (
     Arena,
     BufferName,
     Memory,
     MemoryKind,
     allocator,
-    arena_path,
 )
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
@@ -174,7 +174,9 @@ class ExportedWriter:
                 bus, KIND, spec=spec, label=label, when_held=when_held, timeout=timeout
             )
         try:
-            self._arena = Arena(arena_path(KIND, bus), allocator(KIND_OF[name], device.index or 0))
+            self._arena = Arena(
+                memory_socket(KIND, bus), allocator(KIND_OF[name], device.index or 0)
+            )
         except BaseException:
             self._publisher.close(remove=True)
             raise

@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from shmbus.pool import PoolReader, VersionLease
+from shmbus.segment.names import memory_socket
 from trainer_adapter.device.arena import (
     ArenaView,
     BufferLostError,
     BufferName,
     Memory,
-    arena_path,
 )
 from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
 from trainer_adapter.device.driver import CudaDriverError
@@ -93,7 +93,7 @@ class PooledReader(ShmReader):
         super().__init__(bus, label=label, device=device)
         wanted = torch.device(device or "cpu")
         index = wanted.index or 0 if wanted.type == "cuda" else None
-        self._buffers = ArenaView(arena_path(KIND, bus), device=index, or_owner=True)
+        self._buffers = ArenaView(memory_socket(KIND, bus), device=index, or_owner=True)
         self._decoded: tuple[bytes, Manifest] | None = None
         self._borrowed: dict[int, Borrowed] = {}
         self._in_slots: dict[int, Borrowed] = {}
