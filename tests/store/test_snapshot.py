@@ -380,7 +380,8 @@ def test_the_daemon_restores_once_serves_metrics_and_goes_on(
         child = spawn.module("shmbus.cli", *arguments)
         wait_until(functools.partial(said_metrics, child), what="the daemon's metrics")
         address = re.findall(r"http://[0-9.:]+/metrics", child.output())[0]
-        wait_until(lambda: segment_path(bus_name).exists(), what="the bus")
+        # Before it serves, a consumer would read the bus itself, and the daemon would find it busy.
+        wait_until(functools.partial(said_serving, child), what="the daemon")
         with shmbus.Consumer(bus_name) as consumer:
             group = consumer.take(1, timeout=10)[0]
             ledger = consumer.stats()
@@ -395,6 +396,10 @@ def test_the_daemon_restores_once_serves_metrics_and_goes_on(
 
 def said_metrics(child: Child) -> bool:
     return "metrics at http" in child.output()
+
+
+def said_serving(child: Child) -> bool:
+    return " INFO serving" in child.output()
 
 
 def test_a_bus_too_small_for_its_records_is_an_error_and_no_bus(bus_name: str, taken: Path) -> None:
