@@ -302,6 +302,16 @@ def test_each_package_says_that_it_is_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
 
 
+def test_no_two_test_files_of_the_suite_have_one_name() -> None:
+    """Test files are modules without a package: of two with one name, one cannot be imported."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        # Those of other projects run alone, each in its environment.
+        if "peers" not in path.parts:
+            found.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    report([", ".join(paths) for paths in found.values() if len(paths) > 1])
+
+
 def test_nothing_is_left_to_do() -> None:
     # Put together here, so that this file doesn't report itself.
     marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
