@@ -10,9 +10,10 @@ import re
 import signal
 import socket
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 from conftest import Child, Spawner, wait_until
+from http_answers import Answer, read_answer
 
 #: Runs the command without the entry point, which an environment may lack that was made before.
 RUN = """
@@ -40,24 +41,6 @@ def scored(*rows: list[int], env_id: int | None = None, **more: Any) -> dict[str
         "tokens": list(rows), "masks": [[-100, *row[1:]] for row in rows],
         "scores": [float(n) for n in range(len(rows))], "env_id": env_id, **more,
     }  # fmt: skip
-
-
-class Answer(NamedTuple):
-    """What came back."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    def json(self) -> Any:
-        """The body."""
-        return json.loads(self.body)
-
-    @property
-    def detail(self) -> str:
-        """What a refusal says."""
-        detail = self.json()["detail"]
-        return detail if isinstance(detail, str) else detail[0]["msg"]
 
 
 class Gateway:
@@ -140,30 +123,6 @@ def request_bytes(method: str, path: str, content: Any = None, **headers: str) -
     lines |= {name.replace("_", "-"): value for name, value in headers.items()}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
-
-
-def read_answer(connection: socket.socket, *, has_body: bool = True) -> Answer:
-    """Read one answer; an end before its end is a ConnectionError."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += _more(connection)
-    head, _, body = data.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    headers = {
-        name.lower(): value.strip()
-        for name, _, value in (line.partition(":") for line in lines[1:])
-    }
-    length = int(headers.get("content-length", "0")) if has_body else 0
-    while len(body) < length:
-        body += _more(connection)
-    return Answer(int(lines[0].split()[1]), headers, body)
-
-
-def _more(connection: socket.socket) -> bytes:
-    found = connection.recv(1 << 20)
-    if not found:
-        raise ConnectionError("the connection ended in the answer")
-    return found
 
 
 def reset(connection: socket.socket) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gateways import ENVIRONMENT, REGISTRATION, Gateway, read_answer, request_bytes, scored
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, scored
 from gateways import reset as reset_connection
+from http_answers import read_answer
 
 GOOD = scored([1, 2], [3, 4])
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gateways import REGISTRATION, Answer, Gateway, request_bytes
+from gateways import REGISTRATION, Gateway, request_bytes
+from http_answers import Answer
 from test_nothing_lost import all_batches, balanced, numbered, numbers
 
 import shmbus

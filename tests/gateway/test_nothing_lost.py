@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from conftest import segments_named, wait_until
-from gateways import REGISTRATION, Gateway, read_answer, request_bytes, reset, scored
+from gateways import REGISTRATION, Gateway, request_bytes, reset, scored
+from http_answers import read_answer
 
 import shmbus
 

@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from gateways import (
-    ENVIRONMENT,
-    REGISTRATION,
-    Answer,
-    Gateway,
-    read_answer,
-    request_bytes,
-    reset,
-    scored,
-)
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, reset, scored
+from http_answers import Answer, read_answer
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from conftest import Child, Spawner, wait_until
+from http_answers import Answer, more, read_answer
 
 from shmbus.web.differences import apply
 
@@ -56,14 +57,6 @@ with shmbus.Consumer(sys.argv[1], label=sys.argv[2]) as consumer:
             taken += 1
             consumer.policy_version = taken // 12
 """
-
-
-class Answer(NamedTuple):
-    """What came back."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
 
 
 class Web:
@@ -131,31 +124,6 @@ class Web:
             if time.monotonic() > deadline:
                 break
         raise TimeoutError(f"waited for {what}; the last picture: {json.dumps(picture)[:3000]}")
-
-
-def read_answer(connection: socket.socket, *, has_body: bool = True) -> Answer:
-    """Read one answer; an end before its end is a ConnectionError."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += more(connection)
-    head, _, body = data.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    headers = {
-        name.lower(): value.strip()
-        for name, _, value in (line.partition(":") for line in lines[1:])
-    }
-    length = int(headers.get("content-length", "0")) if has_body else 0
-    while len(body) < length:
-        body += more(connection)
-    return Answer(int(lines[0].split()[1]), headers, body)
-
-
-def more(connection: socket.socket) -> bytes:
-    """Some bytes; the end is a ConnectionError."""
-    found = connection.recv(1 << 20)
-    if not found:
-        raise ConnectionError("the connection ended")
-    return found
 
 
 def read_events(connection: socket.socket) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_until
-from pages import Web, more, read_answer
+from http_answers import more, read_answer
+from pages import Web
 
 from shmbus import Bus
 from shmbus.web import settings
