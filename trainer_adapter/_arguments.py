@@ -71,7 +71,8 @@ def check_wait(name: str, value: object) -> None:
     """Raise TypeError or ValueError unless it is None or a number of seconds."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # float and int first: the test for Real asks a registry.
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{name}: expected a number of seconds, or None, got {value!r}")
     if not float(value) >= 0:
         raise ValueError(f"{name}: expected 0 or more seconds, or None, got {value!r}")
@@ -79,6 +80,8 @@ def check_wait(name: str, value: object) -> None:
 
 def check_device(device: object) -> torch.device:
     """Return a device that torch knows and has; raises TypeError or ValueError for another."""
+    if isinstance(device, torch.device) and device.type == "cpu":
+        return device
     if not isinstance(device, (str, int, torch.device)):
         raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
     try:

@@ -106,7 +106,7 @@ class Measured(NamedTuple):
     @property
     def has_rows(self) -> bool:
         """Whether a trajectory was put with rows, each of which is a sequence of its own."""
-        return any(_core.ROW_LENGTHS in names for names in self.field_names)
+        return any([_core.ROW_LENGTHS in names for names in self.field_names])
 
 
 def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) -> Measured:

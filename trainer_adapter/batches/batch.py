@@ -120,7 +120,7 @@ class Batch(TensorHolder):
     def lengths(self) -> list[int]:
         """Tokens of each sequence; without waiting for the device, of a batch that was packed."""
         if self.facts is not None:
-            return [int(length) for length in self.facts.lengths.tolist()]
+            return list(self.facts.lengths)
         return [int(length) for length in self.cu_seqlens.diff().tolist()]
 
     def asdict(self) -> dict[str, Any]:

@@ -125,7 +125,9 @@ def pack(
     if not finite:
         # The flags may have left the values that are not finite out of the loss.
         require_finite(arrays, trajectories, names)
-    extra, extra_offsets, extra_kinds = extras.values(torch.from_numpy(extra_block))
+    extra, extra_offsets, extra_kinds = (
+        ({}, {}, {}) if wanted is None else extras.values(torch.from_numpy(extra_block))
+    )
     batch = Batch(
         tokens=torch.from_numpy(arrays.tokens),
         position_ids=torch.from_numpy(arrays.position_ids),
@@ -144,7 +146,7 @@ def pack(
         extra_offsets=extra_offsets,
         extra_kinds=extra_kinds,
         sample_of=torch.from_numpy(np.arange(len(lengths), dtype=np.int32)),
-        facts=BatchFacts.of(scores, policy_versions, arrays.cu_seqlens, sizes),
+        facts=BatchFacts(scores, policy_versions, lengths, total, sizes),
     )
     if measured.has_rows:
         split_rows(batch, RowSplit.of(trajectories, lengths, names.tokens), extras.row_sources())

@@ -127,7 +127,7 @@ def split_rows(batch: Batch, split: RowSplit, ragged: dict[str, str]) -> None:
     batch.group_sizes = torch.bincount(group_of[sample_of], minlength=len(batch.group_sizes))
     batch.sample_of = sample_of.to(torch.int32)
     if batch.facts is not None:
-        batch.facts = batch.facts._replace(lengths=split.lengths)
+        batch.facts = batch.facts._replace(lengths=split.lengths.tolist())
     for name, kind in batch.extra_kinds.items():
         if kind == "meta":
             batch.extra[name] = [batch.extra[name][sample] for sample in split.sample_of.tolist()]

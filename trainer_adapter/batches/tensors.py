@@ -64,7 +64,7 @@ class TensorHolder:
     def num_tokens(self) -> int:
         """T, the tokens of all sequences, padding not counted."""
         facts = getattr(self, "facts", None)
-        return int(self.cu_seqlens[-1] if facts is None else facts.lengths.sum())
+        return int(self.cu_seqlens[-1]) if facts is None else facts.tokens
 
     def to(
         self: HolderT, device: torch.device | str | int, *, non_blocking: bool = False

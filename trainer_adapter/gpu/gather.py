@@ -184,7 +184,7 @@ def begin_gather(
         batch = Batch(
             **_launch(block.host, table, len(groups), device),
             **copy_extras(
-                groups, facts.lengths.tolist(), extra_fields, device, device_shift, blocks, staging
+                groups, facts.lengths, extra_fields, device, device_shift, blocks, staging
             ),
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
@@ -232,7 +232,8 @@ def _facts(block: StagingBlock, table: GatherTable, groups: int) -> BatchFacts:
     return BatchFacts(
         part(table.scores_at, np.float32, sequences).astype(np.float64),
         part(table.versions_at, np.int64, sequences).copy(),
-        np.diff(borders).astype(np.int64),
+        np.diff(borders).tolist(),
+        int(borders[-1]),
         part(table.sizes_at, np.int64, groups).copy(),
     )
 

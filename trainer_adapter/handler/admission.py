@@ -206,11 +206,12 @@ class Admission:
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
             check_lengths(trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)
+        if self._keep_group is None:
+            return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
         pairs = [(group, [*islice(left, len(group.trajectories))]) for group in groups]
-        if self._keep_group is not None:
-            useless = [group for group, own in pairs if not self._keeps(group, own)]
-            if useless:
-                self._consumer.drop(useless, useless=True)
+        useless = [group for group, own in pairs if not self._keeps(group, own)]
+        if useless:
+            self._consumer.drop(useless, useless=True)
         return [(group, sum(own)) for group, own in pairs if group.state == "leased"]
 
     def _keeps(self, group: shmbus.Group, lengths: list[int]) -> bool:

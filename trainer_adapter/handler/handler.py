@@ -169,7 +169,8 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         check_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
-        on_gpu = check_packing(device, fields, advantages, prefetch).type == "cuda"
+        on_device = check_packing(device, fields, advantages, prefetch)
+        on_gpu = on_device.type == "cuda"
         self.tokens_per_batch = tokens_per_batch
         self.groups_per_batch = groups_per_batch
         self._fields = fields or FieldNames()
@@ -184,7 +185,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
             "extra_fields": ExtraFields.of(extra_fields),
         }
         self._gpu = GpuPacker(device, **options) if on_gpu else None
-        on_host = functools.partial(pack, device=device, memory=BatchMemory(), **options)
+        on_host = functools.partial(pack, device=on_device, memory=BatchMemory(), **options)
         self._pack: Callable[..., Batch] = on_host if self._gpu is None else self._gpu.pack
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
@@ -338,10 +339,10 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
                 prefetcher.wake()
 
     def _ready_is_stale(self) -> bool:
-        first = next(iter(self._planner.ready), None)
-        if not isinstance(first, MadeBatch):
+        ready = self._planner.ready
+        if not ready or not isinstance(ready[0], MadeBatch):
             return False
-        return bool(self._admission.stale([one.group for one in first.planned]))
+        return bool(self._admission.stale([one.group for one in ready[0].planned]))
 
     def _hand_out(self, began_s: float) -> Batch:
         """Count the first batch that is ready as a step, and return it.
@@ -370,8 +371,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         try:
             began_s = time.monotonic()
             batch = self._pack(groups)
-            if batch.facts is not None:
-                batch.facts = batch.facts._replace(packed_s=time.monotonic() - began_s)
+            packed_s = time.monotonic() - began_s
         except NotFiniteError as error:
             self._admission.drop(groups[group_of_sample(groups, error.sample)], error)
             if self._malformed == "raise":
@@ -381,7 +381,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
             if self._malformed == "raise":
                 raise
         else:
-            self._planner.made(planned, batch)
+            self._planner.made(planned, batch, packed_s)
 
     def _timeout_error(self, timeout: float | None) -> TimeoutError:
         return TimeoutError(f"no {self._awaited} within {timeout:g} s; {self._what_is_there()}")

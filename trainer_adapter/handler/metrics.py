@@ -46,8 +46,9 @@ KINDS: Final = (
 )  # fmt: skip
 
 
-#: Batches that are counted together, where nobody reads in between.
-PENDING_BATCHES: Final = 32
+#: Batches and samples that are counted together, where nobody reads in between.
+PENDING_BATCHES: Final = 256
+PENDING_SAMPLES: Final = 16_384
 
 
 def check_on_metrics(given: object) -> None:
@@ -137,6 +138,8 @@ class BatchFigures(NamedTuple):
         The share of its budget that it uses.
     waited_s : float
         Seconds that the trainer waited for it.
+    packed_s : float
+        Seconds that packing took, and the way to the device.
     """
 
     facts: BatchFacts
@@ -144,6 +147,7 @@ class BatchFigures(NamedTuple):
     truncated: int
     fill: float
     waited_s: float
+    packed_s: float
 
 
 class BatchMeter:
@@ -164,6 +168,7 @@ class BatchMeter:
 
     def _begin(self) -> None:
         self._pending: list[BatchFigures] = []
+        self._pending_samples = 0
         self._rewards = self._lags = self._lengths = Moments()
         self._batches = self._groups = self._equal = self._truncated = 0
         self._fill = self._waited_s = self._packed_s = 0.0
@@ -176,22 +181,24 @@ class BatchMeter:
         figures : BatchFigures
         """
         self._pending.append(figures)
-        if len(self._pending) >= PENDING_BATCHES:
+        self._pending_samples += len(figures.facts.scores)
+        if len(self._pending) >= PENDING_BATCHES or self._pending_samples >= PENDING_SAMPLES:
             self._add_up()
 
     def _add_up(self) -> None:
         """Count the batches that wait for it, in one array: each call of NumPy costs."""
         pending, self._pending = self._pending, []
+        samples, self._pending_samples = self._pending_samples, 0
         if not pending:
             return
         facts = [one.facts for one in pending]
-        lags = [one.policy_version - one.facts.policy_versions for one in pending]
-        rows = np.empty((2, sum(len(one.scores) for one in facts)))
+        trained = np.repeat([one.policy_version for one in pending], [len(f.scores) for f in facts])
+        rows = np.empty((2, samples))
         np.concatenate([one.scores for one in facts], out=rows[0])
-        np.concatenate(lags, out=rows[1])
+        rows[1] = trained - np.concatenate([one.policy_versions for one in facts])
         rewards, lag = Moments.of_rows(rows)
-        lengths = np.concatenate([one.lengths for one in facts], dtype=np.float64)
-        (length,) = Moments.of_rows(lengths[np.newaxis])
+        lengths = [length for one in facts for length in one.lengths]
+        (length,) = Moments.of_rows(np.array([lengths], np.float64))
         self._rewards = self._rewards.joined(rewards)
         self._lags = self._lags.joined(lag)
         self._lengths = self._lengths.joined(length)
@@ -206,7 +213,7 @@ class BatchMeter:
             self._truncated += one.truncated
             self._fill += one.fill
             self._waited_s += one.waited_s
-            self._packed_s += one.facts.packed_s
+            self._packed_s += one.packed_s
 
     def read(self, ledger: shmbus.Ledger, step: int, now_s: float) -> Metrics:
         """Return the figures since the last reading, and begin anew.
@@ -337,16 +344,16 @@ class MeteredHandler:
 
     def _measure(self, waited_s: float) -> None:
         """Count the first batch that is ready, once, and call `on_metrics`."""
-        first = next(iter(self._planner.ready), None)
-        if not isinstance(first, MadeBatch) or first is self._measured:
+        ready = self._planner.ready
+        if not ready or ready[0] is self._measured or not isinstance(ready[0], MadeBatch):
             return
-        self._measured = first
+        self._measured = first = ready[0]
         facts = first.batch.facts
         assert facts is not None, "a handler's batch has them"
         truncated = count_truncated(first.batch.groups) if self._metered else 0
-        fill = self._fill(len(facts.group_sizes), int(facts.lengths.sum()))
+        fill = self._fill(len(first.planned), facts.tokens)
         version = self._consumer.policy_version
-        figures = BatchFigures(facts, version, truncated, fill, waited_s)
+        figures = BatchFigures(facts, version, truncated, fill, waited_s, first.packed_s)
         self._meter.note(figures)
         if self._told is not None:
             self._told.note(figures)

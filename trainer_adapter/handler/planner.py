@@ -47,10 +47,11 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(slots=True)
 class MadeBatch(Generic[BatchT]):
-    """A packed batch with the groups that it was made of, and whether it was acknowledged."""
+    """A packed batch with its groups, the seconds it took, and whether it was acknowledged."""
 
     batch: BatchT
     planned: list[PlannedGroup]
+    packed_s: float = 0.0
     ended: bool = False
 
 
@@ -65,13 +66,25 @@ class _Places(NamedTuple):
     step: int = 0
 
     def with_waiting(
-        self, waiting: Iterable[PlannedGroup], now_s: float | None, **more: Any
+        self,
+        waiting: Iterable[PlannedGroup],
+        now_s: float | None,
+        *,
+        inbox: list[shmbus.Group] | None = None,
+        ready: tuple[MadeBatch[Any] | BaseException, ...] | None = None,
+        out: dict[int, MadeBatch[Any]] | None = None,
     ) -> _Places:
         """Return them with other groups that wait; the time of the wait runs while there is one."""
         waiting = tuple(waiting)
         since_s = self.since_s if self.waiting else None
-        since_s = None if not waiting else now_s if since_s is None else since_s
-        return self._replace(waiting=waiting, since_s=since_s, **more)
+        return _Places(
+            self.inbox if inbox is None else inbox,
+            waiting,
+            self.ready if ready is None else ready,
+            self.out if out is None else out,
+            None if not waiting else now_s if since_s is None else since_s,
+            self.step,
+        )
 
 
 class BatchPlanner(Generic[BatchT]):
@@ -240,7 +253,8 @@ class BatchPlanner(Generic[BatchT]):
     def restart_wait(self, now_s: float) -> None:
         """Count `max_wait_s` from now on, if a group waits."""
         places = self._places
-        self._places = places._replace(since_s=now_s if places.waiting else None)
+        if places.waiting:
+            self._places = _Places(*places[:4], now_s, places.step)
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -254,7 +268,7 @@ class BatchPlanner(Generic[BatchT]):
         """
         return list(itertools.islice(self.waiting, self._count()))
 
-    def made(self, planned: list[PlannedGroup], batch: BatchT) -> None:
+    def made(self, planned: list[PlannedGroup], batch: BatchT, packed_s: float = 0.0) -> None:
         """Move groups from those that wait to a batch that is ready.
 
         Parameters
@@ -263,6 +277,8 @@ class BatchPlanner(Generic[BatchT]):
             From `next_groups`.
         batch : BatchT
             Packed from them.
+        packed_s : float
+            The seconds that it took, if somebody measured them.
 
         Raises
         ------
@@ -275,7 +291,7 @@ class BatchPlanner(Generic[BatchT]):
                 "OnlineDataHandler: expected one thread at a time in next_batch, got two that made "
                 "one batch; let them take turns"
             )
-        ready = (*places.ready, MadeBatch(batch, planned))
+        ready = (*places.ready, MadeBatch(batch, planned, packed_s))
         self._places = places.with_waiting(places.waiting[len(planned) :], None, ready=ready)
 
     def add_error(self, error: BaseException) -> None:
@@ -307,7 +323,9 @@ class BatchPlanner(Generic[BatchT]):
             raise first
         made: MadeBatch[BatchT] = first
         out = {**self.out, step: made}
-        self._places = places._replace(ready=tuple(ready), out=out, step=step + 1)
+        self._places = _Places(
+            places.inbox, places.waiting, tuple(ready), out, places.since_s, step + 1
+        )
         # Through no other call, whose frame would have it: see `OnlineDataHandler._hand_out`.
         return made.batch
 

@@ -171,4 +171,4 @@ def describe_wait(
 
 def _tokens(batch: Batch) -> int:
     """Return the tokens of a batch, without waiting for its device if it is packed."""
-    return len(batch.tokens) if batch.layout == "packed" else batch.total_tokens
+    return batch.total_tokens
