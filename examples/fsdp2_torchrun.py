@@ -130,7 +130,10 @@ def main() -> int:
         work(options.bus)
     if options.role == "rank":
         train(options.bus, 12 if options.quick else 60)
-        return 0
+        # FSDP keeps gloo's threads past destroy_process_group. One that still has a tensor in hand
+        # while Python is torn down aborts the process (pytorch/pytorch#179291).
+        sys.stdout.flush()
+        os._exit(0)
     again = [__file__, "--bus", options.bus, *(["--quick"] if options.quick else [])]
     python = [sys.executable, "-m"]
     torchrun = [*python, "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]

@@ -8,6 +8,7 @@ it should have become.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -103,6 +104,10 @@ def main() -> None:
         read(bus, int(world), layout)
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Past it a mesh keeps gloo's threads, and one that still has a tensor in hand while Python
+        # is torn down aborts the process (pytorch/pytorch#179291).
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
