@@ -102,15 +102,14 @@ def pack(
     target = check_device(device)
     names = fields or FieldNames()
     measured = bus_gather.measure(chosen, names)
-    trajectories, sizes, lengths = measured.trajectories, measured.sizes, measured.lengths
+    trajectories, sizes, lengths, *_ = measured
     scores, policy_versions, instance_ids, newest = bus_gather.describe(trajectories)
-    wanted = ExtraFields.of(extra_fields)
+    wanted, total = ExtraFields.of(extra_fields), sum(lengths)
     extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths)
-    total = sum(lengths)
     size = bus_gather.packed_bytes(total, len(lengths))
     whole = size + extras.nbytes
     block = np.empty(whole, np.uint8) if memory is None else memory.take(whole)
-    extra_block = block[size : size + extras.nbytes]
+    extra_block = block[size:whole]
     arrays = bus_gather.PackedArrays.inside(block, total, len(lengths))
     per_sequence = advantages_for_groups(
         scores,
@@ -118,8 +117,8 @@ def pack(
         advantages,
         groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
     )
-    packed = extras.packed_into(extra_block)
-    finite = bus_gather.gather(trajectories, arrays, per_sequence, names, packed)
+    columns = extras.packed_into(extra_block)
+    finite = bus_gather.gather(trajectories, arrays, per_sequence, names, columns)
     if (flags := sample_flags(trajectories, truncated)) is not None:
         apply_flags(flags, arrays)
     if not finite:

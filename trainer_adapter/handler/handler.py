@@ -170,7 +170,6 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_device = check_packing(device, fields, advantages, prefetch)
-        on_gpu = on_device.type == "cuda"
         self.tokens_per_batch = tokens_per_batch
         self.groups_per_batch = groups_per_batch
         self._fields = fields or FieldNames()
@@ -184,7 +183,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
             "truncated": truncated,
             "extra_fields": ExtraFields.of(extra_fields),
         }
-        self._gpu = GpuPacker(device, **options) if on_gpu else None
+        self._gpu = GpuPacker(device, **options) if on_device.type == "cuda" else None
         on_host = functools.partial(pack, device=on_device, memory=BatchMemory(), **options)
         self._pack: Callable[..., Batch] = on_host if self._gpu is None else self._gpu.pack
         self._planner: BatchPlanner[Batch] = BatchPlanner(
