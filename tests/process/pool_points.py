@@ -2,22 +2,23 @@
 
 usage: python -m pool_points BUS KIND:   (in a build with failpoints)
 
-For each point of KIND ("publisher", "patcher", "reader", "rank") a child runs with SHMBUS_FAILPOINT
-set. Then the newest version has to be whole, a successor has to publish, and every reader has to
-get it. One line of JSON a case.
+For each point of KIND ("publisher", "patcher", "reader", "rank") a forked child runs with
+SHMBUS_FAILPOINT set. Then the newest version has to be whole, a successor has to publish, and every
+reader has to get it. One line of JSON a case.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
+from failpoints import Child, deadline
 
 from shmbus.pool import (
     Piece,
@@ -33,7 +34,7 @@ from shmbus.pool import (
 
 SIZE = 1 << 16
 SPEC = PoolSpec(slot_bytes=SIZE, slots=3, patch_bytes=2 * SIZE)
-WAIT_S = 20.0
+VERSIONS = (2, 3, 4)
 
 POINTS = {
     "publisher": (
@@ -50,29 +51,39 @@ POINTS = {
     ),
 }  # fmt: skip
 
-CHILDREN = {
-    "publisher": """
-with PoolPublisher(bus, "weights", timeout=20) as publisher:
-    for version in (2, 3, 4):
-        publish(publisher, version)
-""",
-    "patcher": """
-with PoolPublisher(bus, "weights", timeout=20) as publisher:
-    for version in (2, 3, 4):
-        publish(publisher, version, patch=True)
-""",
-    "reader": """
-with PoolReader(bus, "weights") as reader:
-    for turn in range(3):
-        with reader.latest(timeout=20) as lease:
-            reader.applied(lease)
-""",
-    "rank": """
-with PoolPublisher(bus, "weights", rank=1, world_size=2, timeout=20) as publisher:
-    for version in (2, 3, 4):
-        publish(publisher, version)
-""",
-}
+
+def run_publisher(bus: str) -> None:
+    """Publish alone."""
+    with PoolPublisher(bus, "weights", timeout=20) as publisher:
+        for version in VERSIONS:
+            publish(publisher, version)
+
+
+def run_patcher(bus: str) -> None:
+    """Publish alone, with a patch each."""
+    with PoolPublisher(bus, "weights", timeout=20) as publisher:
+        for version in VERSIONS:
+            publish(publisher, version, patch=True)
+
+
+def run_reader(bus: str) -> None:
+    """Apply what is newest, three times."""
+    with PoolReader(bus, "weights") as reader:
+        for _ in range(3):
+            with reader.latest(timeout=20) as lease:
+                reader.applied(lease)
+
+
+def run_rank(bus: str) -> None:
+    """Publish as the second of two ranks."""
+    with PoolPublisher(bus, "weights", rank=1, world_size=2, timeout=20) as publisher:
+        for version in VERSIONS:
+            publish(publisher, version)
+
+
+CHILDREN: dict[str, Callable[[str], None]] = {
+    "publisher": run_publisher, "patcher": run_patcher, "reader": run_reader, "rank": run_rank,
+}  # fmt: skip
 
 
 def publish(publisher: PoolPublisher, version: int, *, patch: bool = False) -> None:
@@ -106,23 +117,23 @@ def check_patch(lease: VersionLease) -> None:
         assert (before == lease.version).all(), f"the patch of version {lease.version} is torn"
 
 
-def start(bus: str, kind: str, point: str, hit: int, action: str) -> subprocess.Popen[bytes]:
-    text = "import sys\nfrom pool_points import *\nbus = sys.argv[1]\n" + CHILDREN[kind]
-    env = {**os.environ, "SHMBUS_FAILPOINT": f"{point}:{hit}:{action}"}
-    return subprocess.Popen([sys.executable, "-c", text, bus], env=env, stderr=subprocess.PIPE)
-
-
-def await_signal(child: subprocess.Popen[bytes], action: str) -> bool:
+def await_signal(child: Child, action: str) -> bool:
     """Whether the child was killed, or stopped, as it should have been."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if child.poll() is not None:
-            return action == "kill" and child.returncode == -signal.SIGKILL
-        state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "T":
+    for _ in deadline("the signal at a point"):
+        if child.look():
+            return action == "kill" and child.status == -signal.SIGKILL
+        if child.stopped:
             return action == "stop"
-        time.sleep(0.005)
+        time.sleep(0.002)
     return False
+
+
+def end(child: Child) -> None:
+    """Kill it, if it still runs or is stopped."""
+    if not child.look():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def lead(bus: str) -> list[str]:
@@ -141,15 +152,14 @@ def case(bus: str, kind: str, point: str, hit: int, action: str) -> dict[str, ob
     faults: list[str] = []
     with PoolPublisher(bus, "weights", spec=SPEC) as publisher:
         publish(publisher, 1)
-    child = start(bus, kind, point, hit, action)
+    child = Child(lambda: CHILDREN[kind](bus), f"{point}:{hit}:{action}")
     try:
         ends = lead(bus) if kind == "rank" else []
         signalled = await_signal(child, action)
         before = newest(bus)
         stopped = kind in ("publisher", "patcher") and action == "stop"
         if stopped:
-            child.kill()
-            child.wait()
+            end(child)
         with PoolPublisher(bus, "weights", timeout=5.0) as successor:
             for version in (before + 1, before + 2):
                 publish(successor, version, patch=kind == "patcher")
@@ -161,8 +171,7 @@ def case(bus: str, kind: str, point: str, hit: int, action: str) -> dict[str, ob
         faults.append(f"{type(error).__name__}: {error}")
         signalled = True
     finally:
-        child.kill()
-        child.wait()
+        end(child)
     left = read_pool(bus, "weights")
     faults += [
         f"{reader.label} is still there" for reader in left.readers if reader.state != "dead"
