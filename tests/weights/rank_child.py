@@ -1,8 +1,8 @@
-"""One rank of a trainer or of an inference server, with a sharded model: what test_ranks starts.
+"""The ranks of trainers or of inference servers, with a sharded model: what test_ranks starts.
 
-usage: python -m rank_child ROLE BUS RANK WORLD LAYOUT RENDEZVOUS
+usage: python -m rank_child ROLE BUS DIRECTORY WORLD:LAYOUT...
 
-LAYOUT is "rows", "columns", "fsdp" or "replicated"; a reader compares each shard with what
+ROLE is "publish" or "read"; the directory is for the ranks' rendezvous. LAYOUT is "rows", "columns", "fsdp" or "replicated"; a reader compares each shard with what
 it should have become.
 """
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,10 +77,10 @@ def publish(bus: str, rank: int, world: int, layout: str) -> None:
         for version in VERSIONS:
             step(model, version)
             publisher.publish(version=version)
-    print("published", flush=True)
+    print(f"rank {rank} of {world} published", flush=True)
 
 
-def read(bus: str, world: int, layout: str) -> None:
+def read(bus: str, rank: int, world: int, layout: str) -> None:
     model = sharded(layout, world).to(torch.bfloat16) if world == 1 else sharded(layout, world)
     with WeightSubscriber(bus) as subscriber, subscriber.latest(timeout=20) as weights:
         weights.load_into(model, cast=True)
@@ -89,25 +92,49 @@ def read(bus: str, world: int, layout: str) -> None:
         if isinstance(value, DTensor):
             value, expected = value.to_local(), expected.to_local()
         assert bits(value.bfloat16()) == bits(expected.bfloat16()), name
-    print("read", flush=True)
+    print(f"rank {rank} of {world} read", flush=True)
+
+
+def run_rank(role: str, bus: str, rank: int, world: int, layout: str, rendezvous: Path) -> None:
+    if world > 1 and layout != "replicated":
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
+        )
+    {"publish": publish, "read": read}[role](bus, rank, world, layout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fork_rank(*arguments: Any) -> int:
+    """Run one rank in a process of its own, which has torch already; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        run_rank(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        # Without Python's teardown: a mesh keeps gloo's threads past destroy_process_group, and one
+        # that still has a tensor in hand then aborts the process (pytorch/pytorch#179291).
+        os._exit(status)
 
 
 def main() -> None:
-    role, bus, rank, world, layout, rendezvous = sys.argv[1:]
-    if int(world) > 1 and layout != "replicated":
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world)
-        )
-    if role == "publish":
-        publish(bus, int(rank), int(world), layout)
-    else:
-        read(bus, int(world), layout)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # Past it a mesh keeps gloo's threads, and one that still has a tensor in hand while Python
-        # is torn down aborts the process (pytorch/pytorch#179291).
-        sys.stdout.flush()
-        os._exit(0)
+    """Run the ranks of each WORLD:LAYOUT in turn; the exit status says whether all went well."""
+    role, bus, directory, *wanted = sys.argv[1:]
+    for one in wanted:
+        world, layout = one.split(":")
+        rendezvous = Path(directory, f"{role}-{world}-{layout}")
+        ranks = [
+            fork_rank(role, bus, rank, int(world), layout, rendezvous) for rank in range(int(world))
+        ]
+        statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
+        if any(statuses):
+            sys.exit(f"{one}: the ranks ended with {statuses}")
 
 
 if __name__ == "__main__":
