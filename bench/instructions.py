@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -100,14 +100,14 @@ def toolchain() -> str:
     return f"{Path(command[0]).name} {version}, {libc}, {platform.machine()}"
 
 
-def count(rounds: int = ROUNDS) -> dict[str, float]:
+def count(rounds: int = ROUNDS, operations: Mapping[str, int] = OPERATIONS) -> dict[str, float]:
     """Return the instructions of one call of each operation, over so many rounds."""
     if shutil.which("valgrind") is None:
         raise CannotRun("there is no valgrind here; install it (Debian: apt-get install valgrind)")
     with tempfile.TemporaryDirectory(prefix="shmbus-instructions-") as directory:
         program = Path(directory, "hot_path")
         compile_program(SOURCE, program, ring=True)
-        return {name: _count(program, name, calls, rounds) for name, calls in OPERATIONS.items()}
+        return {name: _count(program, name, calls, rounds) for name, calls in operations.items()}
 
 
 def _count(program: Path, name: str, calls: int, rounds: int) -> float:

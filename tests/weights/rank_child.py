@@ -2,8 +2,8 @@
 
 usage: python -m rank_child ROLE BUS DIRECTORY WORLD:LAYOUT...
 
-ROLE is "publish" or "read"; the directory is for the ranks' rendezvous. LAYOUT is "rows", "columns", "fsdp" or "replicated"; a reader compares each shard with what
-it should have become.
+ROLE is "publish" or "read"; the directory is for the ranks' rendezvous. LAYOUT is "rows",
+"columns", "fsdp" or "replicated"; a reader compares each shard with what it should have become.
 """
 
 from __future__ import annotations
