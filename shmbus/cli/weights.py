@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from shmbus.cli._show import add_command, bus_name, print_json, show_duration, show_size, table
+from shmbus.daemon.paused_servers import RESUME_PROGRAM
 from shmbus.pool.status import PoolStatus, read_pool
-from shmbus.segment.names import RESUME_PROGRAM
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -18,12 +18,15 @@ import os
 import sys
 from typing import Final
 
-from shmbus.segment.names import RESUME_PROGRAM, SHM_DIRECTORY, companion_name
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
-__all__ = ["PausedServers", "may_start"]
+__all__ = ["RESUME_PROGRAM", "PausedServers", "may_start"]
 
 logger = logging.getLogger(__name__)
 
+#: Ends what a dead trainer left of an update: ``python -m`` it, with the bus's name. It runs in a
+#: process of its own, and nothing of it is imported here.
+RESUME_PROGRAM: Final = "trainer_adapter.engines.resume"
 #: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.
 CHECK_S: Final = 2.0
 #: Seconds after a program that did not resume all of them.

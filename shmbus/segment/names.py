@@ -27,7 +27,6 @@ __all__ = [
     "SOCKET_SUFFIX",
     "bus_names",
     "check_name",
-    "RESUME_PROGRAM",
     "companion_name",
     "identity",
     "is_named",
@@ -37,10 +36,6 @@ __all__ = [
     "remove_dead_socket",
     "shm_path",
 ]
-
-#: Ends what a dead trainer left of an update of inference servers: ``python -m`` it, with the bus's
-#: name. The daemon and the command line run it in a process of its own, and import nothing of it.
-RESUME_PROGRAM = "trainer_adapter.engines.resume"
 
 PREFIX = "/shmbus."
 SHM_DIRECTORY = "/dev/shm"
