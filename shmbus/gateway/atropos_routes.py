@@ -224,10 +224,9 @@ class AtroposRoutes:
         """Answer the step, and how many groups wait."""
         gateway = self._gateway
         await gateway.supply.drain()
-        counts = gateway.supply.counts()
         answer = {
             "current_step": gateway.registry.state.step,
-            "queue_size": sum(counts.values()),
+            "queue_size": gateway.supply.undelivered,
         }
         return await json_answer(request, answer)
 
@@ -237,8 +236,8 @@ class AtroposRoutes:
         number = decode(await gateway.bodies.small(request), _EnvironmentNumber)
         if gateway.supply.stale:
             await gateway.supply.drain()
-        counts = gateway.supply.counts_for(number.env_id)
-        return await json_answer(request, gateway.registry.status_env(number.env_id, counts))
+        available = gateway.supply.available_to(number.env_id)
+        return await json_answer(request, gateway.registry.status_env(number.env_id, available))
 
     async def reset_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Discard all groups, and forget trainer and environments."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from aiohttp import web
 
@@ -30,6 +30,19 @@ Finish = Callable[[int, bytes], bool]
 
 #: Seconds between two tries of it: a slow client makes room a packet at a time.
 _ROOM_S: Final = 0.005
+
+
+class Polls(Protocol):
+    """Requests that are answered by their bytes alone."""
+
+    def answer(self, received: bytes) -> tuple[bytes, bool] | None:
+        """Return the answer, and whether the connection stays; None to any other request."""
+
+    def note_kept(self, received: bytes) -> None:
+        """Note that a client asked more over a connection that began with this."""
+
+    def note_ended(self, received: bytes) -> None:
+        """Note that a client ended a connection after the answer to this."""
 
 
 def _body_of(response: web.Response) -> bytes:
@@ -61,14 +74,20 @@ class Connection(asyncio.BufferedProtocol):
     ----------
     connections : Connections
         All of them.
+    first : bytes
+        What was read of it already.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, first: bytes) -> None:
         self._connections = connections
+        self._first = first
         #: aiohttp's protocol, once something came that is no poll.
         self._inner: Any = None
         #: All that came over this connection, while that is one piece.
         self.received = b""
+        #: How many pieces came, and the poll that is all of them.
+        self._pieces = 0
+        self._only_poll: bytes | None = None
         self._transport: asyncio.Transport | None = None
         #: Set while the transport has room, so that what was written has left this process.
         self._flushed = asyncio.Event()
@@ -86,6 +105,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=0)
         self._connections.admit(self)
+        first, self._first = self._first, b""
+        if first and not transport.is_closing():
+            self.data_received(first)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go, of any connection: they are copied out at once."""
@@ -99,8 +121,13 @@ class Connection(asyncio.BufferedProtocol):
         """Pass it on; a client that sends again has had its answers."""
         if self._answers and self._flushed.is_set():
             self._settle(True)
+        self._pieces += 1
+        if self._only_poll is not None:
+            self._connections.polls.note_kept(self._only_poll)
+            self._only_poll = None
         if self._inner is None:
-            if self._flushed.is_set() and (found := self._connections.polled(data)):
+            if self._flushed.is_set() and (found := self._connections.polls.answer(data)):
+                self.note_poll(data)
                 self._answer_poll(*found)
                 return
             self._inner = self._connections.make_inner()
@@ -127,6 +154,8 @@ class Connection(asyncio.BufferedProtocol):
         """End: what was not written whole, or was reset, is lost."""
         transport = self._transport
         self._transport = None
+        if self._only_poll is not None:
+            self._connections.polls.note_ended(self._only_poll)
         self._settle(exc is None and transport is not None and self._flushed.is_set())
         self._flushed.set()
         self._connections.forget(self)
@@ -151,6 +180,11 @@ class Connection(asyncio.BufferedProtocol):
     def alive(self) -> bool:
         """Whether the client can still be answered."""
         return self._transport is not None and not self._transport.is_closing()
+
+    def note_poll(self, received: bytes) -> None:
+        """Note that this was answered, so that what the client does next says how it polls."""
+        if self._pieces == 1:
+            self._only_poll = received
 
     def abort(self) -> None:
         """End the connection now."""
@@ -244,17 +278,17 @@ class Connections:
     ----------
     make_inner : callable
         Makes the protocol of aiohttp for one connection.
-    polled : callable
-        Returns the answer to a poll and whether its connection stays, and None for what is none.
+    polls : Polls
+        Known requests, which are answered without it.
     """
 
     def __init__(
         self,
         make_inner: Callable[[], Any],
-        polled: Callable[[bytes], tuple[bytes, bool] | None],
+        polls: Polls,
     ) -> None:
         self.make_inner = make_inner
-        self.polled = polled
+        self.polls = polls
         self.large = memoryview(bytearray(settings.LARGE_PIECE_BYTES))
         self.small = self.large[: settings.SMALL_PIECE_BYTES]
         self._all: dict[Connection, None] = {}
@@ -262,9 +296,9 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    def __call__(self) -> Connection:
-        """Return the protocol of a new connection."""
-        return Connection(self)
+    def make(self, first: bytes) -> Connection:
+        """Return the protocol of a new connection, of which this was read already."""
+        return Connection(self, first)
 
     def admit(self, connection: Connection) -> None:
         """Make room for a connection: the one that is idle longest ends, or the new one."""

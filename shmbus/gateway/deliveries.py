@@ -68,6 +68,8 @@ class Deliveries(Generic[T]):
         self._given: deque[Batch[T]] = deque()
         #: Whether one was given since the last registration.
         self.answered = False
+        #: How often what is ready has changed.
+        self.changes = 0
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._answering) + len(self._given)
@@ -95,6 +97,7 @@ class Deliveries(Generic[T]):
         """Note that a batch is being answered."""
         if self._ready and self._ready[0] is batch:
             self._ready.popleft()
+            self.changes += 1
         batch.times += 1
         self._answering.append(batch)
 
@@ -113,6 +116,7 @@ class Deliveries(Generic[T]):
             if batch in held:
                 held.remove(batch)
                 self._ready.appendleft(batch)
+                self.changes += 1
                 return True
         return False
 
@@ -121,6 +125,7 @@ class Deliveries(Generic[T]):
         count = len(self._given)
         self._ready.extendleft(reversed(self._given))
         self._given.clear()
+        self.changes += 1
         self.answered = False
         return count
 
@@ -138,5 +143,6 @@ class Deliveries(Generic[T]):
         self._ready.clear()
         self._given.clear()
         self._answering.clear()
+        self.changes += 1
         self.answered = False
         return found

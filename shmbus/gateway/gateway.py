@@ -104,7 +104,7 @@ class Gateway:
         while True:
             await asyncio.sleep(DRAIN_S)
             try:
-                if self.supply.stale:
+                if self.supply.due:
                     await self.supply.drain()
                 await self.intake.forget_old()
                 if self._made is None or not is_named(self.bus.name, self._made):

@@ -36,6 +36,35 @@ access_logger = logging.getLogger("shmbus.gateway.access")
 _encoder = msgspec.json.Encoder()
 
 
+class _Poll:
+    """A request that is known.
+
+    Attributes
+    ----------
+    env_id : int
+        Of whom it asks.
+    stays : bool
+        Whether it asks for its connection to be kept.
+    kept : bool
+        Whether a client asked more over a connection that had begun with it.
+    ended : bool
+        Whether a client ended such a connection after the answer.
+    """
+
+    __slots__ = ("ended", "env_id", "kept", "stays")
+
+    def __init__(self, env_id: int, stays: bool) -> None:
+        self.env_id = env_id
+        self.stays = stays
+        self.kept = False
+        self.ended = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing comes after it over its connection, as far as is known."""
+        return not self.stays or (self.ended and not self.kept)
+
+
 class Polls:
     """The polls that one gateway knows.
 
@@ -47,48 +76,73 @@ class Polls:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        #: Environment, and whether the connection stays, by request; the oldest first.
-        self._known: dict[bytes, tuple[int, bool]] = {}
+        #: By request; the oldest first.
+        self._known: dict[bytes, _Poll] = {}
         #: How many polls were answered the short way.
         self.answered = 0
 
-    def remember(self, received: bytes, request: web.BaseRequest) -> None:
-        """Know a request that was answered 200 the long way.
+    def remember(self, received: bytes, request: web.BaseRequest) -> bool:
+        """Know a request that was answered 200 the long way; returns whether it is known now.
 
         `received` is all that came over its connection.
         """
         if len(received) > _MOST_BYTES or request.version != (1, 1) or request.path != PATH:
-            return
+            return False
+        if received in self._known:
+            return True
         _, _, body = received.partition(b"\r\n\r\n")
         if not body or len(body) != request.content_length:
-            return
+            return False
         number = msgspec.json.decode(body, strict=False)["env_id"]
-        if isinstance(number, int):
-            if len(self._known) >= MAX_ENVS:
-                del self._known[next(iter(self._known))]
-            self._known[received] = (number, request.keep_alive)
+        if not isinstance(number, int):
+            return False
+        if len(self._known) >= MAX_ENVS:
+            del self._known[next(iter(self._known))]
+        self._known[received] = _Poll(number, request.keep_alive)
+        return True
+
+    def note_kept(self, received: bytes) -> None:
+        """Note that a client asked more over a connection that began with this."""
+        if found := self._known.get(received):
+            found.kept = True
+
+    def note_ended(self, received: bytes) -> None:
+        """Note that a client ended a connection after the answer to this."""
+        if found := self._known.get(received):
+            found.ended = True
+
+    def answer_last(self, received: bytes) -> bytes | None:
+        """Return the answer to a poll that ends its connection; None to any other request.
+
+        Clients of Atropos ask for their connections to be kept, and then end them.
+        """
+        found = self._known.get(received)
+        return self._answer(found, received) if found is not None and found.is_last else None
 
     def answer(self, received: bytes) -> tuple[bytes, bool] | None:
         """Return the answer to a poll, and whether its connection stays; None if it is another."""
         found = self._known.get(received)
-        if found is None or access_logger.isEnabledFor(logging.DEBUG):
+        if found is None:
+            return None
+        answer = self._answer(found, received)
+        return None if answer is None else (answer, not found.is_last)
+
+    def _answer(self, poll: _Poll, received: bytes) -> bytes | None:
+        gateway = self._gateway
+        if gateway.supply.stale or access_logger.isEnabledFor(logging.DEBUG):
             return None
         began_s = time.monotonic()
-        gateway = self._gateway
-        if gateway.supply.stale:
-            return None
-        env_id, stays = found
         try:
-            counts = gateway.supply.counts_for(env_id)
-            body = _encoder.encode(gateway.registry.status_env(env_id, counts))
+            available = gateway.supply.available_to(poll.env_id)
+            body = _encoder.encode(gateway.registry.status_env(poll.env_id, available))
         except Refusal:
             return None
         head = (
             f"HTTP/1.1 200 OK\r\nContent-Type: {JSON}\r\nServer: {SERVER}\r\n"
             f"Content-Length: {len(body)}\r\nDate: {rfc822_formatted_time()}\r\n"
-            + ("\r\n" if stays else "Connection: close\r\n\r\n")
+            + ("Connection: close\r\n\r\n" if poll.is_last else "\r\n")
         )
         self.answered += 1
         seconds = time.monotonic() - began_s
         gateway.metrics.note(PATH, HTTPStatus.OK, seconds, len(received), len(body))
-        return head.encode() + body, stays
+        return head.encode() + body

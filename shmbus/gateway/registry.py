@@ -17,7 +17,7 @@ import msgspec
 
 from shmbus.gateway import settings
 from shmbus.gateway.refusal import Refusal
-from shmbus.peers.atropos_queue import available
+from shmbus.peers.atropos_queue import Availability
 
 __all__ = ["Ending", "Environment", "NewEnvironment", "Registration", "Registry"]
 
@@ -96,8 +96,10 @@ class Registry:
         self.state = _State()
         if stored is not None:
             self.state = msgspec.json.decode(stored, type=_State)
-        #: What each environment is weighed against, and shares; None where they are out of date.
-        self._shares: tuple[float, dict[int, float]] | None = None
+        #: None where they are out of date.
+        self._shares: _Shares | None = None
+        #: How often the quotas have changed.
+        self.changes = 0
         ending, self.state.ending = self.state.ending, None
         if ending is not None and ending.number == answer:
             self.state.given.setdefault(ending.kind, []).append(ending.ids)
@@ -140,6 +142,7 @@ class Registry:
         if state.registration is None or again:
             state.step = registration.starting_step
         state.registration = registration
+        self._change()
         state.was_registered = True
         state.max_token_len = registration.max_token_len
         state.started = state.started or registration.reads_bus
@@ -147,7 +150,7 @@ class Registry:
 
     def reset(self) -> None:
         """Forget trainer and environments."""
-        self._shares = None
+        self._change()
         kept = self.state
         self.state = _State(max_token_len=kept.max_token_len, was_registered=kept.was_registered)
 
@@ -184,7 +187,7 @@ class Registry:
                 "reset the data before the next run",
             )
         same = sum(each.desired_name == new.desired_name for each in state.environments)
-        self._shares = None
+        self._change()
         env_id = len(state.environments)
         state.environments.append(Environment(**msgspec.structs.asdict(new)))
         return {
@@ -202,7 +205,7 @@ class Registry:
         if not 0 <= env_id < len(self.state.environments):
             return {"status": "failure", "error": self._unknown(env_id)}
         self.state.environments[env_id].connected = False
-        self._shares = None
+        self._change()
         return {"status": "success"}
 
     def _unknown(self, env_id: int) -> str:
@@ -218,42 +221,52 @@ class Registry:
 
     def minimums(self) -> dict[int, float]:
         """Return the least share of each batch, by environment."""
-        return self._all_shares()[1]
+        return self._all_shares().minimums
 
-    def _all_shares(self) -> tuple[float, dict[int, float]]:
-        """Return the sum of all weights, and the least shares; each poll asks for both."""
+    def quotas(self) -> dict[int, int]:
+        """Return the same in sequences."""
+        return {env: int(self.batch_size * least) for env, least in self.minimums().items()}
+
+    def _all_shares(self) -> _Shares:
         if self._shares is None:
             connected = {n: env for n, env in enumerate(self.state.environments) if env.connected}
-            total = sum(env.max_token_length * max(0.0, env.weight) for env in connected.values())
-            minimums = {
-                number: env.min_batch_allocation
-                for number, env in connected.items()
-                if env.min_batch_allocation is not None
-            }
-            self._shares = (total, minimums)
+            self._shares = _Shares(connected)
         return self._shares
 
-    def status_env(
-        self, env_id: int, counts: Mapping[tuple[int | None, int], int]
-    ) -> dict[str, Any]:
-        """Answer ``/status-env``, by how many groups wait of each (env_id, size)."""
+    def _change(self) -> None:
+        self._shares = None
+        self.changes += 1
+
+    def status_env(self, env_id: int, available: Availability) -> dict[str, Any]:
+        """Answer ``/status-env``."""
         environments = self.state.environments
         if not 0 <= env_id < len(environments):
             raise Refusal(HTTPStatus.NOT_FOUND, self._unknown(env_id))
         env = environments[env_id]
-        total, minimums = self._all_shares()
-        weight = env.max_token_length * env.weight / total if total else 0.0
-        quotas = {each: int(self.batch_size * share) for each, share in minimums.items()}
-        queue, own, largest, size = available(counts, env_id, env.group_size, quotas)
-        env.group_size = size
+        shares = self._all_shares()
+        weight = env.max_token_length * env.weight / shares.total if shares.total else 0.0
+        queue, own, env.group_size = available.of(env_id, env.group_size)
         return {
             "current_step": self.state.step,
             "queue_size": queue,
-            "unallocated_fraction": 1.0 - min(sum(minimums.values()), 1.0),
+            "unallocated_fraction": shares.unallocated,
             "self_queue_size": own,
-            "max_group_size": largest,
+            "max_group_size": available.largest,
             "env_weight": max(MIN_WEIGHT, weight),
         }
+
+
+class _Shares:
+    """What environments that are connected are weighed against, and their least shares."""
+
+    def __init__(self, connected: Mapping[int, Environment]) -> None:
+        self.total = sum(env.max_token_length * max(0.0, env.weight) for env in connected.values())
+        self.minimums = {
+            number: env.min_batch_allocation
+            for number, env in connected.items()
+            if env.min_batch_allocation is not None
+        }
+        self.unallocated = 1.0 - min(sum(self.minimums.values()), 1.0)
 
 
 def _check_names(*names: str) -> None:

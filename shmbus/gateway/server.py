@@ -30,6 +30,7 @@ from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_ans
 from shmbus.gateway.atropos_routes import AtroposRoutes
 from shmbus.gateway.connection import Connection, Connections, connection_of
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.listener import Listener
 from shmbus.gateway.polls import PATH, Polls
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.settings import SMALL_PIECE_BYTES, Settings
@@ -48,8 +49,6 @@ Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
 #: Seconds between two searches for idle connections.
 _SWEEP_S: Final = 5.0
-#: Connections that wait to be accepted: environments connect anew for each request.
-_BACKLOG: Final = 4096
 #: Bytes of a body that waits for its part of the budget, twice as many at the most and one piece:
 #: what the budget does not show of a connection.
 _READ_AHEAD: Final = SMALL_PIECE_BYTES
@@ -91,7 +90,7 @@ class Server:
             lingering_time=0.0,
         )
         self._polls = Polls(gateway)
-        self.connections = Connections(self._inner, self._polls.answer)
+        self.connections = Connections(self._inner, self._polls)
         self._routes: dict[tuple[str, str], Route] = {
             **AtroposRoutes(gateway).routes,
             **SlimeRoutes(gateway).routes,
@@ -101,7 +100,7 @@ class Server:
         self._paths: dict[str, list[str]] = {}
         for method, path in self._routes:
             self._paths.setdefault(path, []).append(method)
-        self._listener: asyncio.AbstractServer | None = None
+        self._listener = Listener(self.connections, self._polls.answer_last)
         self._sweeping: asyncio.Task[None] | None = None
 
     # -- life -----------------------------------------------------------------------------------
@@ -109,27 +108,17 @@ class Server:
     async def bind(self) -> tuple[str, int]:
         """Take the address, without answering anybody there yet; returns it."""
         settings = self._gateway.settings
-        loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(
-                self.connections,
-                settings.host,
-                settings.port,
-                backlog=_BACKLOG,
-                start_serving=False,
-            )
+            return await self._listener.bind(settings.host, settings.port)
         except OSError as error:
             raise RuntimeError(
                 f"--http {settings.host}:{settings.port}: {error.strerror or error}; expected an "
                 "address of this machine and a free port; choose another, or port 0 for any"
             ) from error
-        address = self._listener.sockets[0].getsockname()
-        return str(address[0]), int(address[1])
 
     async def start(self) -> None:
         """Answer, from now on."""
-        assert self._listener is not None, "there is an address"
-        await self._listener.start_serving()
+        self._listener.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def _sweep(self) -> None:
@@ -139,8 +128,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
         await self.connections.close()
@@ -150,9 +138,14 @@ class Server:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         began_s = time.monotonic()
-        connection = connection_of(request)
-        connection.busy += 1
         route = request.path if request.path in self._paths else "other"
+        try:
+            connection = connection_of(request)
+        except ConnectionResetError as error:
+            # It ended before its first request had its turn.
+            self._gateway.metrics.note_undelivered(route)
+            raise asyncio.CancelledError(str(error)) from error
+        connection.busy += 1
         status = 0
         sent = 0
         try:
@@ -160,7 +153,9 @@ class Server:
             status = response.status
             sent = response.body_length if response.prepared else response.content_length or 0
             if route == PATH and status == HTTPStatus.OK:
-                self._polls.remember(connection.received, request)
+                received = connection.received
+                if self._polls.remember(received, request):
+                    connection.note_poll(received)
             return response
         finally:
             connection.busy -= 1

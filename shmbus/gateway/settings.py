@@ -43,6 +43,9 @@ LARGE_BYTES: Final = 4 << 20
 COMPRESS_FROM: Final = 1000
 #: Seconds between two reads of the bus while nobody asks for a batch; queue sizes are as old.
 DRAIN_S: Final = 0.1
+#: Seconds without a read after which a client has one made: others have kept the maintenance from
+#: it. A body that was put is always counted.
+STALE_S: Final = 0.3
 #: Groups that one read of the bus takes.
 TAKE_GROUPS: Final = 256
 #: Seconds that a body whose answer was lost is known for: longer than a client of Atropos tries.

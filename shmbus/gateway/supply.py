@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import shmbus
@@ -24,9 +24,9 @@ from shmbus.gateway.handover import Handover
 from shmbus.gateway.reader import BusReader
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.registry import Ending, Registry
-from shmbus.gateway.settings import DRAIN_S
+from shmbus.gateway.settings import DRAIN_S, STALE_S
 from shmbus.peers import atropos, slime
-from shmbus.peers.atropos_queue import GroupQueue, Waiting
+from shmbus.peers.atropos_queue import Availability, GroupQueue, Waiting
 
 __all__ = ["ATROPOS", "SLIME", "Supply"]
 
@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 ATROPOS: Final = "atropos"
 SLIME: Final = "slime"
-
-#: How many groups wait, by (env_id, size).
-Counts = Mapping[tuple["int | None", int], int]
 
 
 class Supply:
@@ -84,7 +81,9 @@ class Supply:
         self.sample_batches: Deliveries[slime.Sample] = Deliveries(keep_batches)
         self._draining = asyncio.Lock()
         self._giving = asyncio.Lock()
-        self.drained_s = 0.0
+        self._drained_s = 0.0
+        #: What environments are told, and of which state of all that it is made of.
+        self._available: tuple[tuple[int, int, int], Availability] | None = None
         #: What a predecessor gave, by key; the parts come as the bus delivers them again.
         self._restoring: dict[str, Batch[Any]] = {}
         for kind, deliveries in self._kinds():
@@ -114,7 +113,7 @@ class Supply:
                 self._on_seen(group.instance_id)
                 if not self._sort(group, acknowledged):
                     unusable.append(group)
-            self.drained_s = time.monotonic()
+            self._drained_s = time.monotonic()
             await self._reader.ack(acknowledged)
             await self._reader.drop(unusable)
 
@@ -153,25 +152,27 @@ class Supply:
         """Whether groups come to this process."""
         return self._reader.attached
 
-    def counts(self) -> Counts:
-        """Return how many groups wait, given back ones too.
+    @property
+    def undelivered(self) -> int:
+        """How many groups wait, given back ones too.
 
-        Where another process reads the bus, nobody here knows the groups: they count as groups of
-        one sequence, of no environment.
+        Where another process reads the bus, nobody here knows the groups: their sequences count.
         """
         if not self._reader.attached:
-            return {(None, 1): self._bus.stats().undelivered}
-        counts: Counter[tuple[int | None, int]] = Counter(self.queue.counts)
-        counts.update((part.env_id, part.size) for part in self.batches.ready_parts())
-        return counts
+            return self._bus.stats().undelivered
+        return sum(self.queue.counts.values()) + len(self.batches.ready_parts())
 
-    def counts_for(self, env_id: int) -> Counts:
-        """Return the same for one environment: where nobody here knows the groups, as its own."""
-        counts = self.counts()
-        if self._reader.attached:
-            return counts
-        size = self._registry.group_size(env_id) or 1
-        return {(env_id, size): counts[None, 1] // size}
+    def available_to(self, env_id: int) -> Availability:
+        """Return what an environment is told of what waits; unknown groups count as its own."""
+        if not self._reader.attached:
+            size = self._registry.group_size(env_id) or 1
+            return Availability({(env_id, size): self.undelivered // size}, {})
+        now = (self.queue.changes, self.batches.changes, self._registry.changes)
+        if self._available is None or self._available[0] != now:
+            counts: Counter[tuple[int | None, int]] = Counter(self.queue.counts)
+            counts.update((part.env_id, part.size) for part in self.batches.ready_parts())
+            self._available = (now, Availability(counts, self._registry.quotas()))
+        return self._available[1]
 
     @property
     def answered(self) -> bool:
@@ -180,12 +181,17 @@ class Supply:
 
     def note_put(self) -> None:
         """Note that a body was put: what environments are told next counts it."""
-        self.drained_s = 0.0
+        self._drained_s = 0.0
 
     @property
     def stale(self) -> bool:
-        """Whether the queue was not read for DRAIN_S, or since a body was put."""
-        return time.monotonic() - self.drained_s > DRAIN_S
+        """Whether the bus has to be read before a client is told how many groups wait."""
+        return self._reader.attached and time.monotonic() - self._drained_s > STALE_S
+
+    @property
+    def due(self) -> bool:
+        """Whether the maintenance has to read the bus."""
+        return time.monotonic() - self._drained_s > DRAIN_S / 2
 
     # -- to a trainer ---------------------------------------------------------------------------
 

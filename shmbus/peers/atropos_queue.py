@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-__all__ = ["GroupQueue", "Waiting", "available", "choose", "choose_with_minimums", "fitting"]
+__all__ = ["Availability", "GroupQueue", "Waiting", "choose", "choose_with_minimums", "fitting"]
 
 #: Groups of one environment that may wait for others to make its group size; above that, the oldest
 #: go on alone. The search for a sum is linear in it, and an environment that never fits must not
@@ -196,6 +196,8 @@ class GroupQueue:
         self._buffers: dict[int, list[Waiting]] = {}
         #: How many groups wait by (env_id, size); buffered ones are not among them.
         self.counts: Counter[tuple[int | None, int]] = Counter()
+        #: How often those counts have changed.
+        self.changes = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -227,6 +229,7 @@ class GroupQueue:
     def _append(self, waiting: Waiting) -> None:
         self._waiting[id(waiting)] = waiting
         self.counts[waiting.env_id, waiting.size] += 1
+        self.changes += 1
 
     def buffered(self, env_id: int) -> int:
         """Return how many sequences of an environment wait for others of it.
@@ -258,6 +261,7 @@ class GroupQueue:
             None where no batch can be made yet.
         """
         chosen = choose_with_minimums(list(self._waiting.values()), batch_size, minimums)
+        self.changes += chosen is not None
         for each in chosen or ():
             del self._waiting[id(each)]
             key = (each.env_id, each.size)
@@ -280,43 +284,57 @@ class GroupQueue:
         self._waiting.clear()
         self._buffers.clear()
         self.counts.clear()
+        self.changes += 1
         return found
 
 
-def available(
-    counts: Mapping[tuple[int | None, int], int],
-    env_id: int,
-    env_group_size: int,
-    quotas: Mapping[int, int],
-) -> tuple[int, int, int, int]:
-    """Return what an environment is told: queue, its own part, the largest group, its group size.
+class Availability:
+    """What environments are told of one state of the queue.
 
     Parameters
     ----------
     counts : mapping
         How many groups wait, by (env_id, size).
-    env_id, env_group_size : int
-        The environment that asks, and the group size that it registered.
     quotas : mapping of int to int
         Sequences of each batch that environments with a minimum share get.
-
-    Returns
-    -------
-    tuple of int
-        The queue in groups of the environment's size: its own, and of the others what is in whole
-        packs above their quotas. Then the same of its own alone; the largest group, at least 1; and
-        its group size, which the largest group that it sent may have raised.
     """
-    largest = max([1, *(size for _, size in counts)])
-    own_size = max([env_group_size, *(size for env, size in counts if env == env_id)])
-    sequences: Counter[int | None] = Counter()
-    for (env, size), groups in counts.items():
-        sequences[env] += size * groups
-    own = sequences.pop(env_id, 0)
-    others = 0
-    if largest > 1:
-        for env, count in sequences.items():
-            quota = 0 if env is None else quotas.get(env, 0)
-            others += max(0, math.ceil(count / largest) * largest - quota)
-    divisor = max(1, own_size)
-    return (own + others) // divisor, own // divisor, largest, own_size
+
+    def __init__(
+        self, counts: Mapping[tuple[int | None, int], int], quotas: Mapping[int, int]
+    ) -> None:
+        #: The size of the largest group, at least 1.
+        self.largest = max([1, *(size for _, size in counts)])
+        self._sequences: Counter[int | None] = Counter()
+        self._own_largest: dict[int | None, int] = {}
+        for (env, size), groups in counts.items():
+            self._sequences[env] += size * groups
+            self._own_largest[env] = max(size, self._own_largest.get(env, 0))
+        #: Of each environment, what is in whole packs above its quota; and of all together.
+        self._packed: dict[int | None, int] = {}
+        if self.largest > 1:
+            for env, count in self._sequences.items():
+                quota = 0 if env is None else quotas.get(env, 0)
+                whole = math.ceil(count / self.largest) * self.largest
+                self._packed[env] = max(0, whole - quota)
+        self._all_packed = sum(self._packed.values())
+
+    def of(self, env_id: int, group_size: int) -> tuple[int, int, int]:
+        """Return what one environment is told: queue, its own part, its group size.
+
+        Parameters
+        ----------
+        env_id, group_size : int
+            The environment, and the group size that it registered.
+
+        Returns
+        -------
+        tuple of int
+            The queue in groups of the environment's size: its own, and of the others what is in
+            whole packs above their quotas. Then the same of its own alone; and its group size,
+            which the largest group that it sent may have raised.
+        """
+        size = max(group_size, self._own_largest.get(env_id, 0))
+        own = self._sequences.get(env_id, 0)
+        others = self._all_packed - self._packed.get(env_id, 0)
+        divisor = max(1, size)
+        return (own + others) // divisor, own // divisor, size

@@ -10,9 +10,12 @@ import re
 import signal
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from conftest import Child, Spawner, wait_until
+from conftest import RUN_PREFIX, Child, Spawner, wait_until
 from http_answers import Answer, read_answer
 
 #: Runs the command without the entry point, which an environment may lack that was made before.
@@ -111,6 +114,21 @@ class Gateway:
     def batch(self) -> Any:
         """The next batch."""
         return self.get("/batch").json()["batch"]
+
+
+@contextmanager
+def serving(directory: Path, label: str, *options: object) -> Iterator[Gateway]:
+    """A gateway that several tests use one after the other."""
+    spawner = Spawner(directory)
+    name = f"{RUN_PREFIX}{label}"
+    gateway = Gateway(spawner, name, options)
+    try:
+        yield gateway
+    finally:
+        spawner.end_all()
+        for path in (f"/dev/shm/shmbus.{name}", f"/dev/shm/shmbus-gateway.{name}"):
+            Path(path).unlink()
+    assert "Traceback" not in gateway.child.output(), gateway.child.output()
 
 
 def request_bytes(method: str, path: str, content: Any = None, **headers: str) -> bytes:

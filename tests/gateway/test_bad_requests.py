@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, scored
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, scored, serving
 from gateways import reset as reset_connection
 from http_answers import read_answer
 
@@ -168,21 +168,10 @@ CASES = [
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One gateway for all of the table."""
-    import os
-
-    from conftest import RUN_PREFIX, Spawner
-
-    spawner = Spawner(tmp_path_factory.mktemp("children"))
-    name = f"{RUN_PREFIX}bad-requests"
-    gateway = Gateway(spawner, name, ("--create", "4MiB"))
-    gateway.register(batch_size=2)
-    gateway.register_env()
-    yield gateway
-    output = gateway.child.output()
-    spawner.end_all()
-    for path in (f"/dev/shm/shmbus.{name}", f"/dev/shm/shmbus-gateway.{name}"):
-        os.unlink(path)
-    assert "Traceback" not in output, output
+    with serving(tmp_path_factory.mktemp("children"), "bad-requests", "--create", "4MiB") as found:
+        found.register(batch_size=2)
+        found.register_env()
+        yield found
 
 
 def still_serves(gateway: Gateway) -> None:

@@ -5,22 +5,31 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import wait_until
-from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, reset, scored
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, reset, scored, serving
 from http_answers import Answer, read_answer
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """One gateway for all that need no options."""
+    with serving(tmp_path_factory.mktemp("children"), "polls", "--create", "4MiB") as found:
+        yield found
+
+
 @pytest.fixture
-def polled(gateway: Gateway) -> Gateway:
-    """A gateway with a trainer, an environment, and a poll of it that is known."""
-    gateway.register()
-    gateway.register_env()
-    assert poll(gateway).status == 200
-    return gateway
+def polled(shared: Gateway) -> Gateway:
+    """It with a trainer, an environment, and a poll that is known."""
+    assert shared.get("/reset_data").status == 200
+    shared.register()
+    shared.register_env()
+    assert poll(shared).status == 200
+    return shared
 
 
 def poll(gateway: Gateway, **headers: str) -> Answer:
@@ -54,17 +63,84 @@ def of_its_second(answer: Answer) -> Answer:
 def test_both_ways_answer_the_same(polled: Gateway, headers: dict[str, str]) -> None:
     # Too long to be remembered: always the long way.
     long_way = of_its_second(poll(polled, X_Padding="x" * 2000, **headers))
-    assert of_its_second(until_short(polled, **headers)) == long_way
+    short_way = of_its_second(until_short(polled, **headers))
+    # Whether the connection ends is what the gateway has learned of its client.
+    for answer in (long_way, short_way):
+        answer.headers.pop("connection", None)
+    assert short_way == long_way
+
+
+def test_a_connection_ends_where_its_client_ends_it_and_stays_where_it_is_kept(
+    polled: Gateway,
+) -> None:
+    def as_an_environment() -> str | None:
+        return poll(polled, User_Agent="environment").headers.get("connection")
+
+    wait_until(lambda: as_an_environment() == "close", what="the gateway to learn it")
+    # Another environment is another client.
+    polled.register_env()
+    assert "connection" not in polled.get("/status-env", {"env_id": 1}).headers
+
+    request = request_bytes("GET", "/status-env", {"env_id": 0}, User_Agent="keeps")
+    for _ in range(2):
+        with polled.connect() as connection:
+            for _ in range(3):
+                connection.sendall(request)
+                assert "connection" not in read_answer(connection).headers
+    # Others with the same words, who do not, change nothing for it.
+    for _ in range(5):
+        assert "connection" not in poll(polled, User_Agent="keeps").headers
+
+
+def test_polls_are_told_of_the_bus_that_the_trainer_reads_itself(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
+    gateway.register_env()
+    for count in range(3):
+        assert poll(gateway).json()["queue_size"] == count
+        assert until_short(gateway).json()["queue_size"] == count
+        assert gateway.post("/scored_data", scored([1], [1], env_id=0)).status == 200
+
+
+def test_what_each_environment_is_told_follows_queue_and_shares(polled: Gateway) -> None:
+    """The aggregate of all that waits is made again whenever a part of it changes."""
+
+    def told(env: int) -> tuple[int, int, float]:
+        request = {"env_id": env}
+        polled.get("/status-env", request)
+        found = polled.get("/status-env", request).json()
+        return found["queue_size"], found["self_queue_size"], found["unallocated_fraction"]
+
+    assert told(0) == (0, 0, 1.0)
+    polled.post("/scored_data", scored([1], [1], env_id=0))
+    assert told(0) == (1, 1, 1.0)
+    other = polled.register_env(min_batch_allocation=0.5)
+    assert (told(0), told(other)) == ((1, 1, 0.5), (1, 0, 0.5))
+    for _ in range(2):
+        polled.post("/scored_data", scored([1], [1], env_id=other))
+    # Of the other's two groups, one is its quota of the batch of four.
+    assert (told(0), told(other)) == ((2, 1, 0.5), (3, 2, 0.5))
+    polled.post("/disconnect-env", {"env_id": other})
+    assert told(0) == (3, 1, 1.0)
+    assert len(polled.batch()) == 2
+    assert told(0)[0] == 1
+    assert polled.post("/register", {**REGISTRATION, "batch_size": 8}).status == 200
+    assert told(0)[0] == 3
 
 
 def test_polls_of_one_connection_and_then_another_request(polled: Gateway) -> None:
+    request = request_bytes("GET", "/status-env", {"env_id": 0}, User_Agent="keeps")
+    with polled.connect() as connection:
+        for _ in range(2):
+            connection.sendall(request)
+            assert read_answer(connection).status == 200
     with polled.connect() as connection:
         for _ in range(20):
-            connection.sendall(request_bytes("GET", "/status-env", {"env_id": 0}))
+            connection.sendall(request)
             assert read_answer(connection).json()["queue_size"] == 0
         connection.sendall(request_bytes("POST", "/scored_data", scored([1], [1])))
         assert read_answer(connection).json() == {"status": "received"}
-        connection.sendall(request_bytes("GET", "/status-env", {"env_id": 0}))
+        connection.sendall(request)
         assert read_answer(connection).json()["queue_size"] == 1
     assert short_polls(polled) > 0
 
