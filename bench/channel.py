@@ -4,7 +4,8 @@
 device. Method: a sender and a receiver, two processes. A step is 160 MB in three tensors. *Stall*
 is how long `send` keeps its caller, with a receiver that keeps up and the sender's next step 2 ms
 away; *rate* is of steps one behind the other. The bound is a copy of the same three tensors in the
-sender's process, to its end: of the C library's memcpy, or of the device. *One way* is a step of 4
+sender's process, to its end: of the C library's memcpy, or of the device. For the rate of a
+receiver that has copies it is two of them, since the device makes as many of a step. *One way* is a step of 4
 KB from before `send` until after `recv`, by a clock that both processes share. Beside it are a bare
 futex between two processes (`bench/c/raw_futex.c`), and an empty message of bytes with no tensors,
 at the same pace. Figures are medians.
@@ -47,6 +48,8 @@ SMALL: Final[Shapes] = {"small": (2048,)}
 WARM_UP: Final = 10
 PAUSE_S: Final = 0.002
 PATIENCE_S: Final = 60.0
+#: That a device makes of a step: into the sender's memory, and out of it.
+COPIES: Final = {"copies": 2, "views": 1}
 #: Targets: of a copy's time, of its rate, times a futex's wake-up.
 STALL_TARGET: Final = 1.3
 RATE_TARGET: Final = 0.8
@@ -197,7 +200,7 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
             "stall_s": paced["stall_s"],
             "stall_of_copy": paced["stall_s"] / rows["copy_s"],
             "step_s": close["step_s"],
-            "rate_of_copy": rows["copy_s"] / close["step_s"],
+            "rate_of_copy": COPIES[how] * rows["copy_s"] / close["step_s"],
             "one_way_s": small["one_way_s"],
         }
         if device == "cpu":  # the segment's own slots are always views

@@ -221,7 +221,9 @@ class Endpoint:
             f"shmbus.channel.unlink_channel({self.name!r}), and resume both sides from a checkpoint"
         )
 
-    def _wait(self, ready: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
+    def _wait(
+        self, ready: Callable[[], _T | None], timeout: float | None, what: Callable[[], str]
+    ) -> _T:
         """Call `ready` until it has something; `what` says for a message what that would be."""
         self.on_wake()
         got = ready()
@@ -245,12 +247,12 @@ class Endpoint:
                 raise end
             if not leads_to(self._path, self._identity):
                 raise errors.BusRemovedError(
-                    f"channel {self.name!r} was removed while this process waited for {what}; "
+                    f"channel {self.name!r} was removed while this process waited for {what()}; "
                     "create it again, and resume both sides"
                 )
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ChannelTimeoutError(self._stall(limit, what))
+                raise ChannelTimeoutError(self._stall(limit, what()))
             self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
 
     def _end_of_other(self) -> Exception | None:

@@ -126,8 +126,7 @@ class ChannelReceiver(Endpoint):
                     "from a checkpoint to have it again. The channel stays usable"
                 )
             while True:
-                what = f"step {self.acked_step + 1} in slot {self._counts()[1] % self.slots}"
-                kind, number, memory, meta, reason = self._wait(self._take, timeout, what)
+                kind, number, memory, meta, reason = self._wait(self._take, timeout, self._awaited)
                 if self._resumed is not None and number <= self._resumed:
                     self.ack()  # sent again, and known to the checkpoint
                     continue
@@ -173,6 +172,9 @@ class ChannelReceiver(Endpoint):
     def _is_final(self, claims: int) -> bool:
         """Whether an end by will is the end for this side; a sender that closed sends no more."""
         return True
+
+    def _awaited(self) -> str:
+        return f"step {self.acked_step + 1} in slot {self._counts()[1] % self.slots}"
 
     def _take(self) -> tuple[int, int, _core.ChannelMemory, bytes, str] | None:
         got = _core.channel_receive(self._handle)

@@ -163,17 +163,66 @@ class ChannelSender(Endpoint):
             )
 
         def take() -> _core.ChannelMemory | None:
-            got = _core.channel_begin(self._handle, size, meta_size)
-            if got == _core.CHANNEL_NO_SPACE:
-                raise no_space(self.name, f"step {step} of {size + meta_size} bytes")
-            if isinstance(got, int):
-                raise self._damaged()
-            return got
+            return self._begin(step, size, meta_size)
 
         with self._lock:
-            slot = (self._counts()[0]) % self.slots
-            what = f"slot {slot} for step {step}, which step {step - self.slots} still has"
-            return self._wait(take, timeout, what)
+            return self._wait(take, timeout, lambda: self._slot_for(step))
+
+    def await_slot(self, step: int, *, timeout: float | None = None) -> None:
+        """Wait until a step that is still to be sent has its slot, whatever is sent before it.
+
+        Parameters
+        ----------
+        step : int
+            Which.
+        timeout : float, optional
+            Seconds.
+
+        Raises
+        ------
+        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+            No slot became free, and why.
+        """
+
+        def free() -> bool | None:
+            return True if self.acked_step >= step - self.slots else None
+
+        self._wait(free, timeout, lambda: self._slot_for(step))
+
+    def post(self, meta: Any) -> None:
+        """Send a step that is all meta, for which there is a slot.
+
+        Parameters
+        ----------
+        meta : object
+            A buffer.
+
+        Raises
+        ------
+        ChannelError
+            There is no slot.
+        CapacityError
+            /dev/shm is full.
+        """
+        with self._lock:
+            step = self.next_step
+            if self._begin(step, 0, memoryview(meta).nbytes) is None:
+                raise ChannelError(
+                    f"channel {self.name!r}: no {self._slot_for(step)}; expected await_slot() first"
+                )
+            self.commit(meta)
+
+    def _begin(self, step: int, size: int, meta_size: int) -> _core.ChannelMemory | None:
+        got = _core.channel_begin(self._handle, size, meta_size)
+        if got == _core.CHANNEL_NO_SPACE:
+            raise no_space(self.name, f"step {step} of {size + meta_size} bytes")
+        if isinstance(got, int):
+            raise self._damaged()
+        return got
+
+    def _slot_for(self, step: int) -> str:
+        slot = self._counts()[0] % self.slots
+        return f"slot {slot} for step {step}, which step {step - self.slots} still has"
 
     def commit(self, meta: Any = b"") -> None:
         """Send what `begin` gave memory for.
@@ -279,7 +328,7 @@ class ChannelSender(Endpoint):
         def acked() -> bool | None:
             return True if self.acked_step >= step else None
 
-        self._wait(acked, timeout, f"the acknowledgement of step {step}")
+        self._wait(acked, timeout, lambda: f"the acknowledgement of step {step}")
 
     def withdraw(self) -> bool:
         """Take back what is on its way, to be sent again; not from a living receiver.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,84 @@ def test_steps_arrive_bit_for_bit_in_order_in_at_most_one_buffer_more_than_slots
     assert most == 3
     assert not os.path.exists(channel_path(bus_name))
     assert not os.path.exists(memory_socket("channel", bus_name))
+
+
+class Gate:
+    """An event of a device whose work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self._open.wait(20)
+
+    def happen(self) -> None:
+        self._open.set()
+
+
+def gated(sender: TensorSender, monkeypatch: pytest.MonkeyPatch) -> list[Gate]:
+    writer = sender._writer
+    assert isinstance(writer, ExportedWriter)
+    gates: list[Gate] = []
+
+    def recorded(device: torch.device) -> Any:
+        gates.append(Gate())
+        return gates[-1]
+
+    monkeypatch.setattr(writer._completion, "recorded", recorded)
+    return gates
+
+
+def test_a_step_is_sent_when_its_copies_are_there_and_the_next_ones_do_not_wait_for_that(
+    both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = both
+    gates = gated(sender, monkeypatch)
+    for step in range(2):
+        assert sender.send(made(step, 3), step=step) == step
+    with pytest.raises(ChannelTimeoutError):
+        receiver.recv(0.05)
+    with pytest.raises(ChannelTimeoutError, match="step 2, which step 0 still has"):
+        sender.send(made(2, 3), step=2, timeout=0.05)
+    for step in range(2):
+        gates[step].happen()
+        with receiver.recv(20) as item:
+            assert (item.step, item["x"].tolist()) == (step, list(range(step, step + 3)))
+    assert sender.next_step == 2
+    sender.send(made(2, 3))
+    gates[2].happen()
+    with receiver.recv(20) as item:
+        assert item["x"].tolist() == [2, 3, 4]
+
+
+def test_what_keeps_a_step_from_being_sent_keeps_those_behind_it_and_is_told(
+    both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = both
+    sender.send(made(0, 3))
+    with receiver.recv(20) as item:
+        assert item.step == 0
+    gates = gated(sender, monkeypatch)
+    failing = [ZeroDivisionError()]
+    post = sender._channel.post
+
+    def fail_once(meta: bytes) -> None:
+        if failing:
+            raise failing.pop()
+        post(meta)
+
+    monkeypatch.setattr(sender._channel, "post", fail_once)
+    sender.send(made(1, 3))
+    sender.send(made(2, 3))
+    for gate in gates:
+        gate.happen()
+    with pytest.raises(ZeroDivisionError):
+        sender.next_step  # noqa: B018
+    assert sender.next_step == 1
+    sender.send(made(7, 3), step=1)
+    gates[2].happen()
+    with receiver.recv(20) as item:
+        assert (item.step, item["x"].tolist()) == (1, [7, 8, 9])
 
 
 def test_a_tensor_that_is_kept_stays_as_it_was(both: tuple[TensorSender, TensorReceiver]) -> None:

@@ -50,14 +50,18 @@ def wrong(step, item, device="cuda:0"):
 RECEIVER = (
     MADE
     + """
-import sys
+import gc, sys
 from trainer_adapter.channel import ChannelClosedError, TensorChannel
+from trainer_adapter.device.memory import _Mapping
+def own(device):  # what this process has there; others may use the device meanwhile
+    mapped = sum(each.nbytes for each in gc.get_objects() if type(each) is _Mapping)
+    return mapped + torch.cuda.memory_allocated(device)
 name, how, device, period = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 specs = {"hidden": ("bfloat16", (None, 64)), "ids": ("int64", (None,))}
 options = {} if device == "-" else {"device": device}
 with TensorChannel.open(name, specs=specs, wait=30, views=how == "views", **options) as rx:
     print("ready", flush=True)
-    step, bad, free = 0, 0, None
+    step, bad, early = 0, 0, None
     try:
         while True:
             with rx.recv(60) as item:
@@ -66,11 +70,11 @@ with TensorChannel.open(name, specs=specs, wait=30, views=how == "views", **opti
                 step += 1
                 on = item["ids"].device
             if step == 2 * period:
-                torch.cuda.synchronize(); torch.cuda.empty_cache()
-                free = torch.cuda.mem_get_info(on)[0]
+                torch.cuda.synchronize()
+                early = own(on)
     except ChannelClosedError:
-        torch.cuda.synchronize(); torch.cuda.empty_cache()
-        grown = 0 if free is None else max(0, free - torch.cuda.mem_get_info(on)[0])
+        torch.cuda.synchronize()
+        grown = 0 if early is None else max(0, own(on) - early)
         print("steps", step, "wrong", bad, "on", on, "grown", grown, flush=True)
 """
 )

@@ -110,6 +110,10 @@ class Agreement:
             )
         raise self.mismatch(found)
 
+    def has_passed(self, step: Mapping[str, TensorSpec]) -> bool:
+        """Whether these very specs were those of the last step that passed."""
+        return step is self._passed
+
     def differences_of(self, step: Mapping[str, TensorSpec]) -> list[str]:
         """Say how a step differs from what is expected, and where it is sent from what is sent."""
         if step == self._passed:

@@ -1,12 +1,15 @@
 """Where a step's tensors lie in its payload: the table that travels as meta. Pure.
 
+A message's meta is a head, which is the same for all steps that are alike, and then what the user
+adds, if anything: | bytes of the head, 4, little-endian | table | meta of the user |.
+
 Invariant of a checked table: each tensor lies inside the payload, with the bytes of its shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,7 +18,19 @@ from trainer_adapter.channel.specs import TensorSpec, size_of
 from trainer_adapter.device.arena import BufferName
 from trainer_adapter.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
 
-__all__ = ["Places", "check_places", "decode_places", "plan_places"]
+__all__ = [
+    "Places",
+    "StepForm",
+    "check_places",
+    "decode_meta",
+    "decode_places",
+    "encode_head",
+    "encode_meta",
+    "head_of",
+]
+
+#: Bytes in front of a table, which say where it ends.
+_LENGTH_BYTES: Final = 4
 
 
 class Places(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -25,35 +40,64 @@ class Places(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ----------
     tensors : list of TensorPlace
         In the order in which they were sent.
-    meta : dict
-        Of the user.
     buffer : BufferName | None
         Where the payload lies; None for the step's own slot of the segment.
     """
 
     tensors: list[TensorPlace]
-    meta: dict[str, Any]
     buffer: BufferName | None = None
 
 
-def plan_places(specs: Mapping[str, TensorSpec]) -> tuple[list[TensorPlace], int]:
-    """Lay tensors out behind each other; returns their places and the bytes of all."""
-    places = []
-    end = 0
-    for name, spec in specs.items():
-        offset = (end + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        end = offset + size_of(spec)
-        shape = tuple(size or 0 for size in spec.shape)
-        places.append(TensorPlace(name, spec.dtype, shape, offset, end - offset))
-    return places, end
-
-
-def decode_places(data: bytes, what: str) -> Places:
-    """Decode a table; `check_places` compares it with its payload.
+class StepForm:
+    """What steps of the same names, dtypes and shapes have in common.
 
     Parameters
     ----------
-    data : bytes
+    specs : mapping of name to TensorSpec
+        Without free dimensions.
+
+    Attributes
+    ----------
+    places : list of TensorPlace
+        Of the tensors, behind each other.
+    size : int
+        Bytes of all of them.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self.specs: Final = specs
+        self.places: Final[list[TensorPlace]] = []
+        end = 0
+        for name, spec in specs.items():
+            offset = (end + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+            end = offset + size_of(spec)
+            shape = tuple(size or 0 for size in spec.shape)
+            self.places.append(TensorPlace(name, spec.dtype, shape, offset, end - offset))
+        self.size: Final = end
+
+
+def encode_head(form: StepForm, buffer: BufferName | None = None) -> bytes:
+    """Return the head of the meta of steps of this form."""
+    table = msgspec.msgpack.encode(Places(form.places, buffer))
+    return (_LENGTH_BYTES + len(table)).to_bytes(_LENGTH_BYTES, "little") + table
+
+
+def encode_meta(meta: Mapping[str, Any] | None) -> bytes:
+    """Return what follows the head."""
+    return msgspec.msgpack.encode(dict(meta)) if meta else b""
+
+
+def head_of(data: bytes) -> bytes:
+    """Return the head of a message's meta, not checked."""
+    return data[: int.from_bytes(data[:_LENGTH_BYTES], "little")]
+
+
+def decode_places(head: bytes, what: str) -> Places:
+    """Decode a head; `check_places` compares it with its payload.
+
+    Parameters
+    ----------
+    head : bytes
         What came.
     what : str
         For messages.
@@ -68,9 +112,36 @@ def decode_places(data: bytes, what: str) -> Places:
         It is none.
     """
     try:
-        return msgspec.msgpack.decode(data, type=Places)
+        return msgspec.msgpack.decode(head[_LENGTH_BYTES:], type=Places)
     except msgspec.MsgspecError as error:
         raise ChannelDamagedError(f"{what}: its table of tensors is none ({error})") from error
+
+
+def decode_meta(data: bytes, what: str) -> dict[str, Any]:
+    """Decode what follows the head.
+
+    Parameters
+    ----------
+    data : bytes
+        What came; empty for no meta.
+    what : str
+        For messages.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    ChannelDamagedError
+        It is none.
+    """
+    if not data:
+        return {}
+    try:
+        return msgspec.msgpack.decode(data, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ChannelDamagedError(f"{what}: its meta is none ({error})") from error
 
 
 def check_places(places: Places, size: int, what: str) -> None:

@@ -21,7 +21,6 @@ from shmbus.channel import (
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.places import Places, check_places
 from trainer_adapter.device.arena import ArenaView, BufferLostError, Memory
-from trainer_adapter.device.completion import recorded
 from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
 from trainer_adapter.weights.memory import payload_tensor, tensor_at
 
@@ -50,6 +49,7 @@ class StepReader:
         self._channel = channel
         self._views = views
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._events: dict[torch.device, torch.cuda.Event] = {}
         index = None if device is None or device.type != "cuda" else device.index or 0
         self._buffers = ArenaView(memory_socket("channel", channel.name), device=index)
 
@@ -105,9 +105,8 @@ class StepReader:
         tensors = {each.name: tensor_at(payload, each) for each in places.tensors}
 
         def finish() -> None:
-            event = recorded(memory.device)
-            if event is not None:
-                event.synchronize()
+            if memory.device.type == "cuda":
+                self._end_of_work(memory.device)
             if life() is not None:
                 raise ChannelError(
                     f"{what}: a view of it outlives its context, and would change with the step "
@@ -129,12 +128,28 @@ class StepReader:
         with torch.cuda.stream(stream):
             copy = torch.empty(size, dtype=torch.uint8, device=memory.device)
             copy.copy_(source)
-            event = recorded(memory.device)
+            event = self._event(memory.device)
+            event.record(stream)
         current = torch.cuda.current_stream(memory.device)
-        current.wait_stream(stream)
+        current.wait_event(event)
         copy.record_stream(current)
-        assert event is not None
         return {each.name: tensor_at(copy, each) for each in places.tensors}, event.synchronize
+
+    def _end_of_work(self, device: torch.device) -> None:
+        """Wait for what the current stream was asked to do; no longer where it is done."""
+        current = torch.cuda.current_stream(device)
+        if not current.query():
+            event = self._event(device)
+            event.record(current)
+            event.synchronize()
+
+    def _event(self, device: torch.device) -> torch.cuda.Event:
+        """Return the event of a device; of no more than one step at a time something is awaited."""
+        found = self._events.get(device)
+        if found is None:
+            # One that lets the thread sleep meanwhile.
+            found = self._events[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return found
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         found = self._streams.get(device)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from shmbus.channel import ChannelReceiver, Message
 from trainer_adapter.channel.agreement import Agreement
-from trainer_adapter.channel.places import decode_places
+from trainer_adapter.channel.places import Places, decode_meta, decode_places, head_of
 from trainer_adapter.channel.readers import StepReader
 from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs
 
@@ -25,6 +25,9 @@ __all__ = ["StepItem", "TensorReceiver"]
 
 #: Bytes of a refusal that are stated: a statement has 64 KiB, most of it for specs.
 _REFUSED_BYTES = 2000
+
+#: Heads that are kept: of each slot's buffer, where steps are alike, with as many again.
+_HEADS: Final = 16
 
 
 class StepItem(Mapping[str, torch.Tensor]):
@@ -150,6 +153,8 @@ class TensorReceiver:
         self._agreement = Agreement(self._channel, "receiver")
         self._agreement.state(expected)
         self._item: StepItem | None = None
+        # Heads of late, with what was read of them: the next step's is one of them, as a rule.
+        self._heads: dict[bytes, tuple[Places, dict[str, TensorSpec]]] = {}
 
     @property
     def name(self) -> str:
@@ -199,8 +204,15 @@ class TensorReceiver:
 
     def _open_step(self, message: Message) -> StepItem:
         what = f"channel {self.name!r}, step {message.step}"
-        places = decode_places(message.meta, what)
-        specs = {place.name: TensorSpec(place.dtype, place.shape) for place in places.tensors}
+        head = head_of(message.meta)
+        places, specs = self._heads.get(head, (None, None))
+        if places is None or specs is None:
+            places = decode_places(head, what)
+            specs = {place.name: TensorSpec(place.dtype, place.shape) for place in places.tensors}
+            if len(self._heads) >= _HEADS:
+                self._heads.clear()
+            self._heads[head] = places, specs
+        meta = decode_meta(message.meta[len(head) :], what)
         self._agreement.check()
         found = self._agreement.differences_of(specs)
         if found:
@@ -214,7 +226,7 @@ class TensorReceiver:
         except BaseException:
             self._channel.drop()  # it comes again, unless it was acknowledged as lost
             raise
-        return StepItem(self._channel, message.step, tensors, places.meta, finish)
+        return StepItem(self._channel, message.step, tensors, meta, finish)
 
     def state_dict(self) -> dict[str, int]:
         """Return the last acknowledged step, for a checkpoint.

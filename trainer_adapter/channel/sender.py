@@ -13,6 +13,7 @@ import torch
 
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.config import Carrier
+from trainer_adapter.channel.places import StepForm
 from trainer_adapter.channel.specs import Statement, parse_specs, specs_of
 from trainer_adapter.channel.writers import open_writer
 
@@ -52,6 +53,9 @@ class TensorSender:
         declared = None if specs is None else Statement(parse_specs(specs))
         self._channel, self._writer = open_writer(name, carrier, timeout=timeout, label=label)
         self._agreement = Agreement(self._channel, "sender")
+        # Of the last step: what was checked and computed for it holds for those that are like it.
+        self._form: StepForm | None = None
+        self._form_key: list[tuple[str, torch.dtype, torch.Size]] = []
         if declared is not None:
             self._agreement.state(declared)
 
@@ -116,18 +120,49 @@ class TensorSender:
         CapacityError
             The memory is full, or the step is larger than `max_bytes`.
         """
-        self._writer.settle()
-        number = self._channel.check_step(step)
-        self._check_tensors(tensors, number)
+        number = self._writer.next_step
+        if step is not None and step != number:
+            self._writer.settle()
+            self._channel.check_step(step)
+        form = self._form if self._is_like_the_last(tensors) else None
+        self._agreement.check()
+        if form is None or not self._agreement.has_passed(form.specs):
+            form = self._agreed_form(tensors, number)
+        self._writer.write(tensors, form, meta, timeout)
+        return number
+
+    def _is_like_the_last(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a step can be sent as the last one was: it has the same tensors to look at."""
+        key = self._form_key
+        device = self._writer.device
+        if len(key) != len(tensors):
+            return False
+        tensor: Any  # whatever the caller gave
+        for (name, tensor), (known, dtype, shape) in zip(tensors.items(), key, strict=True):
+            if not (
+                name == known
+                and isinstance(tensor, torch.Tensor)
+                and tensor.dtype is dtype
+                and tensor.shape == shape
+                and tensor.device == device
+                and tensor.is_contiguous()
+            ):
+                return False
+        return True
+
+    def _agreed_form(self, tensors: Mapping[str, torch.Tensor], step: int) -> StepForm:
+        """Check a step against what was agreed."""
+        self._check_tensors(tensors, step)
         specs = specs_of(tensors)
         if self._agreement.own is None:
             self._agreement.state(Statement(specs, exact=False))
-        self._agreement.check()
+            self._agreement.check()
         found = self._agreement.differences_of(specs)
         if found:
-            raise self._agreement.mismatch([f"step {number}: {each}" for each in found])
-        self._writer.write(tensors, specs, dict(meta or {}), timeout)
-        return number
+            raise self._agreement.mismatch([f"step {step}: {each}" for each in found])
+        self._form = StepForm(specs)
+        self._form_key = [(name, each.dtype, each.shape) for name, each in tensors.items()]
+        return self._form
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
         """Say that a step has no tensors: the receiver gets StepSkippedError for it.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 
-import msgspec
 import torch
 
 from shmbus import BusClosedError, BusRemovedError, CapacityError
@@ -19,10 +18,9 @@ from shmbus.channel import ChannelError, ChannelSender
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
-from trainer_adapter.channel.places import Places, plan_places
-from trainer_adapter.channel.specs import TensorSpec
-from trainer_adapter.device.arena import Arena, Memory, MemoryKind, allocator
-from trainer_adapter.device.completion import Completion, recorded
+from trainer_adapter.channel.places import StepForm, encode_head, encode_meta
+from trainer_adapter.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
+from trainer_adapter.device.completion import Completion
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
 
@@ -89,11 +87,15 @@ class StepWriter(Protocol):
     def growths(self) -> int:
         """Return how often a buffer got more memory."""
 
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next; raises what kept an earlier one from being sent."""
+
     def write(
         self,
         tensors: Mapping[str, torch.Tensor],
-        specs: Mapping[str, TensorSpec],
-        meta: dict[str, Any],
+        form: StepForm,
+        meta: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> None:
         """Copy a step's tensors, and send it once they are there."""
@@ -123,19 +125,23 @@ class SlotWriter:
         """Return how often a slot got more memory."""
         return self._channel.growths
 
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next."""
+        return self._channel.next_step
+
     def write(
         self,
         tensors: Mapping[str, torch.Tensor],
-        specs: Mapping[str, TensorSpec],
-        meta: dict[str, Any],
+        form: StepForm,
+        meta: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> None:
         """Copy a step's tensors into its slot, and send it."""
-        places, size = plan_places(specs)
-        table = msgspec.msgpack.encode(Places(places, meta))
-        memory = self._channel.begin(size, len(table), timeout=timeout)
+        table = encode_head(form) + encode_meta(meta)
+        memory = self._channel.begin(form.size, len(table), timeout=timeout)
         payload = payload_tensor(memory)
-        for place in places:
+        for place in form.places:
             copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
         del payload
         self._channel.commit(table)
@@ -151,7 +157,8 @@ class ExportedWriter:
     """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out.
 
     The channel's slots have the tables only. Step after step goes to the next of as many buffers;
-    the step is committed by a thread once the device has copied it, so that nobody waits for that.
+    the step is committed by a thread once the device has copied it, so that nobody waits for that,
+    nor the copies of the next step for those of this one.
 
     Parameters
     ----------
@@ -175,32 +182,51 @@ class ExportedWriter:
         self._channel = channel
         self._max_bytes = max_bytes
         self._closed = False
-        self._turn = 0
         self._grown_at = 0
+        self._written = 0
+        # What was made for the last step of each buffer.
+        self._targets: dict[int, tuple[StepForm, BufferName, bytes, list[torch.Tensor]]] = {}
         self.growths = 0
         self.device = device
         self._arena = Arena(memory_socket("channel", channel.name), allocate)
-        self._completion = Completion()
+        self._completion = Completion(channel.slots)
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next; raises what kept an earlier one from being sent."""
+        self._completion.check()
+        # With an action on its way this side alone knows how many steps there are.
+        return self._written if self._completion.pending else self._channel.next_step
 
     def write(
         self,
         tensors: Mapping[str, torch.Tensor],
-        specs: Mapping[str, TensorSpec],
-        meta: dict[str, Any],
+        form: StepForm,
+        meta: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> None:
         """Copy a step's tensors into the next buffer, and have it sent when they are there."""
-        self.settle()
-        step = self._channel.next_step
-        places, size = plan_places(specs)
-        self._make_room(step, size, timeout)
-        name, payload = self._arena.buffer(self._turn, max(size, 1))
-        table = msgspec.msgpack.encode(Places(places, meta, name))
-        self._channel.begin(0, len(table), timeout=timeout)
-        for place in places:
-            copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
-        self._turn = (self._turn + 1) % self._channel.slots
-        self._completion.after(recorded(self.device), partial(self._channel.commit, table))
+        step = self.next_step
+        number = step % self._channel.slots
+        more = encode_meta(meta)
+        self._make_room(step, form.size, timeout)
+        self._channel.await_slot(step, timeout=timeout)
+        head, targets = self._targets_of(number, form)
+        for target, tensor in zip(targets, tensors.values(), strict=True):
+            copy_tensor(target, tensor.detach())
+        event = self._completion.recorded(self.device)
+        self._written = step + 1
+        self._completion.after(event, partial(self._channel.post, head + more))
+
+    def _targets_of(self, number: int, form: StepForm) -> tuple[bytes, list[torch.Tensor]]:
+        """Return the head of a step in a buffer, and where its tensors go."""
+        name, payload = self._arena.buffer(number, max(form.size, 1))
+        known, where, head, targets = self._targets.get(number, (None, None, b"", []))
+        if known is not form or where != name:
+            head = encode_head(form, name)
+            targets = [tensor_at(payload, place) for place in form.places]
+            self._targets[number] = form, name, head, targets
+        return head, targets
 
     def _make_room(self, step: int, size: int, timeout: float | None) -> None:
         """Have the next buffer be large enough; no receiver reads what is freed for that."""
@@ -210,22 +236,24 @@ class ExportedWriter:
                 f"to max_bytes={self._max_bytes}; nothing was sent, and the channel stays usable: "
                 "send less, or create it with a larger max_bytes"
             )
-        grows = not self._arena.fits(self._turn, max(size, 1))
+        number = step % self._channel.slots
+        grows = not self._arena.fits(number, max(size, 1))
         if self._arena.replaced:
-            if grows and self._arena.has(self._turn):
+            if grows and self._arena.has(number):
                 self._channel.wait_acked(self._grown_at, timeout=timeout)
             if self._channel.acked_step >= self._grown_at:
                 self._arena.let_go()
         if not grows:
             return
         try:
-            self._arena.buffer(self._turn, max(size, 1))
+            self._arena.buffer(number, max(size, 1))
         except (CudaDriverError, OSError) as error:
             raise CapacityError(
                 f"channel {self._channel.name!r}: no memory on {self.device} for step {step} of "
                 f"{size} bytes ({error}); nothing was sent, and the channel stays usable: free "
                 "some, or send less"
             ) from error
+        self._targets.pop(number, None)  # they look into what was replaced
         self._grown_at = step
         self.growths += 1
 
@@ -250,4 +278,5 @@ class ExportedWriter:
                 with contextlib.suppress(ChannelError, BusClosedError, BusRemovedError):
                     self._channel.wait_acked(self._channel.sent_step)
         finally:
+            self._targets.clear()
             self._arena.close()
