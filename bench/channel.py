@@ -5,10 +5,10 @@ device. Method: a sender and a receiver, two processes. A step is 160 MB in thre
 is how long `send` keeps its caller, with a receiver that keeps up and the sender's next step 2 ms
 away; *rate* is of steps one behind the other. The bound is a copy of the same three tensors in the
 sender's process, to its end: of the C library's memcpy, or of the device. For the rate of a
-receiver that has copies it is two of them, since the device makes as many of a step. *One way* is a step of 4
-KB from before `send` until after `recv`, by a clock that both processes share. Beside it are a bare
-futex between two processes (`bench/c/raw_futex.c`), and an empty message of bytes with no tensors,
-at the same pace. Figures are medians.
+receiver that has copies it is two of them, since the device makes as many of a step. *One way* is a
+step of 4 KB from before `send` until after `recv`, by a clock that both processes share. Beside it
+are a bare futex between two processes (`bench/c/raw_futex.c`), and an empty message of bytes with
+no tensors, at the same pace. Figures are medians.
 """
 
 from __future__ import annotations
@@ -196,11 +196,12 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
         close = run(device, SHAPES, rounds, pause_s=0.0, views=views)
         small = run(device, SMALL, rounds, pause_s=PAUSE_S, views=views)
         how = "views" if views else "copies"
+        copies = 1 if device == "cpu" else COPIES[how]
         rows[how] = {
             "stall_s": paced["stall_s"],
             "stall_of_copy": paced["stall_s"] / rows["copy_s"],
             "step_s": close["step_s"],
-            "rate_of_copy": COPIES[how] * rows["copy_s"] / close["step_s"],
+            "rate_of_copy": copies * rows["copy_s"] / close["step_s"],
             "one_way_s": small["one_way_s"],
         }
         if device == "cpu":  # the segment's own slots are always views

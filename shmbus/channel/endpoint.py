@@ -222,9 +222,16 @@ class Endpoint:
         )
 
     def _wait(
-        self, ready: Callable[[], _T | None], timeout: float | None, what: Callable[[], str]
+        self,
+        ready: Callable[[], _T | None],
+        timeout: float | None,
+        what: Callable[[], str],
+        doze: Callable[[float], _T | None] | None = None,
     ) -> _T:
-        """Call `ready` until it has something; `what` says for a message what that would be."""
+        """Call `ready` until it has something; `what` says for a message what that would be.
+
+        `doze` sleeps for at most so many seconds, and may have what is waited for.
+        """
         self.on_wake()
         got = ready()
         if got is not None:
@@ -253,7 +260,12 @@ class Endpoint:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ChannelTimeoutError(self._stall(limit, what()))
-            self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
+            if doze is None:
+                self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
+                continue
+            got = doze(min(left, SLICE_S))
+            if got is not None:
+                return got
 
     def _end_of_other(self) -> Exception | None:
         life, pid, claims, label, reason = self._handle.look(self.OTHER)

@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import time
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -28,6 +30,9 @@ from shmbus_ext import _core
 __all__ = ["ChannelReceiver", "Message"]
 
 
+_Taken: TypeAlias = tuple[int, int, _core.ChannelMemory | dict[str, Any], bytes, str]
+
+
 class Message(msgspec.Struct, frozen=True):
     """A step's bytes, until it is acknowledged.
 
@@ -39,11 +44,15 @@ class Message(msgspec.Struct, frozen=True):
         A read-only buffer in place.
     meta : bytes
         What the sender added, checked.
+    tensors : dict | None
+        Of a step of the form that was asked for: what lies in `memory`, which is then None, and
+        `meta` is what follows the form's head.
     """
 
     step: int
-    memory: _core.ChannelMemory
+    memory: _core.ChannelMemory | None
     meta: bytes
+    tensors: dict[str, Any] | None = None
 
 
 class ChannelReceiver(Endpoint):
@@ -92,7 +101,13 @@ class ChannelReceiver(Endpoint):
                 "one: end that process, or make a channel for each receiver"
             )
 
-    def receive(self, *, step: int | None = None, timeout: float | None = None) -> Message:
+    def receive(
+        self,
+        *,
+        step: int | None = None,
+        timeout: float | None = None,
+        form: tuple[_core.ChannelForm, int] | None = None,
+    ) -> Message:
         """Wait for the oldest step that was not acknowledged.
 
         Parameters
@@ -101,6 +116,8 @@ class ChannelReceiver(Endpoint):
             Which one is expected, to be sure.
         timeout : float, optional
             Seconds.
+        form : (ChannelForm, int), optional
+            How it looks, as a rule, and the version of the sender's statement for which that is so.
 
         Returns
         -------
@@ -125,14 +142,27 @@ class ChannelReceiver(Endpoint):
                     f"{step}, which was acknowledged already and comes once; resume both sides "
                     "from a checkpoint to have it again. The channel stays usable"
                 )
+            take: Callable[[], _Taken | None] = self._take
+            doze: Callable[[float], _Taken | None] | None = None
+            if form is not None:
+                doze = partial(_core.channel_receive_alike, self._handle, *form)
+
+                def take() -> _Taken | None:
+                    assert doze is not None
+                    return doze(0.0) or self._take()
+
             while True:
-                kind, number, memory, meta, reason = self._wait(self._take, timeout, self._awaited)
+                kind, number, memory, meta, reason = self._wait(take, timeout, self._awaited, doze)
+                if isinstance(memory, dict) and self._resumed is None and step is None:
+                    return Message(number, None, meta, memory)
                 if self._resumed is not None and number <= self._resumed:
                     self.ack()  # sent again, and known to the checkpoint
                     continue
                 self._check_order(number, step)
                 self._resumed = None
                 if kind == _core.CHANNEL_STEP:
+                    if isinstance(memory, dict):
+                        return Message(number, None, meta, memory)
                     return Message(number, memory, meta)
                 self.ack()
                 text = f"channel {self.name!r}: step {number} was "
@@ -176,7 +206,7 @@ class ChannelReceiver(Endpoint):
     def _awaited(self) -> str:
         return f"step {self.acked_step + 1} in slot {self._counts()[1] % self.slots}"
 
-    def _take(self) -> tuple[int, int, _core.ChannelMemory, bytes, str] | None:
+    def _take(self) -> _Taken | None:
         got = _core.channel_receive(self._handle)
         if isinstance(got, int):
             raise self._damaged()

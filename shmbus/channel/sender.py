@@ -10,6 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from shmbus._arguments import parse_size
@@ -274,6 +276,27 @@ class ChannelSender(Endpoint):
             copy_bytes(memory, source)
             self.commit(meta)
             return number
+
+    def alike(
+        self, form: _core.ChannelForm, seen: int
+    ) -> Callable[[Any, bytes | None, int | None], int | None]:
+        """Return what sends a step that is like others before it, in one call.
+
+        Parameters
+        ----------
+        form : ChannelForm
+            How it looks.
+        seen : int
+            The version of the receiver's statement for which that is agreed.
+
+        Returns
+        -------
+        callable
+            From tensors by name, meta (None for the form's head) and the expected step, or None, to
+            the step that was sent. None where nothing was sent: a slot is to be waited for or to
+            grow, the tensors are not of the form, or the receiver has stated something else.
+        """
+        return partial(_core.channel_send_alike, self._handle, form, seen)
 
     def skip(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
         """Say that a step has no bytes: the receiver gets StepSkippedError for it.

@@ -10,6 +10,8 @@
 #include "python/batch/meta_search.h"
 #include "python/batch/pack.h"
 #include "python/channel/channel_memory.h"
+#include "python/channel/channel_alike.h"
+#include "python/channel/channel_form.h"
 #include "python/channel/channel_messages.h"
 #include "python/channel/channel_object.h"
 #include "python/gateway/answer_functions.h"
@@ -96,6 +98,7 @@ static bool add_types(PyObject *module) {
         {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
+        {"ChannelForm", &ChannelFormType},
         {"DeclaredSchema", &DeclaredSchemaType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
@@ -177,6 +180,7 @@ static bool add_functions(PyObject *module) {
         py_declared_add_functions,     py_plan_fields_add_constants,
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
+        py_channel_alike_add_functions,
         py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
         py_convert_add_functions,
     };

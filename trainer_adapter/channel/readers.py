@@ -69,8 +69,11 @@ class StepReader:
         """
         what = f"channel {self._channel.name!r}, step {message.step}"
         if places.buffer is None:
+            assert message.memory is not None
             check_places(places, message.memory.bytes, what)
-            payload = payload_tensor(message.memory)
+            # By a memoryview, which the tensors keep. Of the object alone torch keeps no export, by
+            # which the channel knows that they outlive their step.
+            payload = payload_tensor(memoryview(message.memory))
             return {each.name: tensor_at(payload, each) for each in places.tensors}, _nothing
         memory = self._map(message, places, what)
         check_places(places, memory.nbytes, what)

@@ -13,9 +13,9 @@ import torch
 
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.config import Carrier
-from trainer_adapter.channel.places import StepForm
+from trainer_adapter.channel.places import StepForm, encode_meta
 from trainer_adapter.channel.specs import Statement, parse_specs, specs_of
-from trainer_adapter.channel.writers import open_writer
+from trainer_adapter.channel.writers import SendAlike, open_writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +56,9 @@ class TensorSender:
         # Of the last step: what was checked and computed for it holds for those that are like it.
         self._form: StepForm | None = None
         self._form_key: list[tuple[str, torch.dtype, torch.Size]] = []
+        # Sends a step like the last one in one call, where the carrier has such a thing.
+        self._alike: tuple[bytes, SendAlike] | None = None
+        self._alike_since: int | None = None
         if declared is not None:
             self._agreement.state(declared)
 
@@ -120,6 +123,12 @@ class TensorSender:
         CapacityError
             The memory is full, or the step is larger than `max_bytes`.
         """
+        alike = self._alike
+        if alike is not None:
+            head, send = alike
+            sent = send(tensors, head + encode_meta(meta) if meta else None, step)
+            if sent is not None:
+                return sent
         number = self._writer.next_step
         if step is not None and step != number:
             self._writer.settle()
@@ -127,7 +136,12 @@ class TensorSender:
         form = self._form if self._is_like_the_last(tensors) else None
         self._agreement.check()
         if form is None or not self._agreement.has_passed(form.specs):
+            self._alike = None
             form = self._agreed_form(tensors, number)
+        elif alike is None or self._alike_since != self._agreement.agreed:
+            # The second of its kind: there will be more.
+            self._alike_since = self._agreement.agreed
+            self._alike = self._writer.alike(form, self._alike_since)
         self._writer.write(tensors, form, meta, timeout)
         return number
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
@@ -18,17 +18,32 @@ from shmbus.channel import ChannelError, ChannelSender
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
-from trainer_adapter.channel.places import StepForm, encode_head, encode_meta
+from trainer_adapter.channel.places import StepForm, channel_form, encode_head, encode_meta
 from trainer_adapter.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
 from trainer_adapter.device.completion import Completion
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
 
-__all__ = ["TABLE_BYTES", "ExportedWriter", "SlotWriter", "StepWriter", "open_writer"]
+__all__ = [
+    "TABLE_BYTES",
+    "ExportedWriter",
+    "SendAlike",
+    "SlotWriter",
+    "StepWriter",
+    "open_writer",
+]
+
+#: From a step's tensors, all of its meta (None for the head) and its expected number to that with
+#: which it was sent; None where it has to be sent as any other.
+SendAlike: TypeAlias = Callable[[Mapping[str, torch.Tensor], bytes | None, int | None], int | None]
 
 #: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
 #: 16 MiB, on a page of its own.
 TABLE_BYTES: Final = (16 << 20) + 4096
+
+
+#: Of a step that is copied by the call that sends it, without giving way to other threads.
+MAX_ALIKE_BYTES: Final = 256 << 10
 
 
 def open_writer(
@@ -100,6 +115,12 @@ class StepWriter(Protocol):
     ) -> None:
         """Copy a step's tensors, and send it once they are there."""
 
+    def alike(self, form: StepForm, seen: int | None) -> tuple[bytes, SendAlike] | None:
+        """Return what sends steps of a form in one call, while the receiver states what it did.
+
+        With it comes the head of their meta.
+        """
+
     def settle(self) -> None:
         """Wait until what was written is sent; raises what kept it from being so."""
 
@@ -145,6 +166,14 @@ class SlotWriter:
             copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
         del payload
         self._channel.commit(table)
+
+    def alike(self, form: StepForm, seen: int | None) -> tuple[bytes, SendAlike] | None:
+        """Return what sends small steps of a form in one call."""
+        head = encode_head(form)
+        known = channel_form(form.places, form.size, head)
+        if known is None or seen is None or form.size > MAX_ALIKE_BYTES:
+            return None
+        return head, self._channel.alike(known, seen)
 
     def settle(self) -> None:
         """Do nothing: a step is sent when `write` returns."""
@@ -256,6 +285,10 @@ class ExportedWriter:
         self._targets.pop(number, None)  # they look into what was replaced
         self._grown_at = step
         self.growths += 1
+
+    def alike(self, form: StepForm, seen: int | None) -> tuple[bytes, SendAlike] | None:
+        """Return None: its copies are made by the device's library."""
+        return None
 
     @property
     def nbytes(self) -> int:

@@ -42,8 +42,7 @@ static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t 
     return 0;
 }
 
-/* Ends the current memory; views that are left keep a copy. */
-static bool end_memory(ChannelObject *self) {
+bool py_channel_end_memory(ChannelObject *self) {
     ChannelMemoryObject *memory = self->memory;
     if (memory == NULL) {
         return true;
@@ -80,7 +79,7 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
                             "%llu bytes",
                             self->name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
     }
-    if (!end_memory(self)) {
+    if (!py_channel_end_memory(self)) {
         return NULL;
     }
     enum channel_status status;
@@ -135,7 +134,7 @@ static PyObject *py_channel_send(PyObject *module, PyObject *args) {
     enum channel_status status =
         messages_send(&self->c, (enum channel_kind)kind, memory->bytes,
                       self->slots[self->memory_slot].at, meta.buf, length, reason);
-    if (end_memory(self)) {
+    if (py_channel_end_memory(self)) {
         result = PyLong_FromLong(status);
     }
 done:
@@ -160,7 +159,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
     if (status != CHANNEL_OK) {
         return PyLong_FromLong(status);
     }
-    if (!end_memory(self)) {
+    if (!py_channel_end_memory(self)) {
         return NULL;
     }
     uint32_t slot = (uint32_t)(row.sequence % self->c.slots);
@@ -202,7 +201,7 @@ static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_RuntimeError, "channel_ack: no message was received");
         return NULL;
     }
-    if (!end_memory(self)) {
+    if (!py_channel_end_memory(self)) {
         return NULL;
     }
     messages_ack(&self->c);
@@ -216,7 +215,7 @@ static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
         return NULL;
     }
-    if (self->generation != fork_generation || end_memory(self)) {
+    if (self->generation != fork_generation || py_channel_end_memory(self)) {
         Py_RETURN_NONE;
     }
     return NULL;

@@ -1,0 +1,43 @@
+/* ChannelForm: how steps that are alike lie in a slot, and tensors to it and from it. */
+#ifndef SHMBUS_PYTHON_CHANNEL_CHANNEL_FORM_H
+#define SHMBUS_PYTHON_CHANNEL_CHANNEL_FORM_H
+
+#include "python/binding.h"
+#include "python/channel/channel_memory.h"
+
+/* Of one step; what has more goes another way. */
+#define CHANNEL_FORM_MAX_TENSORS 64
+/* Copied with the interpreter lock held: at 5 GB/s some 50 us, less than it takes to hand the lock
+ * to another thread and to get it back. */
+#define CHANNEL_FORM_MAX_BYTES (256u << 10)
+
+struct form_tensor {
+    PyObject *name;
+    PyObject *dtype;
+    PyObject *shape; /* a tuple of int */
+    uint64_t offset;
+    uint64_t bytes;
+    uint8_t dl_code; /* what DLPack calls the dtype */
+    uint8_t dl_bits;
+};
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *head;       /* bytes, with which the meta of such a step begins */
+    PyObject *tensor_type;
+    PyObject *from_dlpack;
+    bool refused; /* from_dlpack has raised: not asked again */
+    uint64_t bytes;
+    Py_ssize_t count;
+    struct form_tensor tensors[CHANNEL_FORM_MAX_TENSORS];
+} ChannelFormObject;
+
+extern PyTypeObject ChannelFormType;
+
+/* Where each tensor of a dictionary lies; false where it is not of this form, without an
+ * exception. */
+bool py_channel_form_find(ChannelFormObject *self, PyObject *tensors, const uint8_t **at);
+/* Tensors over a payload, by name; NULL where there can be none, without an exception. */
+PyObject *py_channel_form_view(ChannelFormObject *self, ChannelMemoryObject *memory);
+
+#endif
