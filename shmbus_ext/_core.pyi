@@ -1,7 +1,7 @@
 """Types of the C core. Only ``shmbus`` calls it; what users meet is in ``_public*.pyi``."""
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, TypedDict, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,7 @@ FLAGS_KEPT: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 _Extra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...]]
+_PackedBatch = tuple[Any, ...]  # the parts of shmbus.batch.gather.PackedBatch
 _PackedExtra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...], NDArray[np.uint8]]
 
 class CollectorNote(TypedDict):
@@ -422,25 +423,27 @@ def describe(
     trajectories: list[Trajectory], /
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], list[str], NDArray[np.int64]]: ...
 def packed_bytes(total: int, sequences: int, /) -> int: ...
-def lay_out(
-    memory: NDArray[np.uint8], total: int, sequences: int, /
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 def measure(
     trajectories: list[Trajectory], names: _Names, /
 ) -> tuple[list[int], int, int, list[tuple[str, ...]]]: ...
 def pack(
-    trajectories: list[Trajectory],
+    groups: Sequence[GroupBase],
     names: _Names,
-    tokens: NDArray[Any],
-    position_ids: NDArray[Any],
-    loss_mask: NDArray[Any],
-    logprobs: NDArray[Any],
-    advantages: NDArray[Any],
-    cu_seqlens: NDArray[Any],
-    sequence_advantages: NDArray[np.float32],
+    memory: NDArray[np.uint8] | list[NDArray[np.uint8]],
+    advantages: NDArray[np.float32] | tuple[int, bool, float],
     extras: tuple[_PackedExtra, ...],
+    threads: GatherThreads | None,
     /,
-) -> bool: ...
+) -> _PackedBatch | int | None: ...
+
+class GatherThreads:
+    """Threads that copy batches together with the caller of `pack`."""
+
+    MOST: ClassVar[int]
+    count: int
+    def __new__(cls, count: int, /) -> Self: ...
+    def close(self) -> None: ...
+
 def measure_extras(
     trajectories: list[Trajectory], lengths: list[int], extras: tuple[_Extra, ...], /
 ) -> list[tuple[np.dtype[Any] | None, tuple[int, ...], NDArray[np.int64]]]: ...

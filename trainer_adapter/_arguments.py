@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Mapping
 from numbers import Real
 from types import FrameType
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 import shmbus
-from shmbus.batch.gather import FieldNames
+from shmbus.batch.gather import FieldNames, GatherThreads
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
@@ -28,15 +29,20 @@ __all__ = [
     "check_for_ranks",
     "check_lengths",
     "check_loader",
+    "check_pack_threads",
     "check_packing",
     "check_scores",
     "check_wait",
     "checked_budget",
     "checked_max_wait",
+    "checked_pack_threads",
 ]
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
+#: Threads that copy a batch at most, and where nobody says how many.
+MOST_PACK_THREADS: Final = GatherThreads.MOST
+USUAL_PACK_THREADS: Final = 4
 #: Tokens of a batch if neither a number of tokens nor one of groups is given.
 DEFAULT_TOKENS_PER_BATCH: Final = 65_536
 #: Seconds that a batch with a token budget waits to be filled, once it has a group.
@@ -110,6 +116,29 @@ def check_prefetch(value: object) -> None:
         raise TypeError(f"prefetch: expected an int, got {type(value).__name__}")
     if not 0 <= value <= MAX_PREFETCH:
         raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
+
+
+def check_pack_threads(value: object) -> None:
+    """Raise TypeError or ValueError unless it is a number of threads, 1 to `MOST_PACK_THREADS`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"pack_threads: expected an int, got {type(value).__name__}")
+    if not 1 <= value <= MOST_PACK_THREADS:
+        raise ValueError(
+            f"pack_threads: expected 1 to {MOST_PACK_THREADS} threads, got {value}; a few use all "
+            "of a machine's memory bandwidth"
+        )
+
+
+def checked_pack_threads(value: int | None, world_size: int) -> int:
+    """Return `pack_threads`, or without it a fourth of a rank's share of the processors, up to 4.
+
+    Threads take processors from inference and environments, and memory bandwidth ends at a few.
+    """
+    if value is None:
+        share = len(os.sched_getaffinity(0)) // (4 * world_size)
+        return max(1, min(share, USUAL_PACK_THREADS))
+    check_pack_threads(value)
+    return value
 
 
 def check_packing(

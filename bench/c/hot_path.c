@@ -90,7 +90,7 @@ struct batch {
 
 OPERATION op_gather(struct batch *batch) {
     gather_i64(batch->tokens, batch->source_tokens, ELEMENT_I32, TOKENS);
-    gather_positions(batch->positions, TOKENS);
+    gather_positions(batch->positions, 0, TOKENS);
     gather_bool(batch->mask, batch->source_mask, ELEMENT_U8, TOKENS);
     gather_f32(batch->logprobs, batch->source_logprobs, ELEMENT_F32, TOKENS);
     gather_mask_f32(batch->logprobs, batch->mask, TOKENS);

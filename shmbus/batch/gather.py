@@ -9,29 +9,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shmbus.batch.baseline import Baseline
 from shmbus.batch.extra_fields import PackedExtra
 from shmbus.batch.field_names import FieldNames
 from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
 
-__all__ = ["FieldNames", "Measured", "PackedArrays", "describe", "gather", "measure", "members"]
+__all__ = [
+    "FieldNames",
+    "PackedBatch",
+    "Measured",
+    "describe",
+    "gather",
+    "measure",
+    "members",
+    "packed_bytes",
+]
 
 Array: TypeAlias = NDArray[Any]
+GatherThreads: TypeAlias = _core.GatherThreads
+"""Helpers that copy batches together with the caller of `gather`; `close` ends them."""
 
 
-class PackedArrays(msgspec.Struct, frozen=True):
-    """Where a packed batch of T tokens and S sequences goes; each contiguous.
+class PackedBatch(NamedTuple):
+    """A packed batch of G groups: T tokens of S samples, in arrays that hold the batch's memory.
 
     Attributes
     ----------
     tokens, position_ids : int64 [T]
     loss_mask : bool [T]
     logprobs, advantages : float32 [T]
+        Logprobs are 0 where the loss mask is False, or where there are none.
     cu_seqlens : int32 [S + 1]
+    samples : int64 [4, S]
+        Of each sample its score, the bits of a float64, its policy version, the newest one, and its
+        tokens.
+    sizes : int64 [G]
+        Samples of each group.
+    instance_ids : list[str]
+    trajectories : list[Trajectory]
+        The samples.
+    total : int
+        T.
+    longest : int
+        Tokens of the longest sample.
+    has_logprobs : bool
+        Whether all have logprobs; if not, none has.
+    has_rows : bool
+        Whether one was put with rows, each of which is a sequence of its own.
+    has_metas : bool
+        Whether one has a meta.
+    finite : bool
+        Whether all logprobs and advantages are finite.
     """
 
     tokens: Array
@@ -40,30 +72,20 @@ class PackedArrays(msgspec.Struct, frozen=True):
     logprobs: Array
     advantages: Array
     cu_seqlens: Array
-
-    @classmethod
-    def inside(cls, memory: NDArray[np.uint8], total: int, sequences: int) -> PackedArrays:
-        """Lay the arrays out in one block of bytes, each on a cache line.
-
-        Parameters
-        ----------
-        memory : uint8 [n]
-            At least `packed_bytes` of them, writable; the arrays keep it alive.
-        total : int
-            Tokens.
-        sequences : int
-            Sequences that they are of.
-
-        Returns
-        -------
-        PackedArrays
-            Views of the memory, whose content is what it was.
-        """
-        return cls(*_core.lay_out(memory, total, sequences))
+    samples: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    instance_ids: list[str]
+    trajectories: list[_core.Trajectory]
+    total: int
+    longest: int
+    has_logprobs: bool
+    has_rows: bool
+    has_metas: bool
+    finite: bool
 
 
 def packed_bytes(total: int, sequences: int) -> int:
-    """Return how many bytes `PackedArrays.inside` needs.
+    """Return how many bytes of memory `gather` needs.
 
     Parameters
     ----------
@@ -185,46 +207,45 @@ def describe(
 
 
 def gather(
-    trajectories: list[_core.Trajectory],
-    out: PackedArrays,
-    sequence_advantages: NDArray[np.float32],
-    names: FieldNames | None = None,
+    groups: Sequence[_core.GroupBase],
+    names: FieldNames,
+    memory: NDArray[np.uint8] | list[NDArray[np.uint8]],
+    advantages: NDArray[np.float32] | Baseline,
     extras: tuple[PackedExtra, ...] = (),
-) -> bool:
-    """Copy trajectories one behind the other into a packed batch.
+    threads: GatherThreads | None = None,
+) -> PackedBatch | int | None:
+    """Copy the samples of groups one behind the other into a packed batch.
 
     Parameters
     ----------
-    trajectories : list[Trajectory]
-        Leased, of one Consumer; S of them, T tokens in all.
-    out : PackedArrays
-        Filled completely. Logprobs are 0 where the loss mask is False.
-    sequence_advantages : float32 [S]
-        For each token of a trajectory that brings no advantages of its own.
-    names : FieldNames, optional
+    groups : list of Group
+        Leased, of one Consumer. It is a list.
+    names : FieldNames
         How the fields are called.
+    memory : uint8 [n], or a list of such
+        Where the batch goes, at least `packed_bytes`; or blocks, of which one is taken that is
+        large enough and to which nothing but the list refers.
+    advantages : float32 [S], or Baseline
+        Of each sample that brings no advantages of its own; or how its score is compared with its
+        siblings'.
     extras : tuple of PackedExtra
         Further fields, in the same pass.
+    threads : GatherThreads, optional
+        They copy together with the caller.
 
     Returns
     -------
-    bool
-        Whether all logprobs and advantages in `out` are finite.
+    PackedBatch, int or None
+        The bytes that are needed, where no block of the list is free and large enough. None where
+        nothing was copied, since a sample lacks a field that a sibling has, some groups lack
+        logprobs, or a score cannot be compared: `measure` says the former two.
 
     Raises
     ------
     ValueError
-        As for `measure`, for each trajectory alone; an array of `out` has the wrong size or dtype.
+        As for `measure`, for each trajectory alone; an array has the wrong size or dtype.
+    TypeError
+        One is no group.
     """
-    return _core.pack(
-        trajectories,
-        (names or FieldNames()).as_tuple(),
-        out.tokens,
-        out.position_ids,
-        out.loss_mask,
-        out.logprobs,
-        out.advantages,
-        out.cu_seqlens,
-        sequence_advantages,
-        extras,
-    )
+    found = _core.pack(groups, names.as_tuple(), memory, advantages, extras, threads)
+    return PackedBatch(*found) if isinstance(found, tuple) else found

@@ -104,9 +104,9 @@ bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t
     }
 }
 
-WIDEST void gather_positions(int64_t *dst, uint64_t n) {
+WIDEST void gather_positions(int64_t *dst, int64_t first, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
-        dst[i] = (int64_t)i;
+        dst[i] = first + (int64_t)i;
     }
 }
 

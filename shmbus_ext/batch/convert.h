@@ -28,8 +28,8 @@ bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t 
 bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n);
 bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n);
 
-/* 0, 1, 2, ... */
-void gather_positions(int64_t *dst, uint64_t n);
+/* first, first + 1, ... */
+void gather_positions(int64_t *dst, int64_t first, uint64_t n);
 void gather_fill_f32(float *dst, float value, uint64_t n);
 /* 0 where the mask is 0, by selection: any value that stood there, a NaN too, is gone. */
 void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);

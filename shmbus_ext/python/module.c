@@ -7,6 +7,8 @@
 #include "python/batch/extra_fields.h"
 #include "python/batch/field_lookup.h"
 #include "python/batch/gather_plan.h"
+#include "python/batch/gather_threads.h"
+#include "python/batch/measure.h"
 #include "python/batch/meta_search.h"
 #include "python/batch/pack.h"
 #include "python/channel/channel_memory.h"
@@ -99,7 +101,7 @@ static bool add_types(PyObject *module) {
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
         {"ChannelForm", &ChannelFormType},
-        {"DeclaredSchema", &DeclaredSchemaType},
+        {"DeclaredSchema", &DeclaredSchemaType}, {"GatherThreads", &GatherThreadsType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -169,7 +171,7 @@ static bool add_functions(PyObject *module) {
         py_hooks_add_functions,        py_inspect_add_functions,     py_retry_add_functions,
         py_group_table_add_constants,  py_group_add_functions,       py_client_lease_add_functions,
         py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
-        py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
+        py_measure_add_functions,      py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
         py_plan_add_functions,         py_copies_add_methods,
         py_extra_fields_add_functions, py_delivery_add_functions,    py_begun_add_functions,
@@ -182,7 +184,7 @@ static bool add_functions(PyObject *module) {
         py_channel_add_constants,      py_channel_messages_add_functions,
         py_channel_alike_add_functions,
         py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
-        py_convert_add_functions,
+        py_convert_add_functions,      py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -8,9 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,11 @@ Layout = Literal["packed", "padded"]
 
 #: Tensors of a batch with an element a token.
 PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
+
+
+def _not_given() -> Any:
+    """Stand for a tensor that a caller leaves out."""
+    return None
 
 
 @dataclass(eq=False, repr=False)
@@ -99,17 +106,53 @@ class Batch(TensorHolder):
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
     extra_kinds: dict[str, str] = field(default_factory=dict)
     facts: BatchFacts | None = None
-    newest_policy_versions: Tensor = None  # type: ignore[assignment]
-    sample_of: Tensor = None  # type: ignore[assignment]
+    # By a factory, so that the class has no attribute of these names: see __getattr__.
+    newest_policy_versions: Tensor = field(default_factory=_not_given)
+    sample_of: Tensor = field(default_factory=_not_given)
 
     def __post_init__(self) -> None:
         # A batch that a caller makes: samples of one row, each of one policy.
         if self.newest_policy_versions is None:
             self.newest_policy_versions = self.policy_versions
         if self.sample_of is None:
-            self.sample_of = torch.arange(
-                self.sequences, dtype=torch.int32, device=self.cu_seqlens.device
-            )
+            self.sample_of = _one_each(self)
+
+    @classmethod
+    def of_facts(cls, facts: BatchFacts, **parts: Any) -> Batch:
+        """Make a batch whose tensors of sequences are made when they are first asked for.
+
+        Parameters
+        ----------
+        facts : BatchFacts
+            Of samples of one row each.
+        **parts
+            The other attributes, but for those that have a default.
+
+        Returns
+        -------
+        Batch
+        """
+        made = object.__new__(cls)
+        vars(made).update(parts, facts=facts)
+        return made
+
+    if not TYPE_CHECKING:  # mypy would let any name pass
+
+        def __getattr__(self, name: str) -> Any:
+            make = MADE_LATER.get(name)
+            if make is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            found = vars(self)[name] = make(self)
+            return found
+
+    def _complete(self) -> None:
+        """Make what nobody has asked for yet."""
+        for name in MADE_LATER:
+            getattr(self, name)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        self._complete()
+        return super()._with(change)
 
     @property
     def total_tokens(self) -> int:
@@ -120,7 +163,7 @@ class Batch(TensorHolder):
     def lengths(self) -> list[int]:
         """Tokens of each sequence; without waiting for the device, of a batch that was packed."""
         if self.facts is not None:
-            return list(self.facts.lengths)
+            return [int(length) for length in self.facts.lengths.tolist()]
         return [int(length) for length in self.cu_seqlens.diff().tolist()]
 
     def asdict(self) -> dict[str, Any]:
@@ -132,6 +175,7 @@ class Batch(TensorHolder):
             The attributes of this batch; tensors are not copied. `extra` and `extra_offsets` are
             dicts in it.
         """
+        self._complete()
         left_out = ("groups", "facts")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
@@ -147,6 +191,32 @@ class Batch(TensorHolder):
             f"{self.total_tokens} tokens, {self.layout} on {self.tokens.device}"
             f"{', without logprobs' if self.logprobs is None else ''}{extra}>"
         )
+
+
+def _one_each(batch: Batch) -> Tensor:
+    device = batch.cu_seqlens.device
+    return torch.arange(batch.sequences, dtype=torch.int32, device=device)
+
+
+def _known(batch: Batch) -> BatchFacts:
+    assert batch.facts is not None, "only a batch of facts lacks tensors"
+    return batch.facts
+
+
+#: Tensors that a trainer rarely reads, and how each is made: of memory of its own, so that what is
+#: written to one changes nothing else. And the fields that most batches lack.
+MADE_LATER: Final[dict[str, Callable[[Batch], Any]]] = {
+    "scores": lambda batch: torch.from_numpy(_known(batch).scores.astype(np.float32)),
+    "policy_versions": lambda batch: torch.from_numpy(_known(batch).policy_versions.copy()),
+    "newest_policy_versions": lambda batch: torch.from_numpy(
+        _known(batch).newest_policy_versions.copy()
+    ),
+    "group_sizes": lambda batch: torch.from_numpy(_known(batch).group_sizes.copy()),
+    "sample_of": _one_each,
+    "extra": lambda batch: {},
+    "extra_offsets": lambda batch: {},
+    "extra_kinds": lambda batch: {},
+}
 
 
 def _own(values: Tensor) -> Tensor:
@@ -166,7 +236,7 @@ class UnseenBatch(Batch):
 
     def __getattribute__(self, name: str) -> Any:
         self.__class__ = Batch  # type: ignore[assignment]
-        return object.__getattribute__(self, name)
+        return getattr(self, name)
 
     @classmethod
     def of(cls, batch: Batch) -> UnseenBatch:

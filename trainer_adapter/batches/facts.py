@@ -18,18 +18,44 @@ class BatchFacts(NamedTuple):
 
     Attributes
     ----------
-    scores : float64 [N]
-    policy_versions : int64 [N]
-    lengths : list[int] [S]
-        Tokens of each sequence.
-    tokens : int
-        Of all sequences.
+    samples : int64 [4, N]
+        Of each sample its score, the bits of a float64, its policy version, the newest one, and its
+        tokens.
     group_sizes : int64 [G]
         Samples of each group.
+    tokens : int
+        Of all sequences.
+    row_lengths : int64 [S] or None
+        Tokens of each sequence, where samples have several.
     """
 
-    scores: NDArray[np.float64]
-    policy_versions: NDArray[np.int64]
-    lengths: list[int]
-    tokens: int
+    samples: NDArray[np.int64]
     group_sizes: NDArray[np.int64]
+    tokens: int
+    row_lengths: NDArray[np.int64] | None = None
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """Of each sample: float64 [N]."""
+        scores: NDArray[np.float64] = self.samples[0].view(np.float64)
+        return scores
+
+    @property
+    def policy_versions(self) -> NDArray[np.int64]:
+        """Of each sample the oldest: int64 [N]."""
+        versions: NDArray[np.int64] = self.samples[1]
+        return versions
+
+    @property
+    def newest_policy_versions(self) -> NDArray[np.int64]:
+        """Of each sample: int64 [N]."""
+        newest: NDArray[np.int64] = self.samples[2]
+        return newest
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence: int64 [S]."""
+        if self.row_lengths is not None:
+            return self.row_lengths
+        lengths: NDArray[np.int64] = self.samples[3]
+        return lengths

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.gather import FieldNames, PackedArrays
+from shmbus.batch.gather import FieldNames, PackedBatch
 from shmbus.batch.gather_plan import find_not_finite
 
 __all__ = ["NotFiniteError", "group_of_sample", "not_finite", "require_finite"]
@@ -34,13 +34,13 @@ class NotFiniteError(ValueError):
 
 
 def require_finite(
-    arrays: PackedArrays, trajectories: list[shmbus.Trajectory], names: FieldNames
+    arrays: PackedBatch, trajectories: list[shmbus.Trajectory], names: FieldNames
 ) -> None:
     """Raise NotFiniteError for the first logprob or advantage that is not finite.
 
     Parameters
     ----------
-    arrays : PackedArrays
+    arrays : PackedBatch
         Of one batch. Logprobs outside the loss mask are 0 already.
     trajectories : list[Trajectory]
         The samples, in the batch's order.

@@ -30,7 +30,8 @@ class BatchMemory:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[NDArray[np.uint8]] = []
+        #: The pool: whoever takes a block of it does so by a reference to the block.
+        self.blocks: list[NDArray[np.uint8]] = []
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return a block from the pool, or a new one.
@@ -45,7 +46,7 @@ class BatchMemory:
         uint8 [size or more]
             Its content is arbitrary.
         """
-        blocks = self._blocks
+        blocks = self.blocks
         # References to a free block: the list's, and the argument of getrefcount.
         for position in range(len(blocks)):
             if sys.getrefcount(blocks[position]) == 2 and blocks[position].nbytes >= size:

@@ -47,14 +47,16 @@ class RowSplit(NamedTuple):
     cut_fields: list[frozenset[str] | None]
 
     @classmethod
-    def of(cls, trajectories: list[shmbus.Trajectory], lengths: list[int], tokens: str) -> RowSplit:
+    def of(
+        cls, trajectories: list[shmbus.Trajectory], lengths: NDArray[np.int64], tokens: str
+    ) -> RowSplit:
         """Find the rows of samples, after their checks.
 
         Parameters
         ----------
         trajectories : list[shmbus.Trajectory]
             Leased; N of them.
-        lengths : list[int]
+        lengths : int64 [N]
             Tokens of each.
         tokens : str
             The producers' name of the tokens.
@@ -127,7 +129,7 @@ def split_rows(batch: Batch, split: RowSplit, ragged: dict[str, str]) -> None:
     batch.group_sizes = torch.bincount(group_of[sample_of], minlength=len(batch.group_sizes))
     batch.sample_of = sample_of.to(torch.int32)
     if batch.facts is not None:
-        batch.facts = batch.facts._replace(lengths=split.lengths.tolist())
+        batch.facts = batch.facts._replace(row_lengths=split.lengths)
     for name, kind in batch.extra_kinds.items():
         if kind == "meta":
             batch.extra[name] = [batch.extra[name][sample] for sample in split.sample_of.tolist()]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.gather import PackedArrays
+from shmbus.batch.gather import PackedBatch
 from shmbus.batch.gather_plan import mentioning
 from trainer_adapter.scored_group import TRUNCATED_REASONS, meta_value
 
@@ -113,7 +113,7 @@ def sample_flags(
     return flags
 
 
-def apply_flags(flags: NDArray[np.uint8], arrays: PackedArrays) -> None:
+def apply_flags(flags: NDArray[np.uint8], arrays: PackedBatch) -> None:
     """Apply the flags of `sample_flags` to packed arrays on the host."""
     borders = arrays.cu_seqlens
     for position in np.flatnonzero(flags).tolist():

@@ -178,13 +178,13 @@ def begin_gather(
             "gather: expected samples of one row each, got one that was put with rows=; the kernel "
             "packs a record as one sequence: use trainer_adapter.pack, or transport='copy'"
         )
-    facts = _facts(block, table, len(groups))
+    facts = _facts(block, table, groups)
     blocks = [block]
     try:
         batch = Batch(
             **_launch(block.host, table, len(groups), device),
             **copy_extras(
-                groups, facts.lengths, extra_fields, device, device_shift, blocks, staging
+                groups, facts.lengths.tolist(), extra_fields, device, device_shift, blocks, staging
             ),
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
@@ -193,7 +193,7 @@ def begin_gather(
             facts=facts,
         )
         if table.has_spans:
-            batch.newest_policy_versions = _newest(groups).to(device)
+            batch.newest_policy_versions = torch.tensor(facts.newest_policy_versions).to(device)
         columns = batch.logprobs, batch.advantages
         if not table.has_logprobs:
             batch.logprobs = None
@@ -216,12 +216,7 @@ def begin_gather(
         raise
 
 
-def _newest(groups: list[shmbus.Group]) -> Tensor:
-    """Collect the newest versions: a look at each sample, and a copy of their own."""
-    return torch.from_numpy(describe(members(groups)[0])[3])
-
-
-def _facts(block: StagingBlock, table: GatherTable, groups: int) -> BatchFacts:
+def _facts(block: StagingBlock, table: GatherTable, groups: list[shmbus.Group]) -> BatchFacts:
     """Copy out of the table what stays known on the host: the block is used again."""
 
     def part(at: int, dtype: type[np.generic], count: int) -> NDArray[Any]:
@@ -229,13 +224,14 @@ def _facts(block: StagingBlock, table: GatherTable, groups: int) -> BatchFacts:
 
     sequences = len(table.instance_ids)
     borders = part(table.borders_at, np.int32, sequences + 1)
-    return BatchFacts(
-        part(table.scores_at, np.float32, sequences).astype(np.float64),
-        part(table.versions_at, np.int64, sequences).copy(),
-        np.diff(borders).tolist(),
-        int(borders[-1]),
-        part(table.sizes_at, np.int64, groups).copy(),
-    )
+    samples = np.empty((4, sequences), np.int64)
+    samples[0].view(np.float64)[:] = part(table.scores_at, np.float32, sequences)
+    samples[1] = part(table.versions_at, np.int64, sequences)
+    # The table has no newest versions: a look at each sample.
+    samples[2] = describe(members(groups)[0])[3] if table.has_spans else samples[1]
+    samples[3] = np.diff(borders)
+    sizes = part(table.sizes_at, np.int64, len(groups)).copy()
+    return BatchFacts(samples, sizes, int(borders[-1]))
 
 
 def _compared(groups: list[shmbus.Group], kind: Kind, names: FieldNames) -> NDArray[np.float32]:

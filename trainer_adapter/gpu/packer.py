@@ -34,7 +34,7 @@ from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
-from trainer_adapter.batches.pack import pack
+from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.device.registration import Registration
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
@@ -49,6 +49,24 @@ Transport = Literal["gather", "pinned", "copy"]
 TRANSPORTS: Final = ("gather", "pinned", "copy")
 
 
+def packer_on(device: torch.device, **options: Any) -> HostPacker | GpuPacker:
+    """Make what packs batches for a device: by the GPU itself, or by the processor.
+
+    Parameters
+    ----------
+    device : torch.device
+    **options
+        Of `HostPacker`.
+
+    Returns
+    -------
+    HostPacker or GpuPacker
+    """
+    if device.type == "cuda":
+        return GpuPacker(device, **options)
+    return HostPacker(device=device, memory=BatchMemory(), **options)
+
+
 class GpuPacker:
     """Packs leased groups into batches on one CUDA device.
 
@@ -60,6 +78,8 @@ class GpuPacker:
         "auto" takes the first that works, in this order.
     advantages, layout, fields, truncated, extra_fields
         As for `pack`.
+    pack_threads : int
+        Threads that copy where the host packs: "pinned" and "copy".
 
     Attributes
     ----------
@@ -86,6 +106,7 @@ class GpuPacker:
         fields: FieldNames | None = None,
         truncated: Truncated = "keep",
         extra_fields: GivenExtraFields | ExtraFields | None = None,
+        pack_threads: int = 1,
     ) -> None:
         if transport not in ("auto", *TRANSPORTS):
             raise ValueError(
@@ -104,6 +125,7 @@ class GpuPacker:
             "truncated": truncated,
             "extra_fields": ExtraFields.of(extra_fields),
         }
+        self._host = HostPacker(**self._options, pack_threads=pack_threads)
         self._layout: Layout = layout
         self._memory: BatchMemory = BatchMemory()
         self._pinned: PinnedMemory | None = None
@@ -176,7 +198,7 @@ class GpuPacker:
     def _copied(
         self, groups: list[shmbus.Group], transport: Transport, memory: BatchMemory | None
     ) -> Pending:
-        packed = pack(groups, memory=memory, **self._options)
+        packed = self._host.pack(groups, memory)
         with _on(self._stream):
             batch = packed.to(self.device, non_blocking=True)
             batch.transport = transport
@@ -209,6 +231,7 @@ class GpuPacker:
 
     def close(self) -> None:
         """Unregister the ring; call it before the Consumer closes."""
+        self._host.close()
         if self._registration is not None:
             self._stream.synchronize()
             self._registration.close()

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import time
@@ -33,22 +32,22 @@ from trainer_adapter._arguments import (
     check_wait,
     checked_budget,
     checked_max_wait,
+    checked_pack_threads,
 )
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, UnseenBatch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
-from trainer_adapter.batches.memory import BatchMemory
-from trainer_adapter.batches.pack import FieldNames, pack
+from trainer_adapter.batches.pack import FieldNames
 from trainer_adapter.batches.sample_flags import Truncated
-from trainer_adapter.gpu.packer import GpuPacker
+from trainer_adapter.gpu.packer import GpuPacker, packer_on
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState, identities
 from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.drops import DropNotes
 from trainer_adapter.handler.evaluation import EvaluatingHandler
 from trainer_adapter.handler.iteration import BatchIteration
-from trainer_adapter.handler.metrics import MeteredHandler, OnMetrics, check_on_metrics
+from trainer_adapter.handler.metrics import MeteredHandler, OnMetrics, checked_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
@@ -128,6 +127,9 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         as "filtered", and one more to sample (`refill`). For a filter by other than equal scores,
         which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
         group malformed.
+    pack_threads : int, optional
+        Threads that copy a batch on the host, the packing one among them; by default a fourth of
+        the processors of this rank, at most 4. They wait, parked, between batches.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -140,6 +142,8 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
     BusNotFoundError, BusBusyError, LayoutMismatchError
         As for `shmbus.Consumer`.
     """
+
+    _closed = False
 
     def __init__(
         self,
@@ -161,12 +165,13 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         extra_fields: GivenExtraFields | None = None,
         on_metrics: OnMetrics | None = None,
         keep_group: Callable[[ScoredGroup], object] | None = None,
+        pack_threads: int | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_consumer_options(consumer_options)
-        check_on_metrics(on_metrics)
+        self._on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_device = check_packing(device, fields, advantages, prefetch)
@@ -175,17 +180,16 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         self._fields = fields or FieldNames()
         self._malformed = malformed
         self.progress = Progress.of(progress)
-        self._closed = False
         options: dict[str, Any] = {
             "advantages": advantages,
             "layout": layout,
             "fields": fields,
             "truncated": truncated,
             "extra_fields": ExtraFields.of(extra_fields),
+            "pack_threads": checked_pack_threads(pack_threads, world_size),
         }
-        self._gpu = GpuPacker(device, **options) if on_device.type == "cuda" else None
-        on_host = functools.partial(pack, device=on_device, memory=BatchMemory(), **options)
-        self._pack: Callable[..., Batch] = on_host if self._gpu is None else self._gpu.pack
+        self._packer = packer_on(on_device, **options)
+        self._gpu = self._packer if isinstance(self._packer, GpuPacker) else None
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
@@ -206,14 +210,15 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
                 keep_group=keep_group,
             )
             self._begin(world_size, prefetch, max_policy_lag)
-            self._begin_metrics(on_metrics)
         except BaseException:
             # Who keeps the exception keeps this handler, which nobody was given.
+            self._packer.close()
             self._consumer.close()
             raise
 
     def _begin(self, world_size: int, prefetch: int, max_policy_lag: int | None) -> None:
         self._begin_evaluation()
+        self._begin_metrics()
         self._awaited = "complete group" if world_size == 1 else "step"
         self._take = self._taking(world_size)
         self._prefetcher = (
@@ -369,7 +374,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         groups = [one.group for one in planned]
         try:
             began_s = time.monotonic()
-            batch = self._pack(groups)
+            batch = self._packer.pack(groups)
             packed_s = time.monotonic() - began_s
         except NotFiniteError as error:
             self._admission.drop(groups[group_of_sample(groups, error.sample)], error)
@@ -556,8 +561,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
                 # The thread may have held the reader's lock at the time of the fork.
                 return
             self._prefetcher.stop()
-        if self._gpu is not None:
-            self._gpu.close()
+        self._packer.close()
         self._end_evaluation()
         self._consumer.close()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ __all__ = [
     "MeteredHandler",
     "Moments",
     "OnMetrics",
-    "check_on_metrics",
+    "checked_on_metrics",
 ]
 
 Metrics: TypeAlias = "dict[str, float]"
@@ -51,10 +51,10 @@ PENDING_BATCHES: Final = 256
 PENDING_SAMPLES: Final = 16_384
 
 
-def check_on_metrics(given: object) -> None:
-    """Raise TypeError or ValueError unless it is None, a callable, or callables by kind."""
+def checked_on_metrics(given: Any) -> OnMetrics | None:
+    """Return what is None, a callable, or callables by kind; raises TypeError or ValueError."""
     if given is None or callable(given):
-        return
+        return cast("Callback | None", given)
     if not isinstance(given, Mapping) or not all(callable(one) for one in given.values()):
         raise TypeError(
             f"on_metrics: expected a callable, or a dict of them by kind, got {given!r}; "
@@ -65,6 +65,7 @@ def check_on_metrics(given: object) -> None:
             raise ValueError(
                 f"on_metrics: expected kinds among {', '.join(map(repr, KINDS))}, got {kind!r}"
             )
+    return cast("Mapping[str, Callback]", given)
 
 
 class Moments(NamedTuple):
@@ -294,15 +295,15 @@ class MeteredHandler:
     groups_per_batch: int | None
     _consumer: shmbus.Consumer
     _planner: BatchPlanner[Batch]
+    _on_metrics: OnMetrics | None
 
-    def _begin_metrics(self, on_metrics: OnMetrics | None) -> None:
-        self._on_metrics = on_metrics
+    def _begin_metrics(self) -> None:
         now_s, ledger = time.monotonic(), self._consumer.stats()
         self._useless_before = ledger.groups_useless
         self._meter = BatchMeter(ledger, now_s)
-        self._told = None if on_metrics is None else BatchMeter(ledger, now_s)
+        self._told = None if self._on_metrics is None else BatchMeter(ledger, now_s)
         # Looking for truncated samples costs a search of each meta.
-        self._metered = on_metrics is not None
+        self._metered = self._on_metrics is not None
         self._measured: MadeBatch[Batch] | None = None
 
     @property

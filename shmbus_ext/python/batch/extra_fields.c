@@ -108,8 +108,6 @@ bool py_extras_read_destination(struct extras *self, PyObject *specs) {
         if (!read_output(&self->fields[e], PyTuple_GET_ITEM(specs, e))) {
             return false;
         }
-        /* From here on it counts what was copied. */
-        self->fields[e].rows = 0;
     }
     return true;
 }
@@ -202,6 +200,7 @@ static bool find_one(struct extras *self, struct extra *extra, const TrajectoryO
     if (extra->schema != t->schema && !look_up(self, extra, t)) {
         return false;
     }
+    source->before = extra->rows;
     if (extra->at < 0) {
         source->data = NULL;
         source->rows = extra->kind == EXTRA_TOKEN ? tokens : extra->kind == EXTRA_SEQUENCE;
@@ -237,18 +236,20 @@ bool py_extras_find(struct extras *self, Py_ssize_t i, TrajectoryObject *t, uint
 
 /* ---- Copying ---- */
 
-void py_extras_copy(struct extras *self, Py_ssize_t i) {
+void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint64_t n) {
     for (Py_ssize_t e = 0; e < self->count; e++) {
-        struct extra *extra = &self->fields[e];
+        const struct extra *extra = &self->fields[e];
         const struct extra_source *source = &self->sources[i * self->count + e];
-        uint8_t *to = extra->out + extra->rows * extra->row_bytes;
-        const size_t bytes = (size_t)(source->rows * extra->row_bytes);
+        const bool by_token = extra->kind == EXTRA_TOKEN;
+        const uint64_t first = by_token ? from : 0;
+        const uint64_t rows = by_token ? n : from == 0 ? source->rows : 0;
+        uint8_t *to = extra->out + (source->before + first) * extra->row_bytes;
+        const size_t bytes = (size_t)(rows * extra->row_bytes);
         if (source->data == NULL) {
             memset(to, 0, bytes);
         } else {
-            memcpy(to, source->data, bytes);
+            memcpy(to, source->data + first * extra->row_bytes, bytes);
         }
-        extra->rows += source->rows;
     }
 }
 

@@ -37,6 +37,7 @@ struct extra {
 struct extra_source {
     const uint8_t *data;
     uint64_t rows;
+    uint64_t before; /* rows of the trajectories before it */
 };
 
 /* The fields that a call is about, and what was found of them: of trajectory i the next `count`
@@ -57,8 +58,9 @@ bool py_extras_read_destination(struct extras *self, PyObject *specs);
 /* Finds the fields of trajectory i, which is readable and has so many tokens. */
 bool py_extras_find(struct extras *self, Py_ssize_t i, TrajectoryObject *t, uint64_t tokens);
 void py_extras_clear(struct extras *self);
-/* Copies what was found of sequence i, behind what was copied before: without the interpreter. */
-void py_extras_copy(struct extras *self, Py_ssize_t i);
+/* Copies of sequence i the rows of n tokens, and with its first ones what has no row a token: without
+ * the interpreter, and from several threads. */
+void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint64_t n);
 
 bool py_extra_fields_add_functions(PyObject *module);
 

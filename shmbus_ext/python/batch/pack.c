@@ -1,66 +1,339 @@
-/* Batches: many trajectories gathered into arrays that the caller owns.
+/* Batches: the trajectories of many groups gathered into one block of memory.
  *
- * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
- * are copied the trajectories' space is held, whatever another thread acknowledges. */
+ * Invariants:
+ * - Every length, dtype and bound is checked before the first byte is copied; while bytes are copied
+ *   the trajectories' space is held, whatever another thread acknowledges.
+ * - What is copied does not depend on the number of threads: each element is written once, by the
+ *   same conversion. */
 #include "python/batch/pack.h"
 
+#include <stdatomic.h>
+
 #include "python/batch/arrays.h"
+#include "python/batch/baseline_functions.h"
 #include "python/batch/extra_fields.h"
 #include "python/batch/field_lookup.h"
+#include "python/batch/gather_threads.h"
+#include "python/group/group_object.h"
 
-struct destination {
-    int64_t *tokens;
-    int64_t *positions;
-    uint8_t *mask;
-    float *logprobs;
-    float *advantages;
-    int32_t *offsets;
-    const float *sequence_advantages;
+/* ---- Where a batch goes ---- */
+
+/* The arrays of a packed batch within one block, each on a cache line; both ends of a column. */
+enum { TOKENS, POSITIONS, MASK, LOGPROBS, ADVANTAGES, BORDERS, COLUMNS };
+struct column {
+    int type;
+    uint64_t size, length, at;
 };
 
-/* Whether all that was copied is finite; checked while it is still in the nearest cache. */
-static bool copy_sequence(const struct source *from, const struct destination *to, int32_t at,
-                          float advantage) {
-    uint64_t n = from->length;
-    bool finite = true;
-    gather_i64(to->tokens + at, from->data[FIELD_TOKENS], from->kinds[FIELD_TOKENS], n);
-    gather_positions(to->positions + at, n);
-    if (from->data[FIELD_MASK] == NULL) {
-        memset(to->mask + at, 1, n);
-    } else {
-        gather_bool(to->mask + at, from->data[FIELD_MASK], from->kinds[FIELD_MASK], n);
+static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t sequences) {
+    const struct column plan[COLUMNS] = {
+        {NPY_INT64, 8, total, 0},   {NPY_INT64, 8, total, 0},   {NPY_BOOL, 1, total, 0},
+        {NPY_FLOAT32, 4, total, 0}, {NPY_FLOAT32, 4, total, 0}, {NPY_INT32, 4, sequences + 1, 0}};
+    uint64_t at = 0;
+    for (int i = 0; i < COLUMNS; i++) {
+        columns[i] = plan[i];
+        columns[i].at = at;
+        at += (plan[i].size * plan[i].length + SHMBUS_RECORD_ALIGN - 1) / SHMBUS_RECORD_ALIGN *
+              SHMBUS_RECORD_ALIGN;
     }
-    if (from->data[FIELD_LOGPROBS] == NULL) {
-        memset(to->logprobs + at, 0, n * sizeof(float));
-    } else {
-        gather_f32(to->logprobs + at, from->data[FIELD_LOGPROBS], from->kinds[FIELD_LOGPROBS], n);
-        if (from->data[FIELD_MASK] != NULL) {
-            gather_mask_f32(to->logprobs + at, to->mask + at, n);
-        }
-        finite = !gather_any_not_finite(to->logprobs + at, n);
-    }
-    if (from->data[FIELD_ADVANTAGES] == NULL) {
-        gather_fill_f32(to->advantages + at, advantage, n);
-        return finite && !gather_any_not_finite(&advantage, 1);
-    }
-    gather_f32(to->advantages + at, from->data[FIELD_ADVANTAGES], from->kinds[FIELD_ADVANTAGES],
-               n);
-    return finite && !gather_any_not_finite(to->advantages + at, n);
+    return at;
 }
 
-static bool copy_all(const struct source *sources, Py_ssize_t count,
-                     const struct destination *to, struct extras *extras) {
-    int32_t at = 0;
-    bool finite = true;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        to->offsets[i] = at;
-        finite = copy_sequence(&sources[i], to, at, to->sequence_advantages[i]) && finite;
-        py_extras_copy(extras, i);
-        at += (int32_t)sources[i].length;
+/* packed_bytes(total, sequences) -> int: what pack needs for so many tokens. */
+static PyObject *py_packed_bytes(PyObject *module, PyObject *args) {
+    (void)module;
+    struct column columns[COLUMNS];
+    unsigned int total, sequences;
+    if (!PyArg_ParseTuple(args, "II", &total, &sequences)) {
+        return NULL;
     }
-    to->offsets[count] = at;
-    return finite;
+    return PyLong_FromUnsignedLongLong(plan_columns(columns, total, sequences));
 }
+
+/* The memory itself, or of a list of blocks one that is large enough and has no other reference:
+ * borrowed. NULL without an exception where the list has none. */
+static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
+    if (!PyList_Check(memory)) {
+        uint8_t *data;
+        uint64_t room = py_array_elements(memory);
+        if (room < bytes) {
+            return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
+                                (unsigned long long)bytes, memory);
+        }
+        return py_check_array(memory, "memory", NPY_UINT8, room, true, &data) ? memory : NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(memory); i++) {
+        PyObject *block = PyList_GET_ITEM(memory, i);
+        uint8_t *data;
+        uint64_t room = py_array_elements(block);
+        if (Py_REFCNT(block) == 1 && room >= bytes) {
+            return py_check_array(block, "memory", NPY_UINT8, room, true, &data) ? block : NULL;
+        }
+    }
+    return NULL;
+}
+
+/* Puts an array for each column into the first places of the tuple; they hold the memory. */
+static bool lay_out(PyObject *arrays, PyObject *memory, const struct column *columns) {
+    uint8_t *data = PyArray_DATA((PyArrayObject *)memory);
+    for (int i = 0; i < COLUMNS; i++) {
+        npy_intp length = (npy_intp)columns[i].length;
+        PyObject *array =
+            PyArray_SimpleNewFromData(1, &length, columns[i].type, data + columns[i].at);
+        if (array == NULL) {
+            return false;
+        }
+        PyTuple_SET_ITEM(arrays, i, array);
+        if (PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(memory)) < 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- Copying ---- */
+
+/* Tokens of a piece at most: a sequence's logprobs are masked and checked while they are still in
+ * the nearest cache, and several threads have pieces enough to share. */
+#define PIECE_TOKENS 4096
+
+struct piece {
+    uint32_t sequence, from, tokens;
+};
+
+struct copy_job {
+    const struct source *sources;
+    const struct extras *extras;
+    const double *gains; /* of each sequence, where it brings no advantages of its own */
+    const int32_t *borders;
+    struct piece *pieces;
+    uint32_t count;
+    int64_t *tokens, *positions;
+    uint8_t *mask;
+    float *logprobs, *advantages;
+    _Atomic bool not_finite;
+};
+
+static const uint8_t element_bytes[] = {
+    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
+    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
+    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8};
+
+static const uint8_t *field_at(const struct source *source, int field, uint64_t from) {
+    return source->data[field] == NULL
+               ? NULL
+               : source->data[field] + from * element_bytes[source->kinds[field]];
+}
+
+/* Whether all logprobs of the piece are finite. */
+static bool copy_logprobs(const struct copy_job *to, const struct source *source, uint64_t from,
+                          uint64_t at, uint64_t n) {
+    const uint8_t *logprobs = field_at(source, FIELD_LOGPROBS, from);
+    if (logprobs == NULL) {
+        memset(to->logprobs + at, 0, n * sizeof(float));
+        return true;
+    }
+    gather_f32(to->logprobs + at, logprobs, source->kinds[FIELD_LOGPROBS], n);
+    if (source->data[FIELD_MASK] != NULL) {
+        gather_mask_f32(to->logprobs + at, to->mask + at, n);
+    }
+    return !gather_any_not_finite(to->logprobs + at, n);
+}
+
+/* Whether all advantages of the piece are finite. */
+static bool copy_advantages(const struct copy_job *to, const struct piece *piece, uint64_t at) {
+    const struct source *source = &to->sources[piece->sequence];
+    const uint8_t *own = field_at(source, FIELD_ADVANTAGES, piece->from);
+    if (own == NULL) {
+        float advantage = (float)to->gains[piece->sequence];
+        gather_fill_f32(to->advantages + at, advantage, piece->tokens);
+        return !gather_any_not_finite(&advantage, 1);
+    }
+    gather_f32(to->advantages + at, own, source->kinds[FIELD_ADVANTAGES], piece->tokens);
+    return !gather_any_not_finite(to->advantages + at, piece->tokens);
+}
+
+static void copy_piece(void *job, uint32_t number) {
+    struct copy_job *to = job;
+    const struct piece *piece = &to->pieces[number];
+    const struct source *source = &to->sources[piece->sequence];
+    const uint64_t from = piece->from, n = piece->tokens;
+    const uint64_t at = (uint64_t)to->borders[piece->sequence] + from;
+    const uint8_t *mask = field_at(source, FIELD_MASK, from);
+    gather_i64(to->tokens + at, field_at(source, FIELD_TOKENS, from), source->kinds[FIELD_TOKENS],
+               n);
+    gather_positions(to->positions + at, (int64_t)from, n);
+    if (mask == NULL) {
+        memset(to->mask + at, 1, n);
+    } else {
+        gather_bool(to->mask + at, mask, source->kinds[FIELD_MASK], n);
+    }
+    bool finite = copy_logprobs(to, source, from, at, n);
+    if (!copy_advantages(to, piece, at) || !finite) {
+        atomic_store_explicit(&to->not_finite, true, memory_order_relaxed);
+    }
+    py_extras_copy(to->extras, piece->sequence, from, n);
+}
+
+/* Room for all pieces, and which they are; a sequence without tokens is one. */
+static bool cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total) {
+    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
+                               sizeof *job->pieces);
+    if (job->pieces == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < sequences; i++) {
+        uint64_t from = 0, length = job->sources[i].length;
+        do {
+            uint64_t tokens = length - from < PIECE_TOKENS ? length - from : PIECE_TOKENS;
+            job->pieces[job->count++] =
+                (struct piece){(uint32_t)i, (uint32_t)from, (uint32_t)tokens};
+            from += tokens;
+        } while (from < length);
+    }
+    return true;
+}
+
+/* ---- What a batch is made of ---- */
+
+struct batch {
+    PyObject *items, *sizes; /* the trajectories of all groups, and how many are of each */
+    PyObject *samples, *ids;
+    struct source *sources;
+    struct record_ref *refs;
+    double *gains;
+    struct extras extras;
+    Py_ssize_t count;
+    uint64_t total, longest;
+    uint8_t has;  /* a bit for each field that one has */
+    bool mixed;   /* a group or the batch has a field in a part only, in which it must not */
+    bool rows, metas;
+    struct column columns[COLUMNS];
+};
+
+/* Rows of the samples' table. */
+enum { SAMPLE_SCORE, SAMPLE_VERSION, SAMPLE_NEWEST, SAMPLE_TOKENS, SAMPLE_FACTS };
+
+static bool begin_batch(struct batch *self, PyObject *groups, PyObject *specs) {
+    self->items = py_group_members(groups, &self->sizes);
+    if (self->items == NULL) {
+        return false;
+    }
+    self->count = PyList_GET_SIZE(self->items);
+    npy_intp shape[2] = {SAMPLE_FACTS, self->count};
+    size_t room = (size_t)self->count + 1;
+    self->samples = PyArray_SimpleNew(2, shape, NPY_INT64);
+    self->ids = PyList_New(self->count);
+    self->sources = PyMem_Malloc(room * sizeof *self->sources);
+    self->refs = PyMem_Malloc(room * sizeof *self->refs);
+    self->gains = PyMem_Malloc(room * sizeof *self->gains);
+    if (self->samples == NULL || self->ids == NULL) {
+        return false;
+    }
+    if (self->sources == NULL || self->refs == NULL || self->gains == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    return py_extras_read(&self->extras, specs, self->count);
+}
+
+static void end_batch(struct batch *self) {
+    py_extras_clear(&self->extras);
+    PyMem_Free(self->sources);
+    PyMem_Free(self->refs);
+    PyMem_Free(self->gains);
+    Py_XDECREF(self->items);
+    Py_XDECREF(self->sizes);
+    Py_XDECREF(self->samples);
+    Py_XDECREF(self->ids);
+}
+
+static uint8_t fields_of(const struct source *source) {
+    uint8_t has = 0;
+    for (int f = 0; f < FIELDS; f++) {
+        has |= (uint8_t)((source->data[f] != NULL) << f);
+    }
+    return has;
+}
+
+static void describe(struct batch *self, Py_ssize_t i) {
+    const TrajectoryObject *t = self->sources[i].trajectory;
+    int64_t *facts = (int64_t *)PyArray_DATA((PyArrayObject *)self->samples) + i;
+    const int64_t values[SAMPLE_FACTS] = {
+        [SAMPLE_VERSION] = t->policy_version,
+        [SAMPLE_NEWEST] = t->policy_version + (int64_t)t->version_span,
+        [SAMPLE_TOKENS] = (int64_t)self->sources[i].length,
+    };
+    for (int row = 0; row < SAMPLE_FACTS; row++) {
+        facts[row * self->count] = values[row];
+    }
+    memcpy(&facts[SAMPLE_SCORE * self->count], &t->score, sizeof t->score);
+    PyList_SET_ITEM(self->ids, i, Py_NewRef(t->instance_id));
+}
+
+/* Where all that is packed lies, of trajectories that are good for it, and what they are. */
+static bool find_all(struct batch *self, PyObject *const *names) {
+    struct lookup lookup = {.schema = NULL};
+    if (!py_find_sources(&lookup, self->items, names, self->sources)) {
+        return false;
+    }
+    const int64_t *sizes = PyArray_DATA((PyArrayObject *)self->sizes);
+    uint8_t all_have = UINT8_MAX;
+    for (Py_ssize_t i = 0, group = 0, end = 0; i < self->count; i++) {
+        const struct source *source = &self->sources[i];
+        uint8_t has = fields_of(source);
+        if (i == end) {
+            while (sizes[group] == 0) {
+                group++;
+            }
+            end += (Py_ssize_t)sizes[group++];
+        } else {
+            self->mixed |= has != fields_of(source - 1);
+        }
+        self->has |= has;
+        all_have &= has;
+        self->refs[i] = source->trajectory->ref;
+        self->total += source->length;
+        self->longest = source->length > self->longest ? source->length : self->longest;
+        self->metas |= source->trajectory->meta_bytes > 0;
+        describe(self, i);
+        if (!py_extras_find(&self->extras, i, source->trajectory, source->length)) {
+            return false;
+        }
+    }
+    self->mixed |= ((self->has & ~all_have) >> FIELD_LOGPROBS & 1) != 0;
+    self->rows = lookup.rows;
+    return py_batch_fits(self->total);
+}
+
+/* The advantages of sequences that bring none: given, or by a baseline. False with an exception, or
+ * without one where a score is not fit to be compared. */
+static bool compare(struct batch *self, PyObject *advantages) {
+    const double *scores = PyArray_DATA((PyArrayObject *)self->samples);
+    uint64_t count = (uint64_t)self->count;
+    if (!PyTuple_Check(advantages)) {
+        const float *given;
+        if (!py_check_array(advantages, "advantages", NPY_FLOAT32, count, false, &given)) {
+            return false;
+        }
+        for (uint64_t i = 0; i < count; i++) {
+            self->gains[i] = (double)given[i];
+        }
+        return true;
+    }
+    struct baseline rule;
+    if (!py_baseline_of_tuple(advantages, &rule) || !baseline_scores_fit(scores, count)) {
+        return false;
+    }
+    const int64_t *sizes = PyArray_DATA((PyArrayObject *)self->sizes);
+    for (uint64_t at = 0, group = 0; at < count; at += (uint64_t)sizes[group++]) {
+        baseline_apply(scores + at, (uint64_t)sizes[group], &rule, self->gains + at);
+    }
+    return true;
+}
+
+/* ---- Holding the space that is read ---- */
 
 /* Where the trajectories of another holder begin: almost always all are of one. */
 static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, Py_ssize_t count) {
@@ -95,232 +368,118 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
     return true;
 }
 
-/* Where everything goes, after the checks of every array; false with an exception. */
-static bool read_destination(PyObject *const *arrays, uint64_t total, uint64_t count,
-                             struct destination *to) {
-    return py_check_array(arrays[0], "tokens", NPY_INT64, total, true, &to->tokens) &&
-           py_check_array(arrays[1], "position_ids", NPY_INT64, total, true, &to->positions) &&
-           py_check_array(arrays[2], "loss_mask", NPY_BOOL, total, true, &to->mask) &&
-           py_check_array(arrays[3], "logprobs", NPY_FLOAT32, total, true, &to->logprobs) &&
-           py_check_array(arrays[4], "advantages", NPY_FLOAT32, total, true, &to->advantages) &&
-           py_check_array(arrays[5], "cu_seqlens", NPY_INT32, count + 1, true, &to->offsets) &&
-           py_check_array(arrays[6], "sequence_advantages", NPY_FLOAT32, count, false,
-                          &to->sequence_advantages);
+/* ---- One call ---- */
+
+/* Copies everything into the memory; whether all logprobs and advantages are finite, or -1. */
+static int copy_all(struct batch *self, PyObject *memory, PyObject *threads) {
+    uint8_t *data = PyArray_DATA((PyArrayObject *)memory);
+    const struct column *columns = self->columns;
+    int32_t *borders = (int32_t *)(data + columns[BORDERS].at);
+    struct copy_job job = {
+        .sources = self->sources,
+        .extras = &self->extras,
+        .gains = self->gains,
+        .borders = borders,
+        .tokens = (int64_t *)(data + columns[TOKENS].at),
+        .positions = (int64_t *)(data + columns[POSITIONS].at),
+        .mask = data + columns[MASK].at,
+        .logprobs = (float *)(data + columns[LOGPROBS].at),
+        .advantages = (float *)(data + columns[ADVANTAGES].at),
+    };
+    borders[0] = 0;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        borders[i + 1] = borders[i] + (int32_t)self->sources[i].length;
+    }
+    if (!cut(&job, self->count, self->total)) {
+        return -1;
+    }
+    if (!hold_all(self->sources, self->refs, self->count)) {
+        PyMem_Free(job.pieces);
+        return -1;
+    }
+    struct threads *helpers = py_gather_threads_begin(threads);
+    Py_BEGIN_ALLOW_THREADS
+    threads_run(helpers, job.count, copy_piece, &job);
+    Py_END_ALLOW_THREADS
+    py_gather_threads_finish(threads);
+    let_go_all(self->sources, self->refs, self->count);
+    PyMem_Free(job.pieces);
+    return !atomic_load_explicit(&job.not_finite, memory_order_relaxed);
 }
 
-/* Where all that is packed lies, of trajectories that are good for it. */
-static bool find_all(PyObject *items, PyObject *const *names, struct source *sources,
-                     struct record_ref *refs, struct extras *extras, uint64_t *total) {
-    struct lookup lookup = {.schema = NULL};
-    if (!py_find_sources(&lookup, items, names, sources)) {
-        return false;
+/* What `shmbus.batch.gather.PackedBatch` has, in its order. */
+static PyObject *make_result(struct batch *self, PyObject *memory, bool finite) {
+    enum { SAMPLES = COLUMNS, SIZES, IDS, TRAJECTORIES, TOTAL, LONGEST, HAS_LOGPROBS, HAS_ROWS,
+           HAS_METAS, FINITE, PARTS };
+    PyObject *result = PyTuple_New(PARTS);
+    if (result == NULL) {
+        return NULL;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
-        TrajectoryObject *t = sources[i].trajectory;
-        *total += sources[i].length;
-        refs[i] = t->ref;
-        if (!py_extras_find(extras, i, t, sources[i].length)) {
-            return false;
-        }
+    PyTuple_SET_ITEM(result, SAMPLES, Py_NewRef(self->samples));
+    PyTuple_SET_ITEM(result, SIZES, Py_NewRef(self->sizes));
+    PyTuple_SET_ITEM(result, IDS, Py_NewRef(self->ids));
+    PyTuple_SET_ITEM(result, TRAJECTORIES, Py_NewRef(self->items));
+    PyTuple_SET_ITEM(result, TOTAL, PyLong_FromUnsignedLongLong(self->total));
+    PyTuple_SET_ITEM(result, LONGEST, PyLong_FromUnsignedLongLong(self->longest));
+    PyTuple_SET_ITEM(result, HAS_LOGPROBS, PyBool_FromLong(self->has >> FIELD_LOGPROBS & 1));
+    PyTuple_SET_ITEM(result, HAS_ROWS, PyBool_FromLong(self->rows));
+    PyTuple_SET_ITEM(result, HAS_METAS, PyBool_FromLong(self->metas));
+    PyTuple_SET_ITEM(result, FINITE, PyBool_FromLong(finite));
+    if (!lay_out(result, memory, self->columns) || PyErr_Occurred() != NULL) {
+        Py_CLEAR(result);
     }
-    return py_batch_fits(*total);
+    return result;
 }
 
-/* pack(trajectories, names, tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens,
- * sequence_advantages, extras) -> bool: fills all arrays, in the trajectories' order; whether all
- * logprobs and advantages in them are finite. */
+static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *memory,
+                        PyObject *advantages, PyObject *specs, PyObject *threads) {
+    if (!find_all(self, names)) {
+        return NULL;
+    }
+    if (self->mixed || !compare(self, advantages)) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
+    uint64_t bytes = plan_columns(self->columns, self->total, (uint64_t)self->count);
+    PyObject *block = choose_memory(memory, bytes);
+    if (block == NULL) {
+        return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(bytes);
+    }
+    /* The list may lose it to another thread while this one copies. */
+    Py_INCREF(block);
+    int finite = py_extras_read_destination(&self->extras, specs)
+                     ? copy_all(self, block, threads)
+                     : -1;
+    PyObject *result = finite < 0 ? NULL : make_result(self, block, finite != 0);
+    Py_DECREF(block);
+    return result;
+}
+
+/* pack(groups, names, memory, advantages, extras, threads) -> PackedBatch's parts; or the bytes that are
+ * needed, where memory is a list of blocks without one that is free and large enough; or None where
+ * samples lack what their siblings have, or a score is not fit to be compared. */
 static PyObject *py_pack(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *items, *names[FIELDS], *arrays[7], *specs, *result = NULL;
-    if (!PyArg_ParseTuple(args, "O!(OOOO)OOOOOOOO!", &PyList_Type, &items, &names[0], &names[1],
-                          &names[2], &names[3], &arrays[0], &arrays[1], &arrays[2], &arrays[3],
-                          &arrays[4], &arrays[5], &arrays[6], &PyTuple_Type, &specs)) {
+    PyObject *groups, *names[FIELDS], *memory, *advantages, *specs, *threads;
+    if (!PyArg_ParseTuple(args, "O!(OOOO)OOO!O", &PyList_Type, &groups, &names[0], &names[1],
+                          &names[2], &names[3], &memory, &advantages, &PyTuple_Type, &specs,
+                          &threads) ||
+        !py_gather_threads_check(threads)) {
         return NULL;
     }
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    struct source *sources = PyMem_Malloc((size_t)(count + 1) * sizeof *sources);
-    struct record_ref *refs = PyMem_Malloc((size_t)(count + 1) * sizeof *refs);
-    struct extras extras = {.count = 0};
-    if (sources == NULL || refs == NULL) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    uint64_t total = 0;
-    struct destination to;
-    if (!py_extras_read(&extras, specs, count) ||
-        !find_all(items, names, sources, refs, &extras, &total) ||
-        !read_destination(arrays, total, (uint64_t)count, &to) ||
-        !py_extras_read_destination(&extras, specs) ||
-        !hold_all(sources, refs, count)) {
-        goto end;
-    }
-    bool finite;
-    Py_BEGIN_ALLOW_THREADS
-    finite = copy_all(sources, count, &to, &extras);
-    Py_END_ALLOW_THREADS
-    let_go_all(sources, refs, count);
-    result = PyBool_FromLong(finite);
-end:
-    py_extras_clear(&extras);
-    PyMem_Free(sources);
-    PyMem_Free(refs);
+    struct batch self = {.extras = {.count = 0}};
+    PyObject *result = begin_batch(&self, groups, specs)
+                           ? gather(&self, names, memory, advantages, specs, threads)
+                           : NULL;
+    end_batch(&self);
     return result;
-}
-
-/* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
- * of all fields of each schema that was met), after the checks that pack makes. */
-static PyObject *py_measure(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *items, *names[FIELDS];
-    if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
-                          &names[3])) {
-        return NULL;
-    }
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    struct source *sources = PyMem_Malloc((size_t)(count + 1) * sizeof *sources);
-    if (sources == NULL) {
-        return PyErr_NoMemory();
-    }
-    struct lookup lookup = {.schema = NULL, .field_names = PyList_New(0)};
-    PyObject *lengths = lookup.field_names != NULL &&
-                                py_find_sources(&lookup, items, names, sources)
-                            ? PyList_New(count)
-                            : NULL;
-    for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
-        PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
-        if (length == NULL) {
-            Py_CLEAR(lengths);
-        } else {
-            PyList_SET_ITEM(lengths, i, length);
-        }
-    }
-    PyMem_Free(sources);
-    PyObject *result = lengths == NULL ? NULL
-                                       : Py_BuildValue("OiiO", lengths, lookup.has, lookup.lacks,
-                                                       lookup.field_names);
-    Py_XDECREF(lengths);
-    Py_XDECREF(lookup.field_names);
-    return result;
-}
-
-/* One element of an array that this file has just made. */
-#define ELEMENT(array, type, i) (((type *)PyArray_DATA((PyArrayObject *)(array)))[i])
-
-/* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids,
- * newest_policy_versions int64 [S]). */
-static PyObject *py_describe(PyObject *module, PyObject *items) {
-    (void)module;
-    if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "describe: expected a list of trajectories");
-        return NULL;
-    }
-    npy_intp count = PyList_GET_SIZE(items);
-    PyObject *scores = PyArray_SimpleNew(1, &count, NPY_FLOAT64);
-    PyObject *versions = PyArray_SimpleNew(1, &count, NPY_INT64);
-    PyObject *newest = PyArray_SimpleNew(1, &count, NPY_INT64);
-    PyObject *ids = PyList_New(count);
-    bool good = scores != NULL && versions != NULL && newest != NULL && ids != NULL;
-    for (npy_intp i = 0; good && i < count; i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-            good = false;
-            break;
-        }
-        const TrajectoryObject *t = (const TrajectoryObject *)item;
-        ELEMENT(scores, double, i) = t->score;
-        ELEMENT(versions, int64_t, i) = t->policy_version;
-        ELEMENT(newest, int64_t, i) = t->policy_version + (int64_t)t->version_span;
-        PyList_SET_ITEM(ids, i, Py_NewRef(t->instance_id));
-    }
-    PyObject *result = good ? PyTuple_Pack(4, scores, versions, ids, newest) : NULL;
-    Py_XDECREF(scores);
-    Py_XDECREF(versions);
-    Py_XDECREF(newest);
-    Py_XDECREF(ids);
-    return result;
-}
-
-/* The arrays of a packed batch within one block, each on a cache line; both ends of a column. */
-#define COLUMNS 6
-struct column {
-    int type;
-    uint64_t size, length, at;
-};
-
-static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t sequences) {
-    const struct column plan[COLUMNS] = {
-        {NPY_INT64, 8, total, 0},   {NPY_INT64, 8, total, 0},   {NPY_BOOL, 1, total, 0},
-        {NPY_FLOAT32, 4, total, 0}, {NPY_FLOAT32, 4, total, 0}, {NPY_INT32, 4, sequences + 1, 0}};
-    uint64_t at = 0;
-    for (int i = 0; i < COLUMNS; i++) {
-        columns[i] = plan[i];
-        columns[i].at = at;
-        at += (plan[i].size * plan[i].length + SHMBUS_RECORD_ALIGN - 1) / SHMBUS_RECORD_ALIGN *
-              SHMBUS_RECORD_ALIGN;
-    }
-    return at;
-}
-
-/* packed_bytes(total, sequences) -> int: what lay_out needs. */
-static PyObject *py_packed_bytes(PyObject *module, PyObject *args) {
-    (void)module;
-    struct column columns[COLUMNS];
-    unsigned int total, sequences;
-    if (!PyArg_ParseTuple(args, "II", &total, &sequences)) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(plan_columns(columns, total, sequences));
-}
-
-/* lay_out(memory uint8 [n], total, sequences) -> (tokens, position_ids, loss_mask, logprobs,
- * advantages, cu_seqlens): writable arrays within the memory, which they hold. */
-static PyObject *py_lay_out(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *memory;
-    unsigned int total, sequences;
-    struct column columns[COLUMNS];
-    uint8_t *data;
-    if (!PyArg_ParseTuple(args, "OII", &memory, &total, &sequences)) {
-        return NULL;
-    }
-    uint64_t bytes = plan_columns(columns, total, sequences);
-    if (!PyArray_Check(memory) || (uint64_t)PyArray_SIZE((PyArrayObject *)memory) < bytes) {
-        return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
-                            (unsigned long long)bytes, memory);
-    }
-    if (!py_check_array(memory, "memory", NPY_UINT8,
-                        (uint64_t)PyArray_SIZE((PyArrayObject *)memory),
-                        true, &data)) {
-        return NULL;
-    }
-    PyObject *arrays = PyTuple_New(COLUMNS);
-    for (int i = 0; arrays != NULL && i < COLUMNS; i++) {
-        npy_intp length = (npy_intp)columns[i].length;
-        PyObject *array =
-            PyArray_SimpleNewFromData(1, &length, columns[i].type, data + columns[i].at);
-        if (array == NULL ||
-            PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(memory)) < 0) {
-            Py_XDECREF(array);
-            Py_CLEAR(arrays);
-        } else {
-            PyTuple_SET_ITEM(arrays, i, array);
-        }
-    }
-    return arrays;
 }
 
 static PyMethodDef functions[] = {
     {"packed_bytes", py_packed_bytes, METH_VARARGS, NULL},
-    {"lay_out", py_lay_out, METH_VARARGS, NULL},
-    {"describe", py_describe, METH_O, NULL},
     {"pack", py_pack, METH_VARARGS, NULL},
-    {"measure", py_measure, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 bool py_pack_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "HAS_LOGPROBS", 1 << FIELD_LOGPROBS) == 0;
+    return PyModule_AddFunctions(module, functions) == 0;
 }

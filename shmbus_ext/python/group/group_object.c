@@ -277,17 +277,11 @@ static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
     return total;
 }
 
-/* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
-static PyObject *py_members(PyObject *module, PyObject *groups) {
-    (void)module;
-    if (!PyList_Check(groups)) {
-        return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
-                            Py_TYPE(groups)->tp_name);
-    }
+PyObject *py_group_members(PyObject *groups, PyObject **sizes) {
     npy_intp count = PyList_GET_SIZE(groups);
-    PyObject *sizes = PyArray_SimpleNew(1, &count, NPY_INT64);
+    *sizes = PyArray_SimpleNew(1, &count, NPY_INT64);
     Py_ssize_t total =
-        sizes == NULL ? -1 : count_members(groups, PyArray_DATA((PyArrayObject *)sizes));
+        *sizes == NULL ? -1 : count_members(groups, PyArray_DATA((PyArrayObject *)*sizes));
     PyObject *all = total < 0 ? NULL : PyList_New(total);
     for (Py_ssize_t i = 0, next = 0; all != NULL && i < count; i++) {
         PyObject *own = visible((GroupObject *)PyList_GET_ITEM(groups, i));
@@ -295,6 +289,17 @@ static PyObject *py_members(PyObject *module, PyObject *groups) {
             PyList_SET_ITEM(all, next++, Py_NewRef(PyList_GET_ITEM(own, j)));
         }
     }
+    return all;
+}
+
+/* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
+static PyObject *py_members(PyObject *module, PyObject *groups) {
+    (void)module;
+    if (!PyList_Check(groups)) {
+        return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
+                            Py_TYPE(groups)->tp_name);
+    }
+    PyObject *sizes = NULL, *all = py_group_members(groups, &sizes);
     PyObject *result = all == NULL ? NULL : PyTuple_Pack(2, all, sizes);
     Py_XDECREF(all);
     Py_XDECREF(sizes);

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.gather import FieldNames, PackedArrays, gather, measure, packed_bytes
+from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
 from shmbus.batch.rows import row_fields, row_lengths
 from trainer_adapter.adapters.trl.samples import Expected
 
@@ -90,7 +90,7 @@ def read_rows(group: shmbus.Group, expected: Expected) -> list[list[RowArrays]]:
     return rows
 
 
-def _packed_rows(group: shmbus.Group) -> tuple[PackedArrays | None, list[list[int]]]:
+def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int]]]:
     """Copy all rows in one pass of C, or leave it to `read_sample`, which says what is wrong."""
     try:
         measured = measure([group], _NAMES)
@@ -106,9 +106,9 @@ def _packed_rows(group: shmbus.Group) -> tuple[PackedArrays | None, list[list[in
             if of_rows is not None:
                 lengths[position] = of_rows[:, 0].tolist()
     total, count = sum(measured.lengths), len(lengths)
-    arrays = PackedArrays.inside(np.empty(packed_bytes(total, count), np.uint8), total, count)
-    finite = gather(measured.trajectories, arrays, np.zeros(count, np.float32), _NAMES)
-    return (arrays if finite else None), lengths
+    memory = np.empty(packed_bytes(total, count), np.uint8)
+    arrays = gather([group], _NAMES, memory, np.zeros(count, np.float32))
+    return (arrays if isinstance(arrays, PackedBatch) and arrays.finite else None), lengths
 
 
 def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:
