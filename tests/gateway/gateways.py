@@ -5,11 +5,9 @@ The client here is a socket: it sends what a test says, also what no library wou
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 from conftest import RUN_PREFIX, Child, Spawner, wait_until
 from http_answers import Answer, read_answer
+from http_requests import request_bytes
 
 #: Runs the command without the entry point, which an environment may lack that was made before.
 RUN = """
@@ -36,14 +35,6 @@ REGISTRATION = {
     "num_steps": 100,
 }  # fmt: skip
 ENVIRONMENT = {"max_token_length": 512, "desired_name": "math", "weight": 1.0, "group_size": 2}
-
-
-def scored(*rows: list[int], env_id: int | None = None, **more: Any) -> dict[str, Any]:
-    """A group with these tokens."""
-    return {
-        "tokens": list(rows), "masks": [[-100, *row[1:]] for row in rows],
-        "scores": [float(n) for n in range(len(rows))], "env_id": env_id, **more,
-    }  # fmt: skip
 
 
 class Gateway:
@@ -129,21 +120,3 @@ def serving(directory: Path, label: str, *options: object) -> Iterator[Gateway]:
         for path in (f"/dev/shm/shmbus.{name}", f"/dev/shm/shmbus-gateway.{name}"):
             Path(path).unlink()
     assert "Traceback" not in gateway.child.output(), gateway.child.output()
-
-
-def request_bytes(method: str, path: str, content: Any = None, **headers: str) -> bytes:
-    """A request as it goes over the wire; header names have _ for -."""
-    body = b""
-    lines = {"Host": "127.0.0.1"}
-    if content is not None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    lines |= {name.replace("_", "-"): value for name, value in headers.items()}
-    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
-    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
-
-
-def reset(connection: socket.socket) -> None:
-    """End a connection as the kernel does for a client that dies with something unread."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()

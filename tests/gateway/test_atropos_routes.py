@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import numpy as np
-from gateways import REGISTRATION, Gateway, scored
+from gateways import REGISTRATION, Gateway
+from http_requests import scored
 
 import shmbus
 

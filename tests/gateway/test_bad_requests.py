@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, scored, serving
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, serving
 from gateways import reset as reset_connection
 from http_answers import read_answer
+from http_requests import request_bytes, scored
 
 GOOD = scored([1, 2], [3, 4])
 

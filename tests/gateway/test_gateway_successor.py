@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gateways import REGISTRATION, Gateway, request_bytes
+from gateways import REGISTRATION, Gateway
 from http_answers import Answer
+from http_requests import request_bytes
 from test_nothing_lost import all_batches, balanced, numbered, numbers
 
 import shmbus

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import Gateway, request_bytes, reset, scored
+from gateways import Gateway
 from http_answers import read_answer
+from http_requests import request_bytes, reset, scored
 
 from shmbus_ext import _core
 

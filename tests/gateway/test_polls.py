@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from gateways import ENVIRONMENT, REGISTRATION, Gateway, request_bytes, reset, scored, serving
+from gateways import ENVIRONMENT, REGISTRATION, Gateway, serving
 from http_answers import Answer, read_answer
+from http_requests import request_bytes, reset, scored
 
 
 @pytest.fixture(scope="module")

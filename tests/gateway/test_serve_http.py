@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from conftest import Daemon, wait_until
-from gateways import Gateway, scored
+from gateways import Gateway
+from http_requests import scored
 
 
 def gateway_of_daemon(served: Daemon) -> Gateway:

@@ -2,7 +2,7 @@
 
 What was answered 200 is trained on; nothing is trained on twice, but the batch that a trainer had
 when it was killed; the ledger balances. SHMBUS_STORM_SECONDS says for how long it runs, 1800 say;
-test_successor.py has the instants that matter, one by one.
+test_gateway_successor.py has the instants that matter, one by one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ import shmbus
 
 SECONDS = float(os.environ.get("SHMBUS_STORM_SECONDS", "0"))
 ENVIRONMENTS = 3
+#: Groups a minute that they post together at the most; as many as they can where it is zero.
+GROUPS_A_MINUTE = float(os.environ.get("SHMBUS_STORM_GROUPS_A_MINUTE", "0"))
+#: Seconds between two kills.
+PAUSE_S = (0.2, 5.0)
 
 COMMON = """
 import contextlib, fcntl, json, os, random, socket, sys, time
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
-from gateways import read_answer, request_bytes, reset, scored
+from http_answers import read_answer
+from http_requests import request_bytes, reset, scored
 port, log, dice = int(sys.argv[2]), open(sys.argv[3], "a", buffering=1), random.Random()
 
 def ask(*request, cut):
@@ -63,8 +68,9 @@ def hang_up(connection, data):
 ENVIRONMENT = (
     COMMON
     + """
-number = int(sys.argv[5])
+number, interval_s = int(sys.argv[5]), float(sys.argv[6])
 while True:
+    due_s = time.monotonic() + interval_s
     group = scored([number] * dice.choice([2, 50, 3000]), [number])
     while True:
         answer = ask("POST", "/scored_data", group, cut=True)
@@ -73,7 +79,7 @@ while True:
         assert answer is None or answer.status == 503, answer
     log.write(f"{number}\\n")
     number += 1
-    time.sleep(0.005)
+    time.sleep(max(0.0, due_s - time.monotonic()))
 """
 )
 
@@ -126,7 +132,8 @@ class Storm:
     def _environment(self, number: int) -> Child:
         """Start one; a number whose answer nobody noted is not used again."""
         first = (number + 1) * 10**9 + self.kills[f"environment {number}"] * 10**6
-        return self._start(ENVIRONMENT, Path(f"{self.answered}{number}"), first)
+        interval_s = 60.0 * ENVIRONMENTS / GROUPS_A_MINUTE if GROUPS_A_MINUTE else 0.0
+        return self._start(ENVIRONMENT, Path(f"{self.answered}{number}"), first, interval_s)
 
     def strike(self) -> None:
         """Kill one process, and start it again; none has died by itself."""
@@ -208,7 +215,7 @@ def test_nothing_is_lost_or_trained_twice(
     storm = Storm(spawn, gateway, tmp_path, seed)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        time.sleep(storm.dice.uniform(0.2, 1.5))
+        time.sleep(storm.dice.uniform(*PAUSE_S))
         storm.strike()
     storm.finish()
     gateway.stop()
@@ -217,5 +224,8 @@ def test_nothing_is_lost_or_trained_twice(
         assert ledger.balanced
         waiting = {int(t["tokens"][0]) for g in consumer.take(100, timeout=0) for t in g}
     answered, trained = storm.audit(waiting)
-    print(f"{answered} answered, {trained} trained on, kills {dict(storm.kills)}, {ledger}")
+    print(
+        f"{answered} answered, {60 * answered / SECONDS:.0f} a minute; {trained} trained on, "
+        f"kills {dict(storm.kills)}, {ledger}"
+    )
     assert answered > 50
