@@ -100,7 +100,9 @@ class AtroposRoutes:
         registration = decode(await gateway.bodies.small(request), Registration)
         again = gateway.supply.answered
         answer = gateway.registry.register(registration, again=again)
-        if not registration.reads_bus:
+        if registration.reads_bus:
+            await gateway.supply.detach()
+        else:
             try:
                 await gateway.supply.attach()
             except Refusal as refusal:

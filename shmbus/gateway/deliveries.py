@@ -101,6 +101,10 @@ class Deliveries(Generic[T]):
         batch.times += 1
         self._answering.append(batch)
 
+    def is_answering(self, batch: Batch[T]) -> bool:
+        """Whether a batch is being answered, and was not forgotten meanwhile."""
+        return batch in self._answering
+
     def delivered(self, batch: Batch[T]) -> bool:
         """Note that all of its answer was written; False where it was forgotten meanwhile."""
         if batch not in self._answering:

@@ -82,6 +82,14 @@ class BusReader:
                     "several share it by `shmbus serve`",
                 ) from error
 
+    async def detach(self) -> None:
+        """Have groups come to others: what is leased here is delivered again."""
+        consumer = self._consumer
+        if consumer is not None:
+            self._consumer = None
+            self._read_before = False
+            await self._call(consumer.close)
+
     async def take(self) -> Sequence[shmbus.Group]:
         """Return the groups that are complete now, leased."""
         consumer = self._consumer
@@ -114,7 +122,6 @@ class BusReader:
             await self._call(lambda: consumer.drop(groups))
 
     async def close(self) -> None:
-        """Leave the bus: what is leased is delivered again."""
-        if self._consumer is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._consumer.close)
+        """Leave the bus."""
+        await self.detach()
         self._thread.shutdown()

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 import shmbus
@@ -241,8 +241,10 @@ class Supply:
         Raises
         ------
         ConnectionResetError
-            The client has gone, or a successor could not be told.
+            The client has gone, or the batch, or a successor could not be told.
         """
+        if not deliveries.is_answering(batch):
+            raise ConnectionResetError("its groups were given to others meanwhile")
         state = self._registry.state
         first = batch.times == 1 and deliveries is self.batches
         kind = ATROPOS if deliveries is self.batches else SLIME
@@ -291,15 +293,26 @@ class Supply:
     async def reset(self) -> int:
         """Discard everything; returns how many groups that were."""
         await self.drain()
-        parts: Iterable[Any] = [
-            *self.queue.clear(), *self.batches.clear(), *self.samples.clear(),
-            *self.sample_batches.clear(),
-        ]  # fmt: skip
-        self._restoring.clear()
-        groups = [part.group for part in parts if part.group.state == "leased"]
+        groups = [part.group for part in self._forget() if part.group.state == "leased"]
         await self._reader.drop(groups)
         self._note()
         return len(groups)
+
+    async def detach(self) -> None:
+        """Leave all groups to another process that reads the bus, also those that were given."""
+        async with self._giving, self._draining:
+            if self._reader.attached:
+                self._forget()
+                await self._reader.detach()
+                self._note()
+
+    def _forget(self) -> list[Any]:
+        """Forget all groups that were taken, and return what held them."""
+        self._restoring.clear()
+        return [
+            *self.queue.clear(), *self.batches.clear(), *self.samples.clear(),
+            *self.sample_batches.clear(),
+        ]  # fmt: skip
 
     async def close(self) -> None:
         """Leave the bus."""

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 from conftest import segments_named, wait_until
-from gateways import REGISTRATION, Gateway, request_bytes, reset, scored
+from gateways import REGISTRATION, Gateway
 from http_answers import read_answer
+from http_requests import request_bytes, reset, scored
 
 import shmbus
+from trainer_adapter.adapters.atropos import AtroposTrainer
 
 #: So many tokens are a hundredth of a bus of 1 MiB, with their masks.
 ROW = 600
@@ -179,6 +181,47 @@ def test_a_trainer_that_died_with_its_batch_has_it_again(gateway: Gateway) -> No
     # It is started again, and registers: 0 was acknowledged by the second request, 1 was not.
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
     assert all_batches(gateway) == [1, 2]
+
+
+def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    gateway.register(batch_size=2)
+    for number in range(3):
+        gateway.post("/scored_data", numbered(number))
+    assert numbers(gateway.batch()) == [0]
+    url = f"http://127.0.0.1:{gateway.port}"
+    with pytest.raises(shmbus.BusBusyError):
+        AtroposTrainer(gateway.name, 2)
+    with AtroposTrainer(gateway.name, 2, url=url) as trainer:
+        trainer.register()
+        # The gateway holds nothing back, also when it is started again.
+        assert numbers(trainer.get_batch(timeout=20)["batch"]) == [0]
+        gateway.kill()
+        gateway.start()
+        assert numbers(trainer.get_batch(timeout=20)["batch"]) == [1]
+        assert gateway.get("/batch").status == 409
+    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
+    assert all_batches(gateway) == [1, 2]
+    gateway.stop()
+    assert balanced(gateway.name)
+
+
+def test_a_batch_under_way_does_not_end_where_its_groups_were_given_to_others(
+    gateway_of: Any,
+) -> None:
+    gateway = gateway_of("--create", "16MiB")
+    gateway.register(batch_size=2)
+    # 12 MB of JSON: more than the kernel keeps for a client that does not read.
+    gateway.post("/scored_data", numbered(10**18, 150_000))
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    slow.connect(("127.0.0.1", gateway.port))
+    slow.sendall(request_bytes("GET", "/batch"))
+    assert slow.recv(1)
+    with AtroposTrainer(gateway.name, 2, url=f"http://127.0.0.1:{gateway.port}") as trainer:
+        with slow, pytest.raises(ConnectionError):
+            read_answer(slow)
+        assert numbers(trainer.get_batch(timeout=20)["batch"]) == [10**18]
 
 
 def test_with_several_trainer_processes_each_keeps_its_last_batch(gateway_of: Any) -> None:

@@ -143,7 +143,8 @@ class AtroposTrainer:
         The least share of each batch, by the number of an environment.
     url : str, optional
         The gateway of the bus: `register` tells it that a trainer is here, so that environments
-        may begin.
+        may begin. If the gateway reads the bus, for a trainer that took its batches over HTTP, it
+        leaves that to this one.
     keep_batches : int
         Batches that stay leased, and are delivered again to the next trainer if this process
         dies: 1 acknowledges a batch when the next one is asked for.
@@ -191,7 +192,14 @@ class AtroposTrainer:
         self._queue = GroupQueue()
         self._given: list[list[shmbus.Group]] = []
         self._lock = threading.Lock()
-        self._consumer = shmbus.Consumer(name, **options)
+        try:
+            self._consumer = shmbus.Consumer(name, **options)
+        except shmbus.BusBusyError:
+            if url is None:
+                raise
+            # Maybe the gateway reads it, for a trainer that asked it for batches before.
+            self.register()
+            self._consumer = shmbus.Consumer(name, **options)
 
     def register(
         self,

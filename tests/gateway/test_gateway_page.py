@@ -1,0 +1,153 @@
+"""The steps of docs/gateway.md are gone through as they stand.
+
+Only the name of the bus, the port and the capacity are others, and `shmbus top` ends after a frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from conftest import wait_until
+from gateways import Gateway
+from http_requests import scored
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "gateway.md").read_text()
+#: What is in the fences: the language and the text, under the heading of its part.
+BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.M | re.S)
+
+Start = Callable[[str, str], Gateway]
+
+
+def blocks(heading: str) -> list[tuple[str, str]]:
+    """Language and text of each block of a part."""
+    parts = dict(part.split("\n", 1) for part in f"\n#{PAGE}".split("\n## ")[1:])
+    [text] = [text for name, text in parts.items() if heading in name]
+    return [(language, dedent(code)) for language, code in BLOCK.findall(text)]
+
+
+def commands(heading: str) -> list[str]:
+    """Each line of its shell blocks, without what is said of it."""
+    lines = [line for kind, code in blocks(heading) if kind == "sh" for line in code.splitlines()]
+    return [line.partition("#")[0].strip() for line in lines]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a shell find `shmbus`, also where this environment has no entry point of it."""
+    (tmp_path / "shmbus").write_text(f'#!/bin/sh\nexec {sys.executable} -m shmbus "$@"\n')
+    (tmp_path / "shmbus").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def start(program: None, tmp_path: Path) -> Iterator[Start]:
+    """Run a command that serves, until the test ends."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def started(line: str, name: str) -> Gateway:
+        line = re.sub(r"\brun1\b", name, line).replace("4GiB", "64MiB")
+        line = re.sub(r":8\d\d\d\b", ":0", line)
+        log = tmp_path / f"served-{len(running)}"
+        with log.open("wb") as output:
+            child = subprocess.Popen(["bash", "-c", f"exec {line}"], stdout=output, stderr=output)
+        running.append(child)
+
+        def port() -> int:
+            assert child.poll() is None, log.read_text()
+            found = re.search(r"http=http://[\d.]+:(\d+)", log.read_text())
+            return int(found[1]) if found else 0
+
+        gateway = Gateway.__new__(Gateway)
+        gateway.name = name
+        gateway.port = wait_until(port, what=f"{line} to serve")
+        return gateway
+
+    yield started
+    for child in running:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 0
+
+
+def shell(line: str, gateway: Gateway) -> str:
+    """What a command of the page prints."""
+    line = re.sub(r"\brun1\b", gateway.name, line)
+    line = re.sub(r"127\.0\.0\.1:8\d\d\d", f"127.0.0.1:{gateway.port}", line)
+    line = f"{line} --once" if line.startswith("shmbus top") else line
+    found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["alone", "beside a daemon"])
+def test_the_first_commands_serve(number: int, start: Start, bus_name: str) -> None:
+    install, *serving = commands("The HTTP gateway")
+    assert install == "pip install 'shmbus[gateway]'"
+    assert len(serving) == 2
+    assert start(serving[number], bus_name).get("/healthz").json()["status"] == "ok"
+
+
+def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
+    [run, *watch] = commands("From atroposlib's")
+    gateway = start(run, bus_name)
+    gateway.register(batch_size=4)
+    env = gateway.register_env()
+    for number in range(2):
+        group = scored([number], [number], env_id=env)
+        assert gateway.post("/scored_data", group).status == 200
+    # Steps 1 to 3: a trainer and an environment with another URL.
+    assert len(gateway.batch()) == 2
+    status, metrics, top = (shell(line, gateway) for line in watch)
+    assert status == '{"current_step":1,"queue_size":0}'
+    assert 'shmbus_gateway_requests_total{bus="' in metrics
+    assert bus_name in top
+    # Steps 4 and 5: both leave HTTP, while the gateway goes on.
+    environment, trainer = (code for kind, code in blocks("From atroposlib's") if kind == "python")
+    names: dict[str, Any] = {"BaseEnv": type("BaseEnv", (), {"env_id": env})}
+    exec(environment.replace("run1", bus_name), names)
+    sender = names["MyEnv"]()
+    sent = [scored([number], [number], env_id=env) for number in range(2, 32)]
+    for group in sent:
+        asyncio.run(sender._send_scored_data_to_api(group))
+    sender._shmbus().close()
+    names = {}
+    exec(trainer.replace("run1", bus_name).replace("8000", str(gateway.port)), names)
+    # With what the trainer had by HTTP, and did not acknowledge.
+    tokens = [group["tokens"][0][0] for group in names["data"]["batch"]]
+    assert sorted(tokens) == list(range(32))
+    assert gateway.get("/batch").status == 409
+
+
+def test_the_five_minutes_of_slime(start: Start, bus_name: str) -> None:
+    [run] = commands("From slime's")
+    gateway = start(run, bus_name)
+    for number in range(8):
+        item = {"instance_id": "a", "uid": str(number), "reward": 1.0, "tokens": [number]}
+        assert gateway.post("/buffer/write", item).json()["success"]
+    data = gateway.post("/get_rollout_data", {}).json()["data"]["data"]
+    assert [item["uid"] for item in data] == [str(number) for number in range(8)]
+    [path] = re.findall(r"--rollout-function-path ([\w.]+)", PAGE)
+    module, _, name = path.rpartition(".")
+    assert callable(getattr(import_module(module), name))
+    assert callable(import_module("trainer_adapter.adapters.slime").put_sample)
+
+
+def test_each_option_that_the_page_names_is_one_of_the_command(program: None) -> None:
+    text = subprocess.run(
+        ["bash", "-c", "shmbus gateway --help; shmbus serve --help"], capture_output=True, text=True
+    ).stdout
+    named = set(re.findall(r"`(?:shmbus \w+ )?(--[a-z-]+)", PAGE)) - {"--rollout-function-path"}
+    assert len(named) >= 7
+    assert {option for option in named if option not in text} == set()
