@@ -53,14 +53,13 @@ class HostPacker:
     memory : BatchMemory, optional
         The pool for batches' memory; new memory for each without it.
     pack_threads : int
-        Threads that copy, the caller's among them; they wait, parked, from batch to batch.
+        Threads that copy, the caller's among them. They start with the first batch, and wait,
+        parked, from batch to batch.
 
     Raises
     ------
     TypeError, ValueError
         Arguments that do not fit.
-    OSError
-        So many threads cannot be started.
     """
 
     def __init__(
@@ -107,6 +106,8 @@ class HostPacker:
         ------
         TypeError, ValueError
             As for `pack`.
+        OSError
+            So many threads cannot be started.
         """
         memory = memory or self._memory
         baseline, names = self._baseline, self._names
@@ -240,6 +241,8 @@ def pack(
         another sample of its group has, with fields that do not fit together, or with logprobs or
         advantages that are not finite where the loss mask is True; logprobs in some groups only; an
         extra field that is missing, or of another dtype or shape than in the others.
+    OSError
+        So many threads cannot be started.
 
     Notes
     -----

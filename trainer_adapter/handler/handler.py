@@ -212,7 +212,6 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
             self._begin(world_size, prefetch, max_policy_lag)
         except BaseException:
             # Who keeps the exception keeps this handler, which nobody was given.
-            self._packer.close()
             self._consumer.close()
             raise
 

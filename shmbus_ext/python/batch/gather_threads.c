@@ -1,4 +1,4 @@
-/* batch/threads.c for Python: helpers that start with an object, and end with it.
+/* batch/threads.c for Python: helpers that start when they are first used, and end with their object.
  *
  * Invariants:
  * - Helpers never call Python, so they need no lock of its.
@@ -12,7 +12,7 @@
 
 typedef struct {
     PyObject_HEAD
-    struct threads *threads; /* NULL with one thread, and once closed */
+    struct threads *threads; /* NULL with one thread, before the first use, and once closed */
     unsigned int count;
     unsigned int users;
     bool closed;
@@ -38,13 +38,25 @@ bool py_gather_threads_check(PyObject *object) {
     return true;
 }
 
-struct threads *py_gather_threads_begin(PyObject *object) {
-    if (object == Py_None) {
-        return NULL;
-    }
+bool py_gather_threads_begin(PyObject *object, struct threads **threads) {
     GatherThreadsObject *self = (GatherThreadsObject *)object;
+    *threads = NULL;
+    if (object == Py_None) {
+        return true;
+    }
+    if (self->threads == NULL && self->count > 1 && !self->closed) {
+        self->threads = threads_start(self->count - 1);
+        if (self->threads == NULL) {
+            PyErr_Format(PyExc_OSError,
+                         "pack_threads: %u threads could not be started: %s; ask for fewer, or "
+                         "for 1",
+                         self->count, strerror(errno));
+            return false;
+        }
+    }
     self->users++;
-    return self->closed ? NULL : self->threads;
+    *threads = self->closed ? NULL : self->threads;
+    return true;
 }
 
 void py_gather_threads_finish(PyObject *object) {
@@ -70,15 +82,6 @@ static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args, PyObj
         return NULL;
     }
     self->count = count;
-    if (count > 1) {
-        self->threads = threads_start(count - 1);
-        if (self->threads == NULL) {
-            PyErr_Format(PyExc_OSError,
-                         "threads: %u could not be started: %s; ask for fewer, or for 1", count,
-                         strerror(errno));
-            Py_CLEAR(self);
-        }
-    }
     return (PyObject *)self;
 }
 

@@ -393,11 +393,16 @@ static int copy_all(struct batch *self, PyObject *memory, PyObject *threads) {
     if (!cut(&job, self->count, self->total)) {
         return -1;
     }
-    if (!hold_all(self->sources, self->refs, self->count)) {
+    struct threads *helpers;
+    if (!py_gather_threads_begin(threads, &helpers)) {
         PyMem_Free(job.pieces);
         return -1;
     }
-    struct threads *helpers = py_gather_threads_begin(threads);
+    if (!hold_all(self->sources, self->refs, self->count)) {
+        py_gather_threads_finish(threads);
+        PyMem_Free(job.pieces);
+        return -1;
+    }
     Py_BEGIN_ALLOW_THREADS
     threads_run(helpers, job.count, copy_piece, &job);
     Py_END_ALLOW_THREADS

@@ -1,0 +1,392 @@
+"""`pack_threads=`: several threads make the batch that one makes, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Spawner, wait_until
+from numpy_batches import assert_batch, put, sample
+
+from shmbus import Bus, Consumer, Producer
+from trainer_adapter import OnlineDataHandler, pack
+from trainer_adapter._arguments import checked_pack_threads
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import HostPacker
+
+#: More tokens than one piece of a copy has, with a rest: a sequence is cut, and its ends are odd.
+LONG = 3 * 4096 + 5
+
+
+def helpers() -> list[int]:
+    """The threads of this process that help to pack."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except FileNotFoundError:
+            continue
+        if name == "shmbus-pack":
+            found.append(int(task.name))
+    return found
+
+
+def wide_sample(rng: np.random.Generator, length: int, **more: Any) -> dict[str, Any]:
+    return sample(
+        rng,
+        length,
+        ref=rng.random((length, 3), np.float32),
+        image=rng.integers(0, 255, (int(rng.integers(0, 9)), 7), np.uint8),
+        one=rng.random(5),
+        meta={"finish_reason": "length" if rng.random() < 0.3 else "stop"},
+        **more,
+    )
+
+
+def put_wide(producer: Producer, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    lengths = [LONG, 0, 1, 4095, 4096, 4097, 2 * 4096, 17]
+    groups = {
+        f"k{n}": [wide_sample(rng, length) for length in rng.permutation(lengths)] for n in range(3)
+    }
+    for key, group in groups.items():
+        put(producer, key, group)
+    return groups
+
+
+EXTRA: dict[str, Any] = {"ref": "token", "image": "ragged", "one": "sequence"}
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_several_threads_make_the_same_batch_bit_for_bit(
+    bus: Bus, producer: Producer, seed: int, threads: int
+) -> None:
+    put_wide(producer, seed)
+    with Consumer(bus.name) as consumer:
+        groups = consumer.take(8, 10)
+        for options in (
+            {},
+            {"extra_fields": EXTRA},
+            {"truncated": "mask", "advantages": "batch"},
+            {"layout": "padded"},
+        ):
+            one = pack(groups, **options).asdict()
+            packer = HostPacker(**options, pack_threads=threads, memory=BatchMemory())
+            for _ in range(5):
+                several = packer.pack(groups).asdict()
+                assert several.keys() == one.keys()
+                for name, value in one.items():
+                    assert same(several[name], value), name
+            packer.close()
+
+
+def same(mine: Any, right: Any) -> bool:
+    if isinstance(right, torch.Tensor):
+        return mine.dtype == right.dtype and torch.equal(mine, right)
+    if isinstance(right, dict):
+        return mine.keys() == right.keys() and all(same(mine[k], right[k]) for k in right)
+    return bool(mine == right)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u2", "i4", "u8", "f8"])
+def test_a_sequence_is_cut_by_the_width_of_its_elements(
+    bus: Bus, producer: Producer, seed: int, dtype: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    groups = {
+        "a": [
+            {
+                "tokens": rng.integers(0, 99, LONG).astype(dtype if dtype[0] != "f" else "i8"),
+                "loss_mask": rng.integers(0, 2, LONG).astype(dtype),
+                "logprobs": -rng.random(LONG),
+                "advantages": rng.random(LONG),
+                "score": 0.0,
+            }
+            for _ in range(3)
+        ]
+    }
+    put(producer, "a", groups["a"])
+    with Consumer(bus.name) as consumer:
+        assert_batch(pack(consumer.take(1, 10), pack_threads=3), groups)
+
+
+def spoiled(rng: np.random.Generator, how: str) -> dict[str, Any]:
+    one = sample(rng, LONG)
+    if how == "nan":
+        one["logprobs"][-1] = np.nan
+        one["loss_mask"][-1] = 1
+    elif how == "length":
+        one["logprobs"] = one["logprobs"][:-1]
+    elif how == "lacks":
+        del one["loss_mask"]
+    elif how == "score":
+        one["score"] = 1e39
+    else:
+        one["tokens"] = one["tokens"].astype(np.float32)
+    return one
+
+
+@pytest.mark.parametrize("how", ["nan", "length", "lacks", "score", "dtype"])
+def test_a_malformed_sample_is_refused_in_the_same_words(
+    bus: Bus, producer: Producer, seed: int, how: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    put(producer, "good", [sample(rng, LONG) for _ in range(2)])
+    put(producer, "bad", [sample(rng, 3), spoiled(rng, how)])
+    with Consumer(bus.name) as consumer:
+        groups = consumer.take(2, 10)
+        refusals = []
+        for threads in (1, 3):
+            with pytest.raises((TypeError, ValueError)) as refusal:
+                pack(groups, pack_threads=threads)
+            refusals.append((refusal.type, str(refusal.value)))
+        assert refusals[0] == refusals[1]
+        good = [group for group in groups if group.instance_id == "good"]
+        assert pack(good, pack_threads=3).sequences == 2
+
+
+def test_a_handler_keeps_its_threads_and_ends_them_with_itself(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, pack_threads=3) as handler:
+        assert helpers() == []
+        begun: list[int] = []
+        for number in range(5):
+            groups = {f"k{number}": [sample(rng, LONG) for _ in range(2)]}
+            put(producer, f"k{number}", groups[f"k{number}"])
+            batch = handler.next_batch(10)
+            assert_batch(batch, groups)
+            handler.ack(batch)
+            begun = begun or sorted(helpers())
+            assert len(begun) == 2
+            assert sorted(helpers()) == begun
+        handler.close()
+        assert helpers() == []
+        handler.close()
+
+
+@pytest.fixture
+def packer(bus: Bus, producer: Producer) -> Iterator[HostPacker]:
+    """A packer of three threads, which has packed: its helpers have begun."""
+    put(producer, "first", [sample(np.random.default_rng(1), LONG) for _ in range(2)])
+    made = HostPacker(pack_threads=3)
+    with Consumer(bus.name) as consumer:
+        groups = consumer.take(1, 10)
+        made.pack(groups)
+        consumer.ack(groups)
+    assert len(helpers()) == 2
+    yield made
+    made.close()
+
+
+def test_threads_end_with_the_packer_that_nobody_closed(bus: Bus, producer: Producer) -> None:
+    put(producer, "a", [sample(np.random.default_rng(1), LONG) for _ in range(2)])
+    packer = HostPacker(pack_threads=4)
+    with Consumer(bus.name) as consumer:
+        packer.pack(consumer.take(1, 10))
+    assert len(helpers()) == 3
+    del packer
+    assert helpers() == []
+
+
+def test_a_closed_packer_packs_with_the_callers_thread_alone(
+    bus: Bus, producer: Producer, packer: HostPacker, seed: int
+) -> None:
+    groups = {"a": [sample(np.random.default_rng(seed), LONG) for _ in range(2)]}
+    put(producer, "a", groups["a"])
+    packer.close()
+    packer.close()
+    assert helpers() == []
+    with Consumer(bus.name) as consumer:
+        assert_batch(packer.pack(consumer.take(1, 10)), groups)
+    assert helpers() == []
+
+
+def test_threads_that_cannot_start_are_said_and_the_batch_comes_with_fewer(
+    bus: Bus, spawn: Spawner
+) -> None:
+    said = spawn.script(NO_ROOM, bus.name).finish().splitlines()
+    assert said[0].startswith("pack_threads: 64 threads could not be started: ")
+    assert said[1] == "packed"
+
+
+NO_ROOM = """
+import resource, sys
+import numpy as np
+from shmbus import Consumer, Producer
+from trainer_adapter.batches.pack import HostPacker
+with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
+    for index in range(2):
+        producer.put("a", group_size=2, index=index, tokens=np.arange(9000, dtype=np.int32))
+    groups = consumer.take(1, 10)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    # Room for a few stacks of threads, and not for 63.
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    try:
+        HostPacker(pack_threads=64).pack(groups)
+    except OSError as error:
+        print(error, flush=True)
+    assert HostPacker(pack_threads=1).pack(groups).total_tokens == 18_000
+    print("packed", flush=True)
+"""
+
+
+def test_two_threads_may_pack_by_one_packer_and_a_third_close_it(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    groups = {key: [sample(rng, LONG) for _ in range(4)] for key in "ab"}
+    for key, group in groups.items():
+        put(producer, key, group)
+    with Consumer(bus.name) as consumer:
+        taken = consumer.take(2, 10)
+        want = {group.instance_id: pack([group]) for group in taken}
+        for _ in range(10):
+            packer, wrong = HostPacker(pack_threads=3), []
+
+            def work(group: Any, packer: HostPacker = packer, wrong: list[Any] = wrong) -> None:
+                for _ in range(20):
+                    batch = packer.pack([group])
+                    if not torch.equal(batch.logprobs, want[group.instance_id].logprobs):
+                        wrong.append(group.instance_id)
+
+            threads = [threading.Thread(target=work, args=(group,)) for group in taken]
+            for thread in threads:
+                thread.start()
+            packer.close()
+            for thread in threads:
+                thread.join()
+            assert wrong == []
+            assert helpers() == []
+
+
+FORKING = """
+import os, sys
+import numpy as np
+from shmbus import Consumer, Producer
+from trainer_adapter.batches.pack import HostPacker
+with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
+    for index in range(2):
+        producer.put("a", group_size=2, index=index, score=index,
+                     tokens=np.arange(20_000, dtype=np.int32))
+    groups = consumer.take(1, 10)
+    packer = HostPacker(pack_threads=3)
+    whole = packer.pack(groups).tokens.sum().item()
+    child = os.fork()
+    if child == 0:
+        # Nothing of the parent's is waited for: neither by a pack, which the ring refuses, nor at
+        # the end; and threads of the child's own can start.
+        try:
+            packer.pack(groups)
+        except Exception as error:
+            print(type(error).__name__, flush=True)
+        packer.close()
+        del packer
+        HostPacker(pack_threads=2).close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert packer.pack(groups).tokens.sum().item() == whole
+    packer.close()
+    print("packed", flush=True)
+"""
+
+
+def test_a_fork_has_no_threads_and_waits_for_none(bus: Bus, spawn: Spawner) -> None:
+    said = spawn.script(FORKING, bus.name).finish().splitlines()
+    assert said == ["BusClosedError", "packed"]
+
+
+INTERRUPTED = """
+import sys
+import shmbus
+from trainer_adapter import OnlineDataHandler
+handler = OnlineDataHandler(sys.argv[1], groups_per_batch=1, pack_threads=3)
+got, interrupts, batch = {}, 0, None
+print("waiting", flush=True)
+while len(got) < 100 or batch is not None:
+    try:
+        if batch is None:
+            batch = handler.next_batch(20)
+        assert batch.tokens[:5].tolist() == [0, 1, 2, 3, 4]
+        assert batch.tokens.sum().item() == 2 * sum(range(20_000))
+        got[batch.instance_ids[0]] = True
+        try:
+            handler.ack(batch)
+        except shmbus.ProtocolError:
+            assert batch.groups[0].state == "acknowledged"
+        batch = None
+    except KeyboardInterrupt:
+        interrupts += 1
+print("end", interrupts > 0, list(got) == [f"k{n}" for n in range(100)], flush=True)
+handler.close()
+"""
+
+
+def test_ctrl_c_comes_to_the_thread_that_packs_and_loses_nothing(
+    bus: Bus, producer: Producer, spawn: Spawner
+) -> None:
+    child = spawn.script(INTERRUPTED, bus.name)
+    child.expect("waiting")
+    tokens = np.arange(20_000, dtype=np.int32)
+    for number in range(100):
+        for index in range(2):
+            producer.put(f"k{number}", group_size=2, index=index, timeout=20, tokens=tokens)
+        if number % 5 == 0 and number < 90:
+            child.send_signal(signal.SIGINT)
+    assert child.finish().splitlines()[-1] == "end True True"
+
+
+def test_helpers_run_no_handler_of_a_signal(packer: HostPacker) -> None:
+    for task in helpers():
+        lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
+        blocked = int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1):
+            assert blocked >> (number - 1) & 1, number
+
+
+def test_parked_threads_use_no_processor(packer: HostPacker) -> None:
+    def asleep() -> bool:
+        states = [
+            Path(f"/proc/self/task/{task}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            for task in helpers()
+        ]
+        return states == ["S", "S"]
+
+    wait_until(asleep, what="both helpers asleep")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        (0, ValueError, "pack_threads: expected 1 to 64 threads, got 0"),
+        (65, ValueError, "got 65"),
+        (True, TypeError, "pack_threads: expected an int, got bool"),
+        ("2", TypeError, "got str"),
+    ],
+)
+def test_another_number_of_threads_is_refused(
+    bus: Bus, given: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        OnlineDataHandler(bus.name, pack_threads=given)
+    with pytest.raises(error, match=match):
+        HostPacker(pack_threads=given)
+
+
+def test_without_a_number_a_rank_takes_a_fourth_of_its_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def usual(processors: int, ranks: int) -> int:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+        return checked_pack_threads(None, ranks)
+
+    assert [usual(n, 1) for n in (1, 2, 4, 7, 8, 16, 64)] == [1, 1, 1, 1, 2, 4, 4]
+    assert [usual(n, 8) for n in (16, 64, 128)] == [1, 2, 4]
