@@ -1,18 +1,12 @@
 /* Batches: the trajectories of many groups gathered into one block of memory.
  *
- * Invariants:
- * - Every length, dtype and bound is checked before the first byte is copied; while bytes are copied
- *   the trajectories' space is held, whatever another thread acknowledges.
- * - What is copied does not depend on the number of threads: each element is written once, by the
- *   same conversion. */
+ * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
+ * are copied the trajectories' space is held, whatever another thread acknowledges. */
 #include "python/batch/pack.h"
-
-#include <stdatomic.h>
 
 #include "python/batch/arrays.h"
 #include "python/batch/baseline_functions.h"
-#include "python/batch/extra_fields.h"
-#include "python/batch/field_lookup.h"
+#include "python/batch/copy_job.h"
 #include "python/batch/gather_threads.h"
 #include "python/group/group_object.h"
 
@@ -87,110 +81,6 @@ static bool lay_out(PyObject *arrays, PyObject *memory, const struct column *col
         if (PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(memory)) < 0) {
             return false;
         }
-    }
-    return true;
-}
-
-/* ---- Copying ---- */
-
-/* Tokens of a piece at most: a sequence's logprobs are masked and checked while they are still in
- * the nearest cache, and several threads have pieces enough to share. */
-#define PIECE_TOKENS 4096
-
-struct piece {
-    uint32_t sequence, from, tokens;
-};
-
-struct copy_job {
-    const struct source *sources;
-    const struct extras *extras;
-    const double *gains; /* of each sequence, where it brings no advantages of its own */
-    const int32_t *borders;
-    struct piece *pieces;
-    uint32_t count;
-    int64_t *tokens, *positions;
-    uint8_t *mask;
-    float *logprobs, *advantages;
-    _Atomic bool not_finite;
-};
-
-static const uint8_t element_bytes[] = {
-    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
-    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
-    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8};
-
-static const uint8_t *field_at(const struct source *source, int field, uint64_t from) {
-    return source->data[field] == NULL
-               ? NULL
-               : source->data[field] + from * element_bytes[source->kinds[field]];
-}
-
-/* Whether all logprobs of the piece are finite. */
-static bool copy_logprobs(const struct copy_job *to, const struct source *source, uint64_t from,
-                          uint64_t at, uint64_t n) {
-    const uint8_t *logprobs = field_at(source, FIELD_LOGPROBS, from);
-    if (logprobs == NULL) {
-        memset(to->logprobs + at, 0, n * sizeof(float));
-        return true;
-    }
-    gather_f32(to->logprobs + at, logprobs, source->kinds[FIELD_LOGPROBS], n);
-    if (source->data[FIELD_MASK] != NULL) {
-        gather_mask_f32(to->logprobs + at, to->mask + at, n);
-    }
-    return !gather_any_not_finite(to->logprobs + at, n);
-}
-
-/* Whether all advantages of the piece are finite. */
-static bool copy_advantages(const struct copy_job *to, const struct piece *piece, uint64_t at) {
-    const struct source *source = &to->sources[piece->sequence];
-    const uint8_t *own = field_at(source, FIELD_ADVANTAGES, piece->from);
-    if (own == NULL) {
-        float advantage = (float)to->gains[piece->sequence];
-        gather_fill_f32(to->advantages + at, advantage, piece->tokens);
-        return !gather_any_not_finite(&advantage, 1);
-    }
-    gather_f32(to->advantages + at, own, source->kinds[FIELD_ADVANTAGES], piece->tokens);
-    return !gather_any_not_finite(to->advantages + at, piece->tokens);
-}
-
-static void copy_piece(void *job, uint32_t number) {
-    struct copy_job *to = job;
-    const struct piece *piece = &to->pieces[number];
-    const struct source *source = &to->sources[piece->sequence];
-    const uint64_t from = piece->from, n = piece->tokens;
-    const uint64_t at = (uint64_t)to->borders[piece->sequence] + from;
-    const uint8_t *mask = field_at(source, FIELD_MASK, from);
-    gather_i64(to->tokens + at, field_at(source, FIELD_TOKENS, from), source->kinds[FIELD_TOKENS],
-               n);
-    gather_positions(to->positions + at, (int64_t)from, n);
-    if (mask == NULL) {
-        memset(to->mask + at, 1, n);
-    } else {
-        gather_bool(to->mask + at, mask, source->kinds[FIELD_MASK], n);
-    }
-    bool finite = copy_logprobs(to, source, from, at, n);
-    if (!copy_advantages(to, piece, at) || !finite) {
-        atomic_store_explicit(&to->not_finite, true, memory_order_relaxed);
-    }
-    py_extras_copy(to->extras, piece->sequence, from, n);
-}
-
-/* Room for all pieces, and which they are; a sequence without tokens is one. */
-static bool cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total) {
-    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
-                               sizeof *job->pieces);
-    if (job->pieces == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < sequences; i++) {
-        uint64_t from = 0, length = job->sources[i].length;
-        do {
-            uint64_t tokens = length - from < PIECE_TOKENS ? length - from : PIECE_TOKENS;
-            job->pieces[job->count++] =
-                (struct piece){(uint32_t)i, (uint32_t)from, (uint32_t)tokens};
-            from += tokens;
-        } while (from < length);
     }
     return true;
 }
@@ -390,26 +280,22 @@ static int copy_all(struct batch *self, PyObject *memory, PyObject *threads) {
     for (Py_ssize_t i = 0; i < self->count; i++) {
         borders[i + 1] = borders[i] + (int32_t)self->sources[i].length;
     }
-    if (!cut(&job, self->count, self->total)) {
-        return -1;
-    }
+    int finite = -1;
     struct threads *helpers;
-    if (!py_gather_threads_begin(threads, &helpers)) {
-        PyMem_Free(job.pieces);
-        return -1;
+    if (!py_copy_job_cut(&job, self->count, self->total) ||
+        !py_gather_threads_begin(threads, &helpers)) {
+        goto end;
     }
-    if (!hold_all(self->sources, self->refs, self->count)) {
-        py_gather_threads_finish(threads);
-        PyMem_Free(job.pieces);
-        return -1;
+    if (hold_all(self->sources, self->refs, self->count)) {
+        Py_BEGIN_ALLOW_THREADS
+        finite = py_copy_job_run(&job, helpers);
+        Py_END_ALLOW_THREADS
+        let_go_all(self->sources, self->refs, self->count);
     }
-    Py_BEGIN_ALLOW_THREADS
-    threads_run(helpers, job.count, copy_piece, &job);
-    Py_END_ALLOW_THREADS
     py_gather_threads_finish(threads);
-    let_go_all(self->sources, self->refs, self->count);
-    PyMem_Free(job.pieces);
-    return !atomic_load_explicit(&job.not_finite, memory_order_relaxed);
+end:
+    py_copy_job_clear(&job);
+    return finite;
 }
 
 /* What `shmbus.batch.gather.PackedBatch` has, in its order. */

@@ -1,0 +1,130 @@
+/* The loops of copy_job.h. */
+#include "python/batch/copy_job.h"
+
+/* Tokens of a piece at most: several threads have pieces enough to share. */
+#define PIECE_TOKENS 4096
+/* Tokens of a block of a piece: all that is read and written for it is in the nearest cache, where
+ * its logprobs are masked and checked, while what the next one reads is on its way there. The
+ * hardware's look-ahead ends with a page, of which a sequence has several a field. */
+#define BLOCK_TOKENS 256
+
+static const uint8_t element_bytes[] = {
+    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
+    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
+    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8};
+
+static const uint8_t *field_at(const struct source *source, int field, uint64_t from) {
+    return source->data[field] == NULL
+               ? NULL
+               : source->data[field] + from * element_bytes[source->kinds[field]];
+}
+
+/* Asks for what a block reads, which is no nearer than the ring's memory. */
+static void look_ahead(const struct source *source, uint64_t from, uint64_t n) {
+    for (int f = 0; f < FIELDS; f++) {
+        const uint8_t *data = field_at(source, f, from);
+        const uint64_t bytes = data == NULL ? 0 : n * element_bytes[source->kinds[f]];
+        for (uint64_t at = 0; at < bytes; at += SHMBUS_RECORD_ALIGN) {
+            __builtin_prefetch(data + at);
+        }
+    }
+}
+
+static uint64_t block_of(uint64_t left) {
+    return left < BLOCK_TOKENS ? left : BLOCK_TOKENS;
+}
+
+/* Whether all logprobs of the block are finite. */
+static bool copy_logprobs(const struct copy_job *to, const struct source *source, uint64_t from,
+                          uint64_t at, uint64_t n) {
+    const uint8_t *logprobs = field_at(source, FIELD_LOGPROBS, from);
+    if (logprobs == NULL) {
+        memset(to->logprobs + at, 0, n * sizeof(float));
+        return true;
+    }
+    gather_f32(to->logprobs + at, logprobs, source->kinds[FIELD_LOGPROBS], n);
+    if (source->data[FIELD_MASK] != NULL) {
+        gather_mask_f32(to->logprobs + at, to->mask + at, n);
+    }
+    return !gather_any_not_finite(to->logprobs + at, n);
+}
+
+/* Whether all advantages of the block are finite. */
+static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64_t from,
+                            uint64_t at, uint64_t n) {
+    const struct source *source = &to->sources[sequence];
+    const uint8_t *own = field_at(source, FIELD_ADVANTAGES, from);
+    if (own == NULL) {
+        float advantage = (float)to->gains[sequence];
+        gather_fill_f32(to->advantages + at, advantage, n);
+        return !gather_any_not_finite(&advantage, 1);
+    }
+    gather_f32(to->advantages + at, own, source->kinds[FIELD_ADVANTAGES], n);
+    return !gather_any_not_finite(to->advantages + at, n);
+}
+
+static bool copy_block(const struct copy_job *to, uint32_t sequence, uint64_t from, uint64_t n) {
+    const struct source *source = &to->sources[sequence];
+    const uint64_t at = (uint64_t)to->borders[sequence] + from;
+    const uint8_t *mask = field_at(source, FIELD_MASK, from);
+    gather_i64(to->tokens + at, field_at(source, FIELD_TOKENS, from), source->kinds[FIELD_TOKENS],
+               n);
+    gather_positions(to->positions + at, (int64_t)from, n);
+    if (mask == NULL) {
+        memset(to->mask + at, 1, n);
+    } else {
+        gather_bool(to->mask + at, mask, source->kinds[FIELD_MASK], n);
+    }
+    bool finite = copy_logprobs(to, source, from, at, n);
+    return copy_advantages(to, sequence, from, at, n) && finite;
+}
+
+static void copy_piece(void *job, uint32_t number) {
+    struct copy_job *to = job;
+    const struct piece *piece = &to->pieces[number];
+    const uint64_t end = (uint64_t)piece->from + piece->tokens;
+    bool finite = true;
+    for (uint64_t from = piece->from, n; from < end; from += n) {
+        n = block_of(end - from);
+        if (from + n < end) {
+            look_ahead(&to->sources[piece->sequence], from + n, block_of(end - from - n));
+        } else if (number + 1 < to->count) {
+            look_ahead(&to->sources[piece[1].sequence], piece[1].from, block_of(piece[1].tokens));
+        }
+        finite = copy_block(to, piece->sequence, from, n) && finite;
+    }
+    if (!finite) {
+        atomic_store_explicit(&to->not_finite, true, memory_order_relaxed);
+    }
+    py_extras_copy(to->extras, piece->sequence, piece->from, piece->tokens);
+}
+
+/* A sequence without tokens is a piece, since it may have extra fields. */
+bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total) {
+    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
+                               sizeof *job->pieces);
+    if (job->pieces == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < sequences; i++) {
+        uint64_t from = 0, length = job->sources[i].length;
+        do {
+            uint64_t tokens = length - from < PIECE_TOKENS ? length - from : PIECE_TOKENS;
+            job->pieces[job->count++] =
+                (struct piece){(uint32_t)i, (uint32_t)from, (uint32_t)tokens};
+            from += tokens;
+        } while (from < length);
+    }
+    return true;
+}
+
+bool py_copy_job_run(struct copy_job *job, struct threads *helpers) {
+    threads_run(helpers, job->count, copy_piece, job);
+    return !atomic_load_explicit(&job->not_finite, memory_order_relaxed);
+}
+
+void py_copy_job_clear(struct copy_job *job) {
+    PyMem_Free(job->pieces);
+    job->pieces = NULL;
+}
