@@ -17,7 +17,8 @@ each version and look at its rows.
 
 For patches a share of all elements changes before each round, outside of the figure. `made` is the
 whole publication, the slot's own catching up included; `applied` is load_into of a subscriber that
-has the version before, with the lease.
+has the version before, with the lease. `compare` is what bounds the making: two equal memories read
+and compared by memcmp, and nothing written.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any, Final
 import torch
 
 from bench import machine, weights_cuda
+from shmbus.pool import same_bytes
 from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter.weights.probe import checked_device
 
@@ -141,6 +143,9 @@ def measure(size: int, readers: int, rounds: int) -> dict[str, Any]:
             rows["load_of_memcpy"] = copied / loaded
         rows |= with_readers(bus, readers, rounds, lambda: publisher.publish(version()))
     rows |= digests(bus, model, rounds, memcpy)
+    memcpy()
+    copied, compared = best_of(rounds, memcpy, lambda: same_bytes(source.numpy(), target.numpy()))
+    rows["compare_of_memcpy"] = copied / compared
     for share in PATCH_TARGETS:
         rows |= patches(bus, share, (model, live), rounds, memcpy)
 

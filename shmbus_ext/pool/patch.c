@@ -208,7 +208,7 @@ enum patch_put patch_put(struct patch_maker *maker, uint64_t offset,
     struct patch_out out = begun;
     bool made = put_in_place(maker, offset, shape, now, &out);
     FAILPOINT("pool-patch-piece");
-    if (!made && !patch_is_full(&out, shape->width)) {
+    if (!made && !out.full) {
         /* Beside the base: that reads it too, and writes all of the piece. */
         out = begun;
         made = patch_encode(&out, shape, now, maker->base + offset, to, NULL, 0);

@@ -1,249 +1,341 @@
 /* Finding, packing and applying changes (see patch_code.h).
  *
  * Everything that runs an element or a span is inlined with the element's width as a constant, once
- * for each instruction set that compares: what is left in the loops is loads and comparisons. */
+ * for each instruction set that compares: what is left in the loops is loads and comparisons. How
+ * many elements of a span changed is random, so a loop over them ends in a branch that is guessed
+ * wrong, which costs as much as comparing the span: places are found and read several at a time,
+ * whether or not there are as many, and what is too much is overwritten by the next ones. */
 #include "pool/patch_code.h"
 
 #include <string.h>
 
+#include "pool/patch_elements.h"
 #include "ring/copy.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define HAVE_AVX2 1
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* Spans that are copied at once where all of a piece is written: enough for non-temporal stores,
- * and still in the cache that comparing has filled. */
-#define BLOCK_SPANS 8u
+#define BLOCK_SPANS PATCH_BLOCK_SPANS
+#define BLOCK_ELEMENTS (BLOCK_SPANS * PATCH_SPAN)
 /* How far ahead of comparing memory is asked for: what passes while it answers. */
 #define AHEAD_BYTES 1024u
 #define LINE_BYTES 64u
-/* Changes whose memory is asked for before the first of them is made: as many as a core can wait
- * for at a time. */
-#define BATCH 128u
-
-/* What was there before, in a number that does not depend on the order: one wrong element always
- * changes it, since an odd factor can be undone. */
-INLINE uint64_t mixed(uint32_t value, uint64_t at) {
-    return (value + UINT64_C(0x9E3779B97F4A7C15)) * (2 * at + 1);
-}
-
-INLINE uint32_t load(const uint8_t *data, uint32_t at, const uint32_t width) {
-    uint32_t value = 0;
-    memcpy(&value, data + (uint64_t)at * width, width);
-    return value;
-}
-
-INLINE void store(uint8_t *data, uint32_t at, uint32_t value, const uint32_t width) {
-    memcpy(data + (uint64_t)at * width, &value, width);
-}
-
-/* Which of 64 elements differ, a bit each. */
-typedef uint64_t (*differ)(const uint8_t *one, const uint8_t *other, uint32_t width);
-
-#if defined(__SSE2__)
-INLINE __m128i at128(const uint8_t *data, uint32_t index) {
-    return _mm_loadu_si128((const __m128i *)(const void *)data + index);
-}
-
-/* A bit for each of 16 elements that are equal. */
-INLINE uint64_t equal16(const uint8_t *one, const uint8_t *other, const uint32_t width) {
-    __m128i equal[4];
-    for (uint32_t i = 0; i < width; i++) {
-        __m128i a = at128(one, i), b = at128(other, i);
-        equal[i] = width == 1   ? _mm_cmpeq_epi8(a, b)
-                   : width == 2 ? _mm_cmpeq_epi16(a, b)
-                                : _mm_cmpeq_epi32(a, b);
-    }
-    if (width == 1) {
-        return (uint32_t)_mm_movemask_epi8(equal[0]);
-    }
-    if (width == 2) {
-        return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(equal[0], equal[1]));
-    }
-    return (uint32_t)_mm_movemask_epi8(_mm_packs_epi16(_mm_packs_epi32(equal[0], equal[1]),
-                                                       _mm_packs_epi32(equal[2], equal[3])));
-}
-
-INLINE uint64_t differ_sse2(const uint8_t *one, const uint8_t *other, const uint32_t width) {
-    uint64_t equal = 0;
-    for (uint32_t i = 0; i < 4; i++) {
-        equal |= equal16(one + i * 16 * width, other + i * 16 * width, width) << 16 * i;
-    }
-    return ~equal;
-}
-#define DIFFER differ_sse2
-#else
-INLINE uint64_t differ_plain(const uint8_t *one, const uint8_t *other, const uint32_t width) {
-    uint64_t bits = 0;
-    if (memcmp(one, other, (size_t)64 * width) == 0) {
-        return 0;
-    }
-    for (uint32_t i = 0; i < 64; i++) {
-        bits |= (uint64_t)(load(one, i, width) != load(other, i, width)) << i;
-    }
-    return bits;
-}
-#define DIFFER differ_plain
-#endif
-
-#ifdef HAVE_AVX2
-#define AVX2 __attribute__((target("avx2")))
-
-INLINE AVX2 __m256i at256(const uint8_t *data, uint32_t index) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)data + index);
-}
-
-/* A bit for each of 32 elements that are equal; packing goes by halves, and is put right after. */
-INLINE AVX2 uint64_t equal32(const uint8_t *one, const uint8_t *other, const uint32_t width) {
-    __m256i equal[4];
-    for (uint32_t i = 0; i < width; i++) {
-        __m256i a = at256(one, i), b = at256(other, i);
-        equal[i] = width == 1   ? _mm256_cmpeq_epi8(a, b)
-                   : width == 2 ? _mm256_cmpeq_epi16(a, b)
-                                : _mm256_cmpeq_epi32(a, b);
-    }
-    __m256i all = equal[0];
-    if (width == 2) {
-        all = _mm256_permute4x64_epi64(_mm256_packs_epi16(equal[0], equal[1]), 0xD8);
-    } else if (width == 4) {
-        __m256i low = _mm256_packs_epi32(equal[0], equal[1]);
-        __m256i high = _mm256_packs_epi32(equal[2], equal[3]);
-        all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
-                                          _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    }
-    return (uint32_t)_mm256_movemask_epi8(all);
-}
-
-INLINE AVX2 uint64_t differ_avx2(const uint8_t *one, const uint8_t *other, const uint32_t width) {
-    return ~(equal32(one, other, width) |
-             equal32(one + 32 * width, other + 32 * width, width) << 32);
-}
-#endif
+/* Places that are found at a time in 64 elements, and read at a time of a span: more are rare where
+ * a patch is worth it. */
+#define FOUND_AT_ONCE 2u
+#define READ_AT_ONCE 8u
+#define COPIED_AT_ONCE 64u
+/* Changes whose memory is asked for before the first of them is made, and blocks that they may be
+ * spread over: memory takes longer to answer than changes take to make. */
+#define LOT_CHANGES 128u
+#define LOT_BLOCKS 1024u
+/* A block with more is made at once: its lines are neighbours, which the hardware asks for. */
+#define SPARSE_CHANGES 256u
 
 /* The largest count for which places are smaller than the values of all. */
 INLINE uint32_t most_places(const uint32_t width) {
     return PATCH_SPAN * width / (1 + width);
 }
 
-/* Applies one part of a stream to `elements` elements. */
-INLINE bool apply_span(struct patch_in *in, uint8_t *to, uint32_t elements, uint64_t first,
+INLINE uint32_t spans_of(uint32_t elements) {
+    return (elements + PATCH_SPAN - 1) / PATCH_SPAN;
+}
+
+INLINE uint32_t span_at(uint32_t elements, uint32_t span) {
+    uint32_t left = elements - span * PATCH_SPAN;
+    return left < PATCH_SPAN ? left : PATCH_SPAN;
+}
+
+/* One block of a stream, as it was checked: its spans' counts, copied, and what follows them. */
+struct block {
+    uint8_t counts[BLOCK_SPANS];
+    uint32_t changes; /* with places */
+    bool dense;       /* has a span of which all elements follow */
+    const uint8_t *places;
+    const uint8_t *values;
+};
+
+/* Reads a block's counts and moves on to the next block; false where its bytes are not all there.
+ * Counts are summed several at a time. */
+INLINE bool next_block(struct patch_in *in, struct block *block, uint32_t elements,
                        const uint32_t width) {
-    if (in->at == in->end) {
+    uint32_t spans = spans_of(elements), sum = 0, all = 0;
+    if ((uint64_t)(in->end - in->at) < spans) {
         return false;
     }
-    uint32_t count = *in->at++;
-    uint64_t left = (uint64_t)(in->end - in->at), digest = 0;
-    if (count == PATCH_ALL) {
-        if (left < (uint64_t)elements * width) {
-            return false;
-        }
-        for (uint32_t i = 0; i < elements; i++) {
-            digest += mixed(load(to, i, width), first + i);
-        }
-        memcpy(to, in->at, (size_t)elements * width);
-        in->at += elements * width;
+    if (spans == BLOCK_SPANS) {
+        memcpy(block->counts, in->at, BLOCK_SPANS);
     } else {
-        if (left < (uint64_t)count * (1 + width)) {
-            return false;
-        }
-        for (uint32_t n = 0; n < count; n++, in->at += 1 + width) {
-            uint32_t place = in->at[0];
-            if (place >= elements) {
-                return false;
-            }
-            digest += mixed(load(to, place, width), first + place);
-            store(to, place, load(in->at + 1, 0, width), width);
-        }
+        memset(block->counts, 0, sizeof block->counts);
+        memcpy(block->counts, in->at, spans);
     }
-    in->base_digest += digest;
+    for (uint32_t i = 0; i < BLOCK_SPANS; i++) {
+        sum += block->counts[i];
+        all += block->counts[i] == PATCH_ALL;
+    }
+    uint64_t values = block->changes = sum - all * PATCH_ALL;
+    block->dense = all > 0;
+    for (uint32_t span = 0; all > 0 && span < spans; span++) {
+        values += block->counts[span] == PATCH_ALL ? span_at(elements, span) : 0;
+    }
+    block->places = in->at + spans;
+    block->values = block->places + block->changes;
+    if ((uint64_t)(in->end - block->places) < block->changes + values * width) {
+        return false;
+    }
+    in->at = block->values + values * width;
     return true;
 }
 
-/* A span of which so many changed that all of it is packed: what did not change counts too. */
-INLINE void pack_all(struct patch_out *out, uint8_t *start, const uint8_t *now,
-                     const uint64_t *bits, uint32_t elements, uint64_t first,
-                     const uint32_t width) {
-    for (uint32_t i = 0; i < elements; i++) {
-        if ((bits[i / 64] >> i % 64 & 1) == 0) {
-            out->base_digest += mixed(load(now, i, width), first + i);
+/* Writes the element that each place stands for, `first` being the block's. `elements_at` has room
+ * for READ_AT_ONCE more; `end` is the stream's. False where a place is outside of the block. */
+INLINE bool read_places(const struct block *block, uint32_t elements, uint32_t first,
+                        const uint8_t *end, uint32_t *elements_at) {
+    const uint8_t *at = block->places;
+    uint32_t done = 0;
+    for (uint32_t span = 0; span < spans_of(elements); span++) {
+        uint32_t count = block->counts[span], start = first + span * PATCH_SPAN, n = 0;
+        count = count == PATCH_ALL ? 0 : count;
+        do {
+            if (end - at < (int64_t)(n + READ_AT_ONCE)) {
+                for (; n < count; n++) {
+                    elements_at[done + n] = start + at[n];
+                }
+            } else {
+                for (uint32_t i = 0; i < READ_AT_ONCE; i++) {
+                    elements_at[done + n + i] = start + at[n + i];
+                }
+                n += READ_AT_ONCE;
+            }
+        } while (n < count);
+        done += count;
+        at += count;
+    }
+    /* Only a span that is short has places that are outside. */
+    for (uint32_t i = 0; elements % PATCH_SPAN != 0 && i < done; i++) {
+        if (elements_at[i] - first >= elements) {
+            return false;
         }
     }
-    start[0] = PATCH_ALL;
-    memcpy(start + 1, now, (size_t)elements * width);
-    out->at = start + 1 + elements * width;
+    return true;
 }
 
-/* Packs what differs in one span, for which there is room; what differs is stored where base is. */
-INLINE void pack_span(struct patch_out *out, const uint8_t *now, uint8_t *base, bool in_place,
-                      uint32_t elements, uint64_t first, const uint32_t width, differ differs) {
-    uint64_t bits[PATCH_SPAN / 64] = {0}, digest = 0;
-    if (elements == PATCH_SPAN) {
-        for (uint32_t i = 0; i < PATCH_SPAN / 64; i++) {
-            bits[i] = differs(now + i * 64 * width, base + i * 64 * width, width);
-        }
-    } else {
-        for (uint32_t i = 0; i < elements; i++) {
-            bits[i / 64] |= (uint64_t)(load(now, i, width) != load(base, i, width)) << i % 64;
-        }
+/* Makes changes of a block; what was there is part of the digest. */
+INLINE uint64_t make_changes(uint8_t *to, uint64_t first, const uint32_t *elements_at,
+                             const uint8_t *values, uint32_t count, const uint32_t width) {
+    uint64_t digest = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t at = elements_at[i];
+        digest += mixed(load(to, at, width), first + at);
+        store(to, at, load(values, i, width), width);
     }
-    uint8_t *start = out->at, *at = start + 1;
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < PATCH_SPAN / 64; i++) {
-        for (uint64_t left = bits[i]; left != 0; left &= left - 1) {
-            uint32_t place = i * 64 + (uint32_t)__builtin_ctzll(left);
-            uint32_t value = load(now, place, width);
-            digest += mixed(load(base, place, width), first + place);
-            if (in_place) {
-                store(base, place, value, width);
-            }
-            at[0] = (uint8_t)place;
-            store(at + 1, 0, value, width);
-            at += 1 + width;
-            count++;
+    return digest;
+}
+
+/* Makes the changes of a block, spans of which all elements follow included. */
+INLINE uint64_t make_dense(uint8_t *to, uint64_t first, const struct block *block,
+                           const uint32_t *elements_at, uint32_t elements, const uint32_t width) {
+    uint64_t digest = 0;
+    const uint8_t *values = block->values;
+    for (uint32_t span = 0; span < spans_of(elements); span++) {
+        uint32_t count = block->counts[span], here = span_at(elements, span);
+        if (count != PATCH_ALL) {
+            digest += make_changes(to, first, elements_at, values, count, width);
+            elements_at += count;
+            values += (uint64_t)count * width;
+            continue;
         }
+        uint8_t *at = to + (uint64_t)span * PATCH_SPAN * width;
+        for (uint32_t i = 0; i < here; i++) {
+            digest += mixed(load(at, i, width), first + span * PATCH_SPAN + i);
+        }
+        memcpy(at, values, (size_t)here * width);
+        values += (uint64_t)here * width;
     }
-    start[0] = (uint8_t)count;
-    out->at = at;
-    out->base_digest += digest;
-    out->changes += count;
-    if (count > most_places(width)) {
-        pack_all(out, start, now, bits, elements, first, width);
+    return digest;
+}
+
+/* Applies one block at once. */
+INLINE bool apply_block(struct patch_in *in, const struct block *block, uint8_t *to,
+                        uint32_t elements, uint64_t first, const uint32_t width) {
+    uint32_t elements_at[BLOCK_ELEMENTS + READ_AT_ONCE];
+    if (!read_places(block, elements, 0, in->end, elements_at)) {
+        return false;
     }
+    in->base_digest +=
+        block->dense ? make_dense(to, first, block, elements_at, elements, width)
+                     : make_changes(to, first, elements_at, block->values, block->changes, width);
+    return true;
 }
 
 /* The hardware looks ahead within a page only, and a page is compared faster than memory answers. */
 INLINE void ask_for(const uint8_t *one, const uint8_t *other, uint32_t bytes) {
     for (uint32_t at = 0; at < bytes; at += LINE_BYTES) {
-        __builtin_prefetch(one + AHEAD_BYTES + at);
-        __builtin_prefetch(other + AHEAD_BYTES + at);
+        __builtin_prefetch(one + at);
+        __builtin_prefetch(other + at);
     }
+}
+
+/* Which of a word's elements differ, where it may be the last one and not whole. */
+INLINE uint64_t differ_some(const uint8_t *now, const uint8_t *base, uint32_t elements,
+                            const uint32_t width, differ differs) {
+    uint64_t bits = 0;
+    if (elements >= WORD_BITS) {
+        return differs(now, base, width);
+    }
+    for (uint32_t i = 0; i < elements; i++) {
+        bits |= (uint64_t)(load(now, i, width) != load(base, i, width)) << i;
+    }
+    return bits;
+}
+
+/* The place of the lowest bit; any where there is none. */
+INLINE uint32_t lowest(uint64_t bits) {
+    return (uint32_t)__builtin_ctzll(bits | UINT64_C(1) << (WORD_BITS - 1));
+}
+
+/* What differs in a block. */
+struct changes {
+    uint32_t count;
+    bool dense;                    /* there is a span of which all elements are packed */
+    uint16_t in_span[BLOCK_SPANS]; /* how many of each span */
+    uint16_t elements_at[BLOCK_ELEMENTS + FOUND_AT_ONCE];
+};
+
+INLINE void find_changes(struct changes *found, const uint8_t *now, const uint8_t *base,
+                         uint32_t elements, const uint32_t width, differ differs) {
+    uint32_t done = 0;
+    found->dense = false;
+    for (uint32_t span = 0; span < spans_of(elements); span++) {
+        uint32_t before = done, start = span * PATCH_SPAN, end = start + span_at(elements, span);
+        uint64_t ahead = (uint64_t)start * width + AHEAD_BYTES;
+        ask_for(now + ahead, base + ahead, PATCH_SPAN * width);
+        uint64_t bits[PATCH_SPAN / WORD_BITS] = {0}, any = 0;
+        for (uint32_t at = start, word = 0; at < end; at += WORD_BITS, word++) {
+            bits[word] = differ_some(now + (uint64_t)at * width, base + (uint64_t)at * width,
+                                     end - at, width, differs);
+            any |= bits[word];
+        }
+        for (uint32_t word = 0; any != 0 && word < PATCH_SPAN / WORD_BITS; word++) {
+            uint64_t left = bits[word];
+            uint32_t count = (uint32_t)__builtin_popcountll(left), n = 0;
+            do {
+                for (uint32_t i = 0; i < FOUND_AT_ONCE; i++, left &= left - 1) {
+                    uint32_t at = start + word * WORD_BITS + lowest(left);
+                    found->elements_at[done + n++] = (uint16_t)at;
+                }
+            } while (n < count);
+            done += count;
+        }
+        found->in_span[span] = (uint16_t)(done - before);
+        found->dense |= done - before > most_places(width);
+    }
+    found->count = done;
+}
+
+/* Packs values of elements that differ, and stores them where base is. */
+INLINE uint64_t pack_values(uint8_t *to, const uint8_t *now, uint8_t *base, bool in_place,
+                            uint64_t first, const uint16_t *elements_at, uint32_t count,
+                            const uint32_t width) {
+    uint64_t digest = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t at = elements_at[i], value = load(now, at, width);
+        digest += mixed(load(base, at, width), first + at);
+        store(to, i, value, width);
+        if (in_place) {
+            store(base, at, value, width);
+        }
+    }
+    return digest;
+}
+
+/* Packs a block that has spans of which so many changed that all of their elements are packed: what
+ * did not change counts too. */
+INLINE bool pack_dense(struct patch_out *out, const uint8_t *now, uint8_t *base, bool in_place,
+                       const struct changes *found, uint32_t elements, uint64_t first,
+                       const uint32_t width) {
+    uint32_t spans = spans_of(elements), places = 0, values = 0;
+    const uint16_t *elements_at = found->elements_at;
+    uint8_t counts[BLOCK_SPANS];
+    for (uint32_t span = 0; span < spans; span++) {
+        bool all = found->in_span[span] > most_places(width);
+        counts[span] = all ? PATCH_ALL : (uint8_t)found->in_span[span];
+        places += all ? 0 : counts[span];
+        values += all ? span_at(elements, span) : counts[span];
+    }
+    if ((uint64_t)(out->end - out->at) < spans + places + (uint64_t)values * width) {
+        return false;
+    }
+    uint8_t *place = out->at + spans, *value = place + places;
+    memcpy(out->at, counts, spans);
+    for (uint32_t span = 0; span < spans; span++) {
+        uint64_t offset = (uint64_t)span * PATCH_SPAN * width;
+        uint32_t here = span_at(elements, span), count = counts[span];
+        if (count != PATCH_ALL) {
+            for (uint32_t i = 0; i < count; i++) {
+                *place++ = (uint8_t)elements_at[i];
+            }
+            out->base_digest += pack_values(value, now, base, in_place, first, elements_at, count,
+                                            width);
+            value += (uint64_t)count * width;
+            elements_at += count;
+            continue;
+        }
+        for (uint32_t i = 0; i < here; i++) {
+            uint32_t at = span * PATCH_SPAN + i;
+            out->base_digest += mixed(load(base, at, width), first + at);
+        }
+        elements_at += found->in_span[span];
+        memcpy(value, now + offset, (size_t)here * width);
+        if (in_place) {
+            memcpy(base + offset, now + offset, (size_t)here * width);
+        }
+        value += (uint64_t)here * width;
+    }
+    out->at = value;
+    return true;
+}
+
+/* Packs what differs in one block; what differs is stored where base is. False without room. */
+INLINE bool pack_block(struct patch_out *out, const uint8_t *now, uint8_t *base, bool in_place,
+                       uint32_t elements, uint64_t first, const uint32_t width, differ differs) {
+    struct changes found;
+    find_changes(&found, now, base, elements, width, differs);
+    uint32_t spans = spans_of(elements), changes = found.count;
+    if (found.dense) {
+        out->full = !pack_dense(out, now, base, in_place, &found, elements, first, width);
+    } else {
+        out->full = (uint64_t)(out->end - out->at) < spans + (uint64_t)changes * (1 + width);
+    }
+    if (!found.dense && !out->full) {
+        uint8_t *places = out->at + spans, *values = places + changes;
+        for (uint32_t i = 0; i < spans; i++) {
+            out->at[i] = (uint8_t)found.in_span[i];
+        }
+        for (uint32_t i = 0; i < changes; i++) {
+            places[i] = (uint8_t)found.elements_at[i];
+        }
+        out->base_digest +=
+            pack_values(values, now, base, in_place, first, found.elements_at, changes, width);
+        out->at = values + (uint64_t)changes * width;
+    }
+    out->changes += changes;
+    return !out->full;
 }
 
 /* One block of a row: catch up, compare, write. */
 INLINE bool encode_block(struct patch_out *out, const uint8_t *now, uint8_t *base, uint8_t *to,
                          uint32_t elements, uint64_t first, struct patch_in *chain,
                          uint32_t links, const uint32_t width, differ differs) {
-    bool in_place = base == to;
-    for (uint32_t done = 0; done < elements; done += PATCH_SPAN) {
-        uint32_t span = elements - done < PATCH_SPAN ? elements - done : PATCH_SPAN;
-        uint64_t at = (uint64_t)done * width;
-        if (patch_is_full(out, width)) {
+    for (uint32_t i = 0; i < links; i++) {
+        struct block block;
+        if (!next_block(&chain[i], &block, elements, width) ||
+            !apply_block(&chain[i], &block, to, elements, first, width)) {
+            chain[i].damaged = true;
             return false;
         }
-        for (uint32_t i = 0; i < links; i++) {
-            if (!apply_span(&chain[i], to + at, span, first + done, width)) {
-                chain[i].damaged = true;
-                return false;
-            }
-        }
-        ask_for(now + at, base + at, span * width);
-        pack_span(out, now + at, base + at, in_place, span, first + done, width, differs);
     }
-    if (!in_place) {
+    if (!pack_block(out, now, base, base == to, elements, first, width, differs)) {
+        return false;
+    }
+    if (base != to) {
         copy_non_temporal(to, now, (size_t)elements * width);
     }
     return true;
@@ -254,11 +346,12 @@ INLINE bool encode_rows(struct patch_out *out, const struct patch_shape *shape,
                         uint32_t links, const uint32_t width, differ differs) {
     uint64_t elements = shape->row_bytes / width;
     for (uint64_t row = 0; row < shape->rows; row++) {
-        for (uint64_t done = 0; done < elements; done += BLOCK_SPANS * PATCH_SPAN) {
-            uint64_t left = elements - done, most = BLOCK_SPANS * PATCH_SPAN;
+        for (uint64_t done = 0; done < elements; done += BLOCK_ELEMENTS) {
+            uint64_t left = elements - done;
+            uint32_t here = left < BLOCK_ELEMENTS ? (uint32_t)left : BLOCK_ELEMENTS;
             uint64_t at = row * shape->stride + done * width;
-            if (!encode_block(out, now + row * shape->row_bytes + done * width, base + at, to + at,
-                              (uint32_t)(left < most ? left : most), row * elements + done, chain,
+            const uint8_t *from = now + row * shape->row_bytes + done * width;
+            if (!encode_block(out, from, base + at, to + at, here, row * elements + done, chain,
                               links, width, differs)) {
                 return false;
             }
@@ -287,7 +380,8 @@ DEFINE_ENCODER(encode_4_avx2, AVX2, 4, differ_avx2)
 
 static encoder encoder_of(uint32_t width) {
 #ifdef HAVE_AVX2
-    if (__builtin_cpu_supports("avx2")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+        __builtin_cpu_supports("popcnt")) {
         return width == 1 ? encode_1_avx2 : width == 2 ? encode_2_avx2 : encode_4_avx2;
     }
 #endif
@@ -303,90 +397,86 @@ bool patch_encode(struct patch_out *out, const struct patch_shape *shape, const 
     return done;
 }
 
-/* Changes that are decoded and not made yet: memory takes longer to answer than they take to
- * decode, and where they are sparse there is nothing else to do meanwhile. */
-struct batch {
-    uint32_t count;
-    uint32_t values[BATCH];
-    uint64_t places[BATCH]; /* element of the row */
+/* Changes of several blocks that are not made yet. */
+struct lot {
+    uint32_t changes;
+    uint32_t blocks;
+    uint64_t start; /* element of the row from which places count */
+    uint32_t elements_at[LOT_CHANGES + SPARSE_CHANGES + READ_AT_ONCE];
+    uint8_t values[(LOT_CHANGES + SPARSE_CHANGES) * sizeof(uint32_t) + COPIED_AT_ONCE];
 };
 
-INLINE void make_changes(struct patch_in *in, struct batch *batch, uint8_t *row, uint64_t first,
-                         const uint32_t width) {
-    uint64_t digest = 0;
-    for (uint32_t i = 0; i < batch->count; i++) {
-        uint8_t *at = row + batch->places[i] * width;
-        digest += mixed(load(at, 0, width), first + batch->places[i]);
-        store(at, 0, batch->values[i], width);
+/* Adds a block's changes. False where a place is outside of it. */
+INLINE bool add_to_lot(struct lot *lot, const struct block *block, uint64_t done,
+                       uint32_t elements, const uint8_t *end, const uint32_t width) {
+    if (lot->blocks == 0) {
+        lot->start = done;
     }
-    in->base_digest += digest;
-    batch->count = 0;
-}
-
-/* Counts of 0, eight at a time: most spans have one where little changed. */
-INLINE uint64_t unchanged_spans(const uint8_t *at, const uint8_t *end, uint64_t spans) {
-    uint64_t found = 0, word;
-    for (; spans - found >= 8 && end - at >= 8; found += 8, at += 8) {
-        memcpy(&word, at, 8);
-        if (word != 0) {
-            break;
-        }
-    }
-    return found;
-}
-
-/* Decodes a span's places into the batch, which is emptied where it is full. */
-INLINE bool decode_span(struct patch_in *in, struct batch *batch, uint8_t *row, uint64_t done,
-                        uint32_t elements, uint64_t first, const uint32_t width) {
-    const uint8_t *at = in->at;
-    uint32_t count = *at++;
-    if ((uint64_t)(in->end - at) < (uint64_t)count * (1 + width)) {
+    if (!read_places(block, elements, (uint32_t)(done - lot->start), end,
+                     lot->elements_at + lot->changes)) {
         return false;
     }
-    for (uint32_t n = 0; n < count; n++, at += 1 + width) {
-        uint32_t place = at[0];
-        if (place >= elements) {
-            return false;
-        }
-        if (batch->count == BATCH) {
-            make_changes(in, batch, row, first, width);
-        }
-        __builtin_prefetch(row + (done + place) * width, 1);
-        batch->places[batch->count] = done + place;
-        batch->values[batch->count++] = load(at + 1, 0, width);
+    uint8_t *values = lot->values + lot->changes * width;
+    uint32_t bytes = block->changes * width, at = 0;
+    for (; at < bytes && end - block->values >= (int64_t)(at + COPIED_AT_ONCE);
+         at += COPIED_AT_ONCE) {
+        memcpy(values + at, block->values + at, COPIED_AT_ONCE);
     }
-    in->at = at;
+    if (at < bytes) {
+        memcpy(values + at, block->values + at, bytes - at);
+    }
+    lot->changes += block->changes;
+    lot->blocks++;
     return true;
 }
 
+INLINE void ask_for_lot(const struct lot *lot, const uint8_t *row, const uint32_t width) {
+    for (uint32_t i = 0; i < lot->changes; i++) {
+        __builtin_prefetch(row + (lot->start + lot->elements_at[i]) * width, 1);
+    }
+}
+
+INLINE void make_lot(struct patch_in *in, struct lot *lot, uint8_t *row, uint64_t first,
+                     const uint32_t width) {
+    in->base_digest += make_changes(row + lot->start * width, first + lot->start,
+                                    lot->elements_at, lot->values, lot->changes, width);
+    lot->changes = 0;
+    lot->blocks = 0;
+}
+
+/* Applies a row's blocks, those with few changes in lots. While the memory of one lot is asked for
+ * the lot before it is made. */
 INLINE bool apply_row(struct patch_in *in, uint8_t *row, uint64_t elements, uint64_t first,
                       const uint32_t width) {
-    struct batch batch;
-    batch.count = 0;
-    uint64_t done = 0;
-    while (done < elements) {
-        uint64_t spans = unchanged_spans(in->at, in->end, (elements - done) / PATCH_SPAN);
-        in->at += spans;
-        done += spans * PATCH_SPAN;
-        if (done == elements) {
-            break;
+    struct lot lots[2];
+    struct lot *lot = &lots[0], *asked = &lots[1];
+    bool good = true;
+    lot->blocks = lot->changes = asked->blocks = asked->changes = 0;
+    for (uint64_t done = 0; good && done < elements; done += BLOCK_ELEMENTS) {
+        uint64_t left = elements - done;
+        uint32_t here = left < BLOCK_ELEMENTS ? (uint32_t)left : BLOCK_ELEMENTS;
+        struct block block;
+        good = next_block(in, &block, here, width);
+        if (!good || (block.changes == 0 && !block.dense)) {
+            continue;
         }
-        uint32_t span = elements - done < PATCH_SPAN ? (uint32_t)(elements - done) : PATCH_SPAN;
-        bool good = in->at != in->end;
-        if (good && *in->at == PATCH_ALL) {
-            make_changes(in, &batch, row, first, width);
-            good = apply_span(in, row + done * width, span, first + done, width);
-        } else if (good) {
-            good = decode_span(in, &batch, row, done, span, first, width);
+        if (block.dense || block.changes > SPARSE_CHANGES) {
+            good = apply_block(in, &block, row + done * width, here, first + done, width);
+            continue;
         }
-        if (!good) {
-            in->damaged = true;
-            return false;
+        good = add_to_lot(lot, &block, done, here, in->end, width);
+        if (lot->changes >= LOT_CHANGES || lot->blocks == LOT_BLOCKS) {
+            ask_for_lot(lot, row, width);
+            make_lot(in, asked, row, first, width);
+            struct lot *made = asked;
+            asked = lot;
+            lot = made;
         }
-        done += span;
     }
-    make_changes(in, &batch, row, first, width);
-    return true;
+    make_lot(in, asked, row, first, width);
+    make_lot(in, lot, row, first, width);
+    in->damaged = !good;
+    return good;
 }
 
 INLINE bool apply_rows(struct patch_in *in, const struct patch_shape *shape, uint8_t *to,

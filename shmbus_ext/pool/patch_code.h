@@ -1,11 +1,12 @@
 /* Which elements of a piece of a version changed, and to what: found, packed and applied in one
  * pass each, over plain memory.
  *
- * A piece is `rows` rows of `row_bytes` bytes, one each `stride` bytes. Its stream has a part for
- * each 256 elements of a row (the last may be shorter):
+ * A piece is `rows` rows of `row_bytes` bytes, one each `stride` bytes. A row is cut into blocks of
+ * 8 spans of 256 elements (the last of both may be shorter). A piece's stream has for each block:
  *
- *   count       one byte: 0 to 254 elements changed; 255: all of them follow
- *   count times place in the 256, one byte; the new value
+ *   counts  a byte a span: 0 to 254 elements changed; 255: all of them follow
+ *   places  a byte each, in the span; of spans whose count is not 255
+ *   values  new ones, in the order of the elements
  *
  * Invariants: elements are compared bit by bit, so that NaN and -0.0 are what they are. A stream
  * that is read comes from shared memory: each byte is read once, and checked before it bounds
@@ -18,6 +19,8 @@
 
 /* Elements that a place byte can tell apart. */
 #define PATCH_SPAN 256u
+/* Spans of a block: its elements are still in the nearest cache when they are packed. */
+#define PATCH_BLOCK_SPANS 8u
 /* Instead of a count: every element follows, without its place. */
 #define PATCH_ALL 255u
 
@@ -42,15 +45,11 @@ struct patch_out {
     const uint8_t *end;
     uint64_t base_digest;
     uint64_t changes;
+    bool full; /* a block did not fit */
 };
 
 /* Bytes of a stream in which so many elements changed, at most. */
 uint64_t patch_stream_bytes(const struct patch_shape *shape, uint64_t changes);
-
-/* Whether there may be no room for another 256 elements, so that encoding ends. */
-static inline bool patch_is_full(const struct patch_out *out, uint32_t width) {
-    return (uint64_t)(out->end - out->at) < 1 + PATCH_SPAN * (1 + width);
-}
 
 /* Brings the piece at `to` to `now`, whose rows lie one after the other, and packs what differs
  * from `base`. Where base is `to`, only what differs is written, after the streams of `links` have

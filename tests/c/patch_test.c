@@ -141,7 +141,7 @@ static void a_stream_without_room_ends_before_its_end(void) {
         memset(base, 0, sizeof base);
         struct patch_out out = {.at = stream, .end = stream + size};
         CHECK(!patch_encode(&out, &shape, now, base, base, NULL, 0));
-        CHECK(out.at <= stream + size && patch_is_full(&out, 2));
+        CHECK(out.at <= stream + size && out.full);
         free(stream);
     }
 }
