@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer_adapter.adapters.parted import part_row
 from trainer_adapter.adapters.place import place_of
 from trainer_adapter.adapters.skyrl import make_generator
 from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter.adapters.stack import Stack
 from trainer_adapter.adapters.verifiers import put_episode
 
 
@@ -35,12 +37,37 @@ def test_importing_an_adapter_loads_neither_torch_nor_the_stack() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed here")
 def test_without_its_stack_an_adapter_says_what_it_needs() -> None:
-    with pytest.raises(ImportError, match=r"GeneratorInterface of skyrl.*tested with skyrl 0\.3"):
+    with pytest.raises(
+        ImportError, match=r"GeneratorInterface of skyrl.*no skyrl \(tested: 0\.3\.0"
+    ):
         make_generator("none")
     with pytest.raises(ImportError, match=r"needs kv_put of transfer_queue.*no verl \(tested"):
         importlib.import_module("trainer_adapter.adapters.verl.manager")
     with pytest.raises(TypeError, match=r"expected an episode of verifiers\.v1, got SimpleNames"):
         put_episode(None, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_a_stack_of_another_version_is_refused_by_the_names_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = Stack("other", {"pytest": "0.1", "nowhere": "2.0"}, "other==1.0")
+    assert stack.needed("pytest", "raises", "mark") == (pytest.raises, pytest.mark)
+    with pytest.raises(ImportError) as raised:
+        stack.needed("pytest", "raises", "rises", "sets")
+    assert str(raised.value) == (
+        "the other adapter needs raises, rises, sets of pytest, and it has no rises, sets: "
+        f"pytest {pytest.__version__} (tested: 0.1), no nowhere (tested: 2.0); install other==1.0"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reasons = {
+        "import not_there_at_all": "the module not_there_at_all is not there",
+        "from sys import gone": r"it does not import \(ImportError: cannot import name 'gone'",
+        "def f[T](x: T) -> T: ...; else": r"it does not import \(SyntaxError: ",
+    }
+    for number, (text, reason) in enumerate(reasons.items()):
+        (tmp_path / f"other_stack_{number}.py").write_text(text)
+        with pytest.raises(ImportError, match=f"needs Name of other_stack_{number}, and {reason}"):
+            stack.needed(f"other_stack_{number}", "Name")
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -24,13 +24,12 @@ from typing import Any, ClassVar, Final
 import shmbus
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos, records_of
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
+from trainer_adapter.adapters.stack import BUS_VARIABLE
 
 __all__ = ["AtroposTrainer", "ShmbusEnv"]
 
 logger = logging.getLogger(__name__)
 
-#: The variable that names the bus, where an environment's class does not.
-BUS_VARIABLE: Final = "SHMBUS_BUS"
 #: Seconds that one try waits for room, in a thread that a process at its end waits for.
 _TRY_S: Final = 0.5
 #: Groups that one take leases.

@@ -19,7 +19,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import itertools
 import time
@@ -31,11 +30,12 @@ import msgspec
 import shmbus
 from trainer_adapter.adapters.parted import Parted, part_row
 from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter.adapters.stack import Stack
 
-__all__ = ["TESTED", "GenerateByBus", "make_generator"]
+__all__ = ["GenerateByBus", "make_generator"]
 
-#: What the tests ran with; its generators need Python 3.12.
-TESTED: Final = "skyrl 0.3.0 on Python 3.12"
+#: Its generators need Python 3.12.
+_SKYRL: Final = Stack("SkyRL", {"skyrl": "0.3.0"}, "skyrl==0.3.0 with Python 3.12")
 #: Seconds of one wait for groups, and of a call's default in all.
 _LOOK_S: Final = 0.2
 GENERATE_TIMEOUT_S: Final = 3600.0
@@ -284,13 +284,5 @@ def make_generator(bus: str, **options: Any) -> Any:
     ImportError
         SkyRL is not there, or has other names.
     """
-    module = "skyrl.train.generators.base"
-    try:
-        interface = importlib.import_module(module).GeneratorInterface
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ImportError(
-            f"the SkyRL adapter needs GeneratorInterface of {module}, and it is not there "
-            f"({error}); tested with {TESTED}",
-            name=module,
-        ) from error
+    (interface,) = _SKYRL.needed("skyrl.train.generators.base", "GeneratorInterface")
     return type("ShmbusGenerator", (GenerateByBus, interface), {})(bus, **options)

@@ -20,11 +20,10 @@ from typing import Any, Final
 
 import shmbus
 from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, record_of
+from trainer_adapter.adapters.stack import BUS_VARIABLE
 
 __all__ = ["SlimeRollouts", "generate_rollout", "put_sample"]
 
-#: The variable that names the bus, where slime's arguments have no ``shmbus_bus``.
-BUS_VARIABLE: Final = "SHMBUS_BUS"
 _TAKE_GROUPS: Final = 256
 #: Seconds that one look for groups lasts.
 _LOOK_S: Final = 1.0

@@ -25,11 +25,13 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.stack import Stack
 
 __all__ = ["TESTED", "ShmbusBatches", "sample_group", "use_bus"]
 
 #: What the tests ran with. The package's own ``__init__`` imports vLLM; its batcher does not.
 TESTED: Final = "torchtitan 0.3.0 (RL batcher), NousResearch/torchtitan 26870b6 by its interface"
+_TORCHTITAN: Final = Stack("torchtitan", {"torchtitan": "0.3.0"}, "torchtitan==0.3.0")
 #: Seconds of one wait for groups; between two of them Ctrl-C is seen to.
 _LOOK_S: Final = 1.0
 _TYPES: Final = "torchtitan.experiments.rl.types"
@@ -125,18 +127,8 @@ def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:
 
 
 def _types() -> ModuleType:
-    try:
-        found = importlib.import_module(_TYPES)
-        missing = [name for name in _NEEDED if not hasattr(found, name)]
-    except ModuleNotFoundError as error:
-        missing = [f"the module {error.name}"]
-    if missing:
-        raise ImportError(
-            f"the torchtitan adapter needs {', '.join(_NEEDED)} of {_TYPES}, and "
-            f"{', '.join(missing)} is not there; tested with {TESTED}",
-            name=_TYPES,
-        )
-    return found
+    _TORCHTITAN.needed(_TYPES, *_NEEDED)
+    return importlib.import_module(_TYPES)
 
 
 class ShmbusBatches:
