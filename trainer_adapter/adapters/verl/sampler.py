@@ -76,6 +76,9 @@ class _FromBus:
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
         """Sample as verl does, and tell the bus which policy version is current.
 
+        verl counts its weights by the step after which they are sent: in step n, samples are made
+        with version n - 1.
+
         Parameters
         ----------
         global_steps : int
@@ -89,8 +92,8 @@ class _FromBus:
             As verl's.
         """
         consumer = self._consumers.consumer
-        if global_steps > consumer.policy_version:
-            consumer.policy_version = global_steps
+        if global_steps - 1 > consumer.policy_version:
+            consumer.policy_version = global_steps - 1
         return super().sample(global_steps, partition_id, batch_size)  # type: ignore[misc]
 
     def _fill(self, partition: str, split: str) -> None:
@@ -101,7 +104,8 @@ class _FromBus:
         for place, group in enumerate(groups):
             asked = known.get(group.instance_id, {})
             uid = group.instance_id if asked.get("is_prompt") else uuid.uuid4().hex
-            steps = int(asked.get("global_steps", group[0].policy_version))
+            # The step in which its prompt would have been submitted to that version.
+            steps = int(asked.get("global_steps", group[0].policy_version + 1))
             prompt = PROMPTS.pop(uid, {})
             try:
                 made = trajectories_of(group, uid, prompt, steps, self._logprobs)
