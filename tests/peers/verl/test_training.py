@@ -1,0 +1,135 @@
+"""verl's own trainer takes optimizer steps on groups that outside processes put on a bus."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_policy import COMPLETION_TOKENS, make, sampling
+
+import shmbus
+
+HERE = Path(__file__).parent
+STEPS, PROMPTS, ROLLOUTS = 3, 4, 4
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def of_the_page(bus: str) -> list[str]:
+    """The page's configuration, as arguments of a command line."""
+    text = pages.block("verl.md", "custom_sampler:").replace(f"bus: {pages.BUS}", f"bus: {bus}")
+
+    def flat(node: Any, *keys: str) -> Iterator[str]:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                yield from flat(value, *keys, key)
+        else:
+            yield f"++{'.'.join(keys)}={node}"
+
+    return list(flat(yaml.safe_load(text)))
+
+
+def overrides(bus: str, root: Path) -> list[str]:
+    """What a user would write; the second half makes it small, and of a CPU."""
+    return [
+        *of_the_page(bus),
+        f"actor_rollout_ref.model.path={root}/model",
+        f"data.train_files={root}/prompts.json",
+        f"data.val_files={root}/prompts.json",
+        f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "data.dataloader_num_workers=0",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        f"actor_rollout_ref.rollout.n={ROLLOUTS}",
+        "actor_rollout_ref.rollout.name=bus",
+        "actor_rollout_ref.rollout.nnodes=1",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=false",
+        f"trainer.save_freq={STEPS}",
+        f"trainer.default_local_dir={root}/checkpoints",
+        "trainer.logger=[file]",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        # Without an accelerator, and without inference servers of verl's own.
+        "trainer.v1.trainer_mode=bus",
+        "trainer.device=cpu",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+        "actor_rollout_ref.actor.use_torch_compile=false",
+        "reward.num_workers=1",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "+ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.num_gpus=1",
+        "+ray_kwargs.ray_init.include_dashboard=false",
+        "+ray_kwargs.ray_init.object_store_memory=209715200",
+    ]
+
+
+def train(bus: str, root: Path) -> list[dict[str, float]]:
+    """Run verl; return what it logged of each step."""
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
+        "VERL_USE_EXTERNAL_MODULES": "on_a_cpu", "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda", "RAY_worker_niceness": "0",
+        "VERL_FILE_LOGGER_PATH": str(root / "log.jsonl"),
+    }  # fmt: skip
+    command = [sys.executable, "-c", "import training; training.main()", *overrides(bus, root)]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=560, cwd=root,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    return [json.loads(line)["data"] for line in (root / "log.jsonl").read_text().splitlines()]
+
+
+def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Path) -> None:
+    make(tmp_path, PROMPTS * STEPS)
+    with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
+        with sampling("verl.md", "producer.next_request()", bus_name, tmp_path, count=2):
+            log = train(bus_name, tmp_path)
+        stats = bus.stats()
+    assert stats.acknowledged == stats.committed == STEPS * PROMPTS * ROLLOUTS
+    assert [step["training/global_step"] for step in log] == list(range(1, STEPS + 1))
+    for step in log:
+        assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
+        assert step["response_length/mean"] == COMPLETION_TOKENS
+        # The version that the bus shows is verl's own of the weights, or the one before.
+        assert step["training/off_policy/trajectory_staleness/min"] >= 0
+    # Before the first update, verl's policy gives the samplers' own logprobs, but in bfloat16.
+    assert log[0]["training/rollout_probs_diff_max"] < 0.01
+    [saved] = tmp_path.glob(f"checkpoints/global_step_{STEPS}/actor/model_world_size_1_rank_0.pt")
+    trained = torch.load(saved, weights_only=False)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(before) == set(trained)
+    for name, tensor in before.items():
+        after = trained[name]
+        after = after.full_tensor() if hasattr(after, "full_tensor") else after
+        assert torch.isfinite(after).all() and not torch.equal(after, tensor), name
+
+
+def test_the_page_installs_what_the_tests_ran_with() -> None:
+    wanted = set(shlex.split(pages.block("verl.md", "pip install"))[3:])
+    assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted

@@ -1,0 +1,97 @@
+"""A tiny model, its tokenizer, prompts, and a rollout worker that samples it. No Ray, no trainer.
+
+    tiny_policy.py PAGE WORDS BUS DIRECTORY
+
+The worker is a block of a documentation page (see `pages`). It answers requests with the model
+until the bus is gone. Reward: the share of sampled tokens that are the prompt's word.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pages
+import torch
+
+VOCABULARY = 16
+PAD, EOS, FIRST_WORD = 0, 1, 2
+COMPLETION_TOKENS = 6
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def make(directory: Path, prompts: int) -> None:
+    """Write a model of 8,000 parameters, its tokenizer, and ``prompts.json``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+        tie_word_embeddings=False, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(directory / "model")
+    words = {"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(FIRST_WORD, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", chat_template=CHAT
+    )
+    fast.save_pretrained(directory / "model")
+    rows = [
+        {
+            "data_source": "words",
+            "env_class": "words",
+            "prompt": [{"role": "user", "content": f"w{FIRST_WORD + number % 14}"}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": number},
+        }
+        for number in range(prompts)
+    ]
+    (directory / "prompts.json").write_text("\n".join(map(json.dumps, rows)))
+
+
+@contextmanager
+def sampling(page: str, words: str, bus: str, directory: Path, count: int) -> Iterator[None]:
+    """Have processes of this file answer requests, as a page says."""
+    command = [sys.executable, "-W", "ignore", __file__, page, words, bus, str(directory)]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM
+
+    page, words, bus, directory = sys.argv[1:]
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(f"{directory}/model", dtype=torch.float32).eval()
+
+    def rollout(messages: Any, *_: Any) -> tuple[list[int], list[int], list[float], float]:
+        word = int(messages[0]["content"][1:])
+        ids, logprobs = torch.tensor([[word]]), [0.0]
+        with torch.no_grad():
+            for _ in range(COMPLETION_TOKENS):
+                logits = model(input_ids=ids).logits[0, -1].log_softmax(-1)
+                drawn = int(torch.multinomial(logits.exp(), 1))
+                ids = torch.cat([ids, torch.tensor([[drawn]])], 1)
+                logprobs.append(float(logits[drawn]))
+        tokens = ids[0].tolist()
+        right = sum(token == word for token in tokens[1:])
+        return tokens, [0] + [1] * COMPLETION_TOKENS, logprobs, right / COMPLETION_TOKENS
+
+    pages.run(page, words, bus, rollout=rollout)
+
+
+if __name__ == "__main__":
+    main()
