@@ -100,31 +100,37 @@ build/web/.made: constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	    -e '.[web-test]' pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-test-adapters: build/peers/trl/.made ## Test the TRL adapter against TRL itself, in an environment of its own (ARGS="-m 'not slow'": a minute)
-	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 build/peers/trl/bin/pytest \
-	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1000 $(ARGS) tests/peers/trl
-
-build/peers/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+# Environments of trainers and environments as they are; with NEWEST=1 beside these, without the pins.
+STACKS := build/peers$(if $(NEWEST),-newest)
+define make_stack
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e . \
+	sed '$(if $(NEWEST),s/==[^ ]*//)' $< > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $(@D)/requirements.txt -e . \
 	    pytest pytest-asyncio pytest-timeout
 	@touch $@
+endef
+
+test-adapters: $(STACKS)/trl/.made ## Test the TRL adapter against TRL itself, in an environment of its own (ARGS="-m 'not slow'": a minute; NEWEST=1)
+	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 $(STACKS)/trl/bin/pytest \
+	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1000 $(ARGS) tests/peers/trl
+
+$(STACKS)/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(make_stack)
 
 # SkyRL's generators need Python 3.12; its target is left out where there is none (PYTHON312).
 PYTHON312 ?= python3.12
 PEERS := openenv torchtitan verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
-test-peers-all: $(PEERS:%=test-peer-%) ## Test the adapters of other trainers and environments, each in an environment of its own (gigabytes, minutes)
+test-peers-all: $(PEERS:%=test-peer-%) ## Test the adapters of other trainers and environments, each in an environment of its own (13 GB, minutes; NEWEST=1)
 
-test-peer-%: build/peers/%/.made
-	HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled build/peers/$*/bin/python -m pytest -p no:cacheprovider \
-	    -W ignore $(ARGS) tests/peers/$*
+test-peer-%: $(STACKS)/%/.made
+	HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled $(STACKS)/$*/bin/python -m pytest -p no:cacheprovider \
+	    -W ignore -o faulthandler_timeout=1000 $(ARGS) tests/peers/$*
 
-build/peers/skyrl/.made: PYTHON := $(PYTHON312)
-build/peers/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e . \
-	    pytest pytest-asyncio pytest-timeout
-	@touch $@
+# Else make would take it for a step in between, and remove it.
+.PRECIOUS: $(STACKS)/%/.made
+$(STACKS)/skyrl/.made: PYTHON := $(PYTHON312)
+$(STACKS)/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(make_stack)
 
 check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests
 	$(BIN)/ruff check .
