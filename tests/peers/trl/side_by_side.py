@@ -1,10 +1,12 @@
 """TRL's asynchronous trainer beside itself: rollouts of its own worker, and of a bus.
 
-    side_by_side.py [SEEDS] [STEPS]
+    side_by_side.py [SEEDS] [STEPS] [FILE]
+    side_by_side.py --plot FILE PICTURE
 
 Both train the same tiny model on the same prompts, with the same arguments, sampler and weights;
 rewards are compared at equal steps. TRL's worker asks for completions over HTTP, as it asks vLLM:
-``--serve`` answers it with the model. Needs aiohttp beside the tests' requirements.
+``--serve`` answers it with the model. Each run is a line of JSON; FILE gets the reward of each
+step.
 """
 
 from __future__ import annotations
@@ -210,9 +212,33 @@ def train(kind: str, seed: int, steps: int, root: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def plot(file: Path, picture: Path) -> None:
+    """Draw the mean of the seeds, and the range that they span, of each ten steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    runs = json.loads(file.read_text())
+    figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
+    for kind, name, colour in (("own", "TRL's own worker", "#868e96"), ("bus", "a bus", "#d6336c")):
+        rewards = np.array([run["reward"] for run in runs if run["kind"] == kind])
+        tens = rewards[:, : rewards.shape[1] // 10 * 10].reshape(len(rewards), -1, 10).mean(2)
+        steps = 10 * np.arange(1, tens.shape[1] + 1)
+        axes.fill_between(steps, tens.min(0), tens.max(0), color=colour, alpha=0.25, linewidth=0)
+        axes.plot(steps, tens.mean(0), color=colour, label=name)
+    axes.set(xlabel="step of AsyncGRPOTrainer", ylabel="mean reward of ten steps", ylim=(0, 1))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
     seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 60
+    file = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    runs = []
     with tempfile.TemporaryDirectory() as root:
         for seed in range(seeds):
             for kind in ("own", "bus"):
@@ -222,6 +248,9 @@ def main() -> None:
                 )
                 done.check_returncode()
                 found = json.loads(done.stdout.splitlines()[-1])
+                runs.append(found.copy())
+                if file is not None:
+                    file.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
                 rewards = found.pop("reward")
                 tens = [
                     round(sum(rewards[first : first + 10]) / 10, 3)
@@ -238,5 +267,7 @@ if __name__ == "__main__":
         serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
     elif how == "--train":
         print(json.dumps(train(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))))
+    elif how == "--plot":
+        plot(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         main()
