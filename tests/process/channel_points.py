@@ -2,22 +2,24 @@
 
 usage: python -m channel_points NAME KIND:   (in a build with failpoints)
 
-For each point of KIND ("sender", "receiver", "resumer") a child runs with SHMBUS_FAILPOINT set, and
-this process is the other side. A dead side is followed by a successor here. Every step has to come,
-whole and in order: none twice after its acknowledgement, none left out. One line of JSON a case.
+For each point of KIND ("sender", "receiver", "resumer") a forked child runs with SHMBUS_FAILPOINT
+set, and this process is the other side. A dead side is followed by a successor here. Every step has
+to come, whole and in order: none twice after its acknowledgement, none left out. One line of JSON a
+case.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from shmbus import BusNotFoundError
@@ -32,6 +34,7 @@ from shmbus.channel import (
 
 STEPS = 6
 WAIT_S = 20.0
+FORKS = multiprocessing.get_context("fork")
 
 POINTS = {
     "sender": (
@@ -45,63 +48,80 @@ POINTS = {
     "resumer": ("channel-withdrawn",),
 }  # fmt: skip
 
-COMMON = """
-import sys
-from shmbus.channel import ChannelReceiver, ChannelSender
-from channel_points import STEPS, payload
-name = sys.argv[1]
-"""
-CHILDREN = {
-    "sender": """
-with ChannelSender(name, timeout=60) as side:
-    side.state(b"specs")
-    for step in range(STEPS):
-        side.send(payload(step), step=step)
-""",
-    "receiver": """
-with ChannelReceiver(name, timeout=60, wait=60) as side:
-    side.state(b"specs")
-    for step in range(STEPS):
-        message = side.receive()
-        assert message.step == step and bytes(memoryview(message.memory)) == payload(step)
-        side.ack()
-""",
-    "resumer": """
-with ChannelSender(name, timeout=60) as side:
-    side.send(b"old"), side.send(b"old")
-    side.resume_after(10)
-    side.send(payload(11), step=11)
-""",
-}
-
 
 def payload(step: int) -> bytes:
     """Bytes of a step, of another length each."""
     return bytes([step + 1]) * (1 + 3000 * step)
 
 
+def run_sender(name: str) -> None:
+    """Send every step."""
+    with ChannelSender(name, timeout=60) as side:
+        side.state(b"specs")
+        for step in range(STEPS):
+            side.send(payload(step), step=step)
+
+
+def run_receiver(name: str) -> None:
+    """Receive and acknowledge every step."""
+    with ChannelReceiver(name, timeout=60, wait=60) as side:
+        side.state(b"specs")
+        for step in range(STEPS):
+            message = side.receive()
+            assert message.step == step and bytes(memoryview(message.memory)) == payload(step)
+            side.ack()
+
+
+def run_resumer(name: str) -> None:
+    """Withdraw what was sent, and go on at another step."""
+    with ChannelSender(name, timeout=60) as side:
+        side.send(b"old"), side.send(b"old")
+        side.resume_after(10)
+        side.send(payload(11), step=11)
+
+
+CHILDREN = {"sender": run_sender, "receiver": run_receiver, "resumer": run_resumer}
+
+
+def run_to_point(name: str, kind: str, failpoint: str) -> None:
+    """Be a side that meets its point."""
+    os.environ["SHMBUS_FAILPOINT"] = failpoint
+    CHILDREN[kind](name)
+
+
 @contextlib.contextmanager
-def child_of(name: str, kind: str, point: str, action: str) -> Iterator[subprocess.Popen[bytes]]:
+def child_of(name: str, kind: str, point: str, action: str) -> Iterator[ForkProcess]:
     """Run a side that meets its point."""
-    env = os.environ | {"SHMBUS_FAILPOINT": f"{point}:1:{action}"}
-    child = subprocess.Popen([sys.executable, "-c", COMMON + CHILDREN[kind], name], env=env)
+    child = FORKS.Process(target=run_to_point, args=(name, kind, f"{point}:1:{action}"))
+    child.start()
     try:
         yield child
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.send_signal(signal.SIGCONT)
-        if child.poll() is None:
+        resume(child)
+        if child.is_alive():
             child.kill()
-        child.wait()
+        child.join()
 
 
-def met(child: subprocess.Popen[bytes], action: str) -> bool:
+def resume(child: ForkProcess) -> None:
+    """Let a child that is stopped go on."""
+    if child.pid is not None and child.is_alive():
+        os.kill(child.pid, signal.SIGCONT)
+
+
+def end_of(child: ForkProcess) -> int | None:
+    """Wait for a child's end; returns its exit status, or None where it does not come."""
+    child.join(WAIT_S)
+    return child.exitcode
+
+
+def met(child: ForkProcess, action: str) -> bool:
     """Wait until the child was killed or stopped at its point."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         if action == "kill":
-            if child.poll() is not None:
-                return child.returncode == -signal.SIGKILL
+            if child.exitcode is not None:
+                return child.exitcode == -signal.SIGKILL
         else:
             with contextlib.suppress(FileNotFoundError):  # it has ended
                 stat = Path(f"/proc/{child.pid}/stat").read_text()
@@ -126,7 +146,7 @@ def receive_all(name: str, first: int, faults: list[str], *, stop_at: int = STEP
     return expected
 
 
-def after_a_sender(name: str, child: subprocess.Popen[bytes], action: str) -> list[str]:
+def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
     """Receive from a sender that meets its point, and from its successor."""
     faults: list[str] = []
     expected = 0
@@ -139,8 +159,8 @@ def after_a_sender(name: str, child: subprocess.Popen[bytes], action: str) -> li
             if action == "stop":
                 if isinstance(error, PeerGoneError):
                     faults.append("a stopped sender was taken for a dead one")
-                child.send_signal(signal.SIGCONT)
-            elif successor is None and child.wait(WAIT_S) != 0:
+                resume(child)
+            elif successor is None and end_of(child) != 0:
                 successor = ChannelSender(name)
             if successor is not None:
                 successor.send(payload(successor.next_step))
@@ -157,7 +177,7 @@ def after_a_sender(name: str, child: subprocess.Popen[bytes], action: str) -> li
     return faults
 
 
-def after_a_receiver(name: str, child: subprocess.Popen[bytes], action: str) -> list[str]:
+def after_a_receiver(name: str, child: ForkProcess, action: str) -> list[str]:
     """Send to a receiver that meets its point, and to its successor."""
     faults: list[str] = []
     sender = ChannelSender(name, timeout=1.0)
@@ -170,9 +190,9 @@ def after_a_receiver(name: str, child: subprocess.Popen[bytes], action: str) -> 
             if action == "stop":
                 if isinstance(error, PeerGoneError):
                     faults.append("a stopped receiver was taken for a dead one")
-                child.send_signal(signal.SIGCONT)
+                resume(child)
                 continue
-            child.wait(WAIT_S)
+            end_of(child)
             successor = successor or ChannelReceiver(name)
             message = successor.receive(timeout=WAIT_S, step=sender.acked_step + 1)
             if bytes(memoryview(message.memory)) != payload(message.step):
@@ -183,11 +203,11 @@ def after_a_receiver(name: str, child: subprocess.Popen[bytes], action: str) -> 
     if action == "stop":
         # Its point may be after its last step, so the time of its stop is not known here.
         deadline = time.monotonic() + WAIT_S
-        while child.poll() is None and time.monotonic() < deadline:
+        while child.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
-            child.send_signal(signal.SIGCONT)
+            resume(child)
     elif sender.acked_step < STEPS - 1:
-        child.wait(WAIT_S)
+        end_of(child)
         first = sender.acked_step + 1
         if successor is not None:
             successor.close()
@@ -200,12 +220,12 @@ def after_a_receiver(name: str, child: subprocess.Popen[bytes], action: str) -> 
     return faults
 
 
-def after_a_resumer(name: str, child: subprocess.Popen[bytes], action: str) -> list[str]:
+def after_a_resumer(name: str, child: ForkProcess, action: str) -> list[str]:
     """Resume where a sender has met its point in doing so."""
     faults: list[str] = []
     if action == "stop":
-        child.send_signal(signal.SIGCONT)
-        child.wait(WAIT_S)
+        resume(child)
+        end_of(child)
     else:
         with ChannelSender(name) as sender:
             sender.resume_after(10)
@@ -243,9 +263,9 @@ def run(name: str, kind: str, point: str, action: str) -> tuple[list[str], bool]
         faults = FOLLOW[kind](name, child, action)
         watcher.join()
         if action == "stop":
-            child.send_signal(signal.SIGCONT)
-            if child.wait(WAIT_S) != 0:
-                faults.append(f"a side that was stopped and went on ended with {child.returncode}")
+            resume(child)
+            if end_of(child) != 0:
+                faults.append(f"a side that was stopped and went on ended with {child.exitcode}")
     return faults, seen == [True]
 
 
