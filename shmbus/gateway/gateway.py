@@ -22,7 +22,7 @@ from shmbus.gateway.bodies import Bodies
 from shmbus.gateway.connection import connection_of
 from shmbus.gateway.deliveries import Batch, Deliveries
 from shmbus.gateway.handover import BodyKey, Handover
-from shmbus.gateway.inherited import whole_groups
+from shmbus.gateway.inherited import committed_by, whole_groups
 from shmbus.gateway.intake import Body, Intake, Records, key_of
 from shmbus.gateway.metrics import Metrics
 from shmbus.gateway.reader import BusReader
@@ -58,9 +58,11 @@ class Gateway:
         self.bus = shmbus.Bus.open(settings.bus)
         self._made = identity(settings.bus)
         self.handover = Handover(self.bus)
+        # Before the slot of a dead gateway's producer is another's: this one's, maybe.
+        committed = committed_by(settings.bus) if self.handover.entries else {}
         self.producer = shmbus.Producer(settings.bus, label="shmbus gateway", on_stall=None)
         self.registry = self._registry()
-        self.intake = Intake(self.bus, self.producer, self.handover, settings.hold_s)
+        self.intake = Intake(self.bus, self.producer, self.handover, settings.hold_s, committed)
         self.bodies = Bodies(settings.body_limit, settings.memory)
         self.metrics = Metrics()
         self.supply = Supply(

@@ -30,10 +30,10 @@ from shmbus_ext import _core
 
 __all__ = ["PUT", "PUTTING", "BodyKey", "Handover", "JournalEntry"]
 
-_MAGIC: Final = b"SHMGATE1"
+_MAGIC: Final = b"SHMGATE2"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
-_ENTRY = struct.Struct("<BxHIIIQQH")
+_ENTRY = struct.Struct("<BxHIIIQQH6xQ")
 _ENTRY_BYTES: Final = 64
 _PAGE: Final = 4096
 #: Where the first page has the number of the last answer.
@@ -73,6 +73,9 @@ class JournalEntry(NamedTuple):
         What the groups are called: the producer's number, and theirs from `first` on.
     done : int
         How many of them were in the bus, whole, at least.
+    mark : int
+        How many records its producer's slot had committed by then, and 1; 0 where others may have
+        been committed since that are not of this body.
     """
 
     state: int
@@ -81,6 +84,7 @@ class JournalEntry(NamedTuple):
     producer_id: int
     first: int
     done: int = 0
+    mark: int = 0
 
 
 class Handover:
@@ -206,7 +210,7 @@ class Handover:
 
     def write_entry(self, number: int, entry: JournalEntry) -> None:
         """Replace an entry."""
-        numbers = (entry.producer_id, entry.first, entry.done)
+        numbers = (entry.producer_id, entry.first, entry.done, entry.mark)
         packed = _ENTRY.pack(entry.state, entry.groups, *entry.key, *numbers)
         os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY_BYTES)
 
@@ -231,7 +235,7 @@ def _cut(journal: bytes) -> list[bytes]:
 
 
 def _unpack(packed: bytes) -> JournalEntry | None:
-    state, groups, length, crc, adler, producer_id, first, done = _ENTRY.unpack(packed)
+    state, groups, length, crc, adler, producer_id, first, done, mark = _ENTRY.unpack(packed)
     if state not in (PUTTING, PUT):
         return None
-    return JournalEntry(state, groups, BodyKey(length, crc, adler), producer_id, first, done)
+    return JournalEntry(state, groups, BodyKey(length, crc, adler), producer_id, first, done, mark)

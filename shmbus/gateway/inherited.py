@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from shmbus.inspect.dump import inspect
 
-__all__ = ["whole_groups"]
+__all__ = ["committed_by", "whole_groups"]
 
 
 def whole_groups(bus: str, keys: Collection[str]) -> list[str]:
@@ -35,3 +35,26 @@ def whole_groups(bus: str, keys: Collection[str]) -> list[str]:
             indices[record.instance_id].add(record.index)
             sizes[record.instance_id] = record.group_size
     return [key for key, size in sizes.items() if len(indices[key]) == size]
+
+
+def committed_by(bus: str) -> dict[int, int]:
+    """Return how many records each producer's slot has committed, by the producer's number.
+
+    A producer that died may be among them, until another one has its slot. One that died in the
+    middle of a commit is not: whether that counts is decided later.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+
+    Returns
+    -------
+    dict of int to int
+        The slot's own count, also of the producers that had it before.
+    """
+    return {
+        slot.producer_id: slot.committed
+        for slot in inspect(bus, limit=0).slots
+        if not slot.commit_under_way
+    }

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from isal import isal_zlib
 import shmbus
 from shmbus.gateway import settings
 from shmbus.gateway.handover import PUT, PUTTING, BodyKey, Handover, JournalEntry
+from shmbus.gateway.inherited import committed_by
 from shmbus.gateway.refusal import Refusal
 
 __all__ = ["Body", "Intake", "key_of"]
@@ -82,6 +83,8 @@ class Body:
         self.inherited = False
         #: How many of its groups were not seen complete since.
         self.unseen = 0
+        #: How many records of the group after `done` the predecessor had put, at least.
+        self.put_before = 0
 
     @property
     def whole(self) -> bool:
@@ -106,15 +109,24 @@ class Intake:
         The journal.
     hold_s : float
         Seconds that a body waits for room.
+    committed : mapping of int to int
+        Of `committed_by`, from before this gateway's producer was there.
     """
 
     def __init__(
-        self, bus: shmbus.Bus, producer: shmbus.Producer, handover: Handover, hold_s: float
+        self,
+        bus: shmbus.Bus,
+        producer: shmbus.Producer,
+        handover: Handover,
+        hold_s: float,
+        committed: Mapping[int, int],
     ) -> None:
         self._bus = bus
         self._producer = producer
         self._handover = handover
         self._hold_s = hold_s
+        #: What its slot had committed before this producer had it.
+        self._committed_before = committed_by(bus.name).get(producer.producer_id, 0)
         self._turn = asyncio.Lock()
         self._next = 0
         #: Bodies whose answers were lost, the oldest first.
@@ -132,6 +144,8 @@ class Intake:
             body.done = entry.done if body.inherited else body.count
             self._lost[entry.key] = body
             if body.inherited:
+                if entry.mark and entry.producer_id in committed:
+                    body.put_before = committed[entry.producer_id] - (entry.mark - 1)
                 body.unseen = body.count - body.done
                 for at in range(body.done, body.count):
                     keys = (body.id_of(at, kind) for kind in ("atropos", "slime"))
@@ -194,7 +208,8 @@ class Intake:
                 self._turn.release()
         except BaseException:
             if body.done or body.accepted or body.inherited:
-                # The client sends it again: what is missing follows then.
+                # The client sends it again: what is missing follows then, after other bodies.
+                self._note_put(body)
                 self.lost(body)
             else:
                 self._close_entry(body)
@@ -222,26 +237,43 @@ class Intake:
     ) -> None:
         if not alive() and not (body.done or body.accepted):
             raise ConnectionResetError("the client went while its groups were held")
-        if body.entry is None:
-            entry = _entry_of(body, PUTTING)
-            body.entry = self._handover.open_entry(entry)
-            if body.entry is None:
-                self._forget_oldest()
-                body.entry = self._handover.open_entry(entry)
+        self._open_entry(body)
         while body.done < body.count:
             records = groups[body.done]
-            seen = body.inherited and records and records[0]["instance_id"] not in self._awaited
-            if not seen:
+            if not self._was_put(body, records):
                 await self._put_group(body, records, deadline_s, alive)
             body.done += 1
             body.accepted = 0
-            self._note_put(body)
+            self._note_put(body, self._mark(body))
 
-    def _note_put(self, body: Body) -> None:
+    def _open_entry(self, body: Body) -> None:
+        if body.entry is not None:
+            self._note_put(body, self._mark(body))
+            return
+        entry = _entry_of(body, self._mark(body))
+        body.entry = self._handover.open_entry(entry)
+        if body.entry is None:
+            self._forget_oldest()
+            body.entry = self._handover.open_entry(_entry_of(body, self._mark(body)))
+
+    def _was_put(self, body: Body, records: Records) -> bool:
+        """Whether a predecessor had put all of the next group."""
+        if not body.inherited or not records:
+            return False
+        known = body.put_before >= len(records)
+        body.put_before = 0
+        return known or records[0]["instance_id"] not in self._awaited
+
+    def _mark(self, body: Body) -> int:
+        """Return what tells a successor which records of a body were committed after its note."""
+        if body.whole or body.producer_id != self._producer.producer_id:
+            return 0
+        return self._committed_before + self._producer.stats().committed + 1
+
+    def _note_put(self, body: Body, mark: int = 0) -> None:
         """Tell a successor how much of a body is in the bus."""
         if body.entry is not None:
-            entry = _entry_of(body, PUT if body.whole else PUTTING)
-            self._handover.write_entry(body.entry, entry)
+            self._handover.write_entry(body.entry, _entry_of(body, mark))
 
     async def _put_group(
         self, body: Body, records: Records, deadline_s: float, alive: Callable[[], bool]
@@ -344,7 +376,8 @@ class Intake:
     async def forget_old(self) -> None:
         """Forget bodies that were not sent again for RETRY_S."""
         before = time.monotonic() - settings.RETRY_S
-        while self._lost:
+        # While a body is put, nothing else is: its mark counts what is committed.
+        while self._lost and not self._turn.locked():
             body = next(iter(self._lost.values()))
             if body.lost_s > before:
                 return
@@ -374,8 +407,9 @@ class Intake:
                     )
 
 
-def _entry_of(body: Body, state: int) -> JournalEntry:
-    return JournalEntry(state, body.count, body.key, body.producer_id, body.first, body.done)
+def _entry_of(body: Body, mark: int) -> JournalEntry:
+    state = PUT if body.whole else PUTTING
+    return JournalEntry(state, body.count, body.key, body.producer_id, body.first, body.done, mark)
 
 
 def _bytes_of(records: Records) -> int:

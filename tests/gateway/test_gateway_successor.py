@@ -6,15 +6,19 @@ The faults are lines that run in the gateway's own process before it serves.
 from __future__ import annotations
 
 import contextlib
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from conftest import wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import Answer
-from http_requests import request_bytes
+from http_requests import request_bytes, reset
 from test_nothing_lost import all_batches, balanced, numbered, numbers
 
 import shmbus
@@ -23,17 +27,26 @@ import shmbus
 KILL_BEFORE_THE_NOTE = """
 import os, signal
 from shmbus.gateway.intake import Intake
-Intake._note_put = lambda self, body: os.kill(os.getpid(), signal.SIGKILL)
+Intake._note_put = lambda self, body, mark=0: os.kill(os.getpid(), signal.SIGKILL)
 """
 KILL_AFTER_TWO_GROUPS = """
 import os, signal
 from shmbus.gateway.intake import Intake
 note = Intake._note_put
-def noted(self, body):
-    note(self, body)
+def noted(self, body, mark=0):
+    note(self, body, mark)
     if body.done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 Intake._note_put = noted
+"""
+KILL_AFTER_A_SAMPLE = """
+import os, signal
+from shmbus import Producer
+put_many = Producer.put_many
+def killed(self, records, **options):
+    put_many(self, records[:1], **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+Producer.put_many = killed
 """
 ATTACH_SLOWLY = """
 import asyncio
@@ -131,6 +144,107 @@ def test_of_a_list_a_successor_puts_only_what_is_not_there(gateway_of: Any) -> N
         seen += [int(group[0]["tokens"][0]) for group in found]
         consumer.ack(found)
     assert seen == [0, 1, 2, 3]
+
+
+def cycle(producer: shmbus.Producer, consumer: shmbus.Consumer) -> list[int]:
+    """Have all space of the bus be used again; returns what else came meanwhile."""
+    filler = np.zeros(100_000, np.int64)
+    found = []
+    for number in range(2 * consumer.stats().capacity // filler.nbytes):
+        producer.put(f"filler-{number}", group_size=1, index=0, score=0.0, filler=filler)
+        for group in consumer.take(10, timeout=0):
+            if not group.instance_id.startswith("filler"):
+                found.append(int(group[0]["tokens"][0]))
+            consumer.ack([group])
+    return found
+
+
+@pytest.mark.parametrize("slot_is_taken", [False, True])
+def test_a_retry_of_a_group_that_was_trained_on_and_whose_space_is_used_again(
+    slot_is_taken: bool, gateway_of: Any
+) -> None:
+    """Once; twice only if another producer has the slot of the dead gateway's by then, too."""
+    gateway = gateway_of("--create", "4MiB")
+    assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
+    producer, consumer = shmbus.Producer(gateway.name), shmbus.Consumer(gateway.name)
+    with producer, consumer:
+        restart(gateway, KILL_BEFORE_THE_NOTE)
+        post_and_lose(gateway, "/scored_data", numbered(0))
+        assert cycle(producer, consumer) == [0]
+        others = [shmbus.Producer(gateway.name) for _ in range(64 - 1)] if slot_is_taken else []
+        for other in others:
+            other.close()
+        gateway.start()
+        for number in range(2):
+            assert gateway.post("/scored_data", numbered(number)).status == 200
+        assert cycle(producer, consumer) == ([0, 1] if slot_is_taken else [1])
+
+
+def test_a_group_of_which_the_dead_gateway_had_put_a_part_is_completed(gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
+    producer, consumer = shmbus.Producer(gateway.name), shmbus.Consumer(gateway.name)
+    with producer, consumer:
+        restart(gateway, KILL_AFTER_A_SAMPLE)
+        post_and_lose(gateway, "/scored_data", numbered(0))
+        assert cycle(producer, consumer) == []
+        gateway.start()
+        assert gateway.post("/scored_data", numbered(0)).status == 200
+        assert cycle(producer, consumer) == [0]
+
+
+def test_a_body_that_waited_while_others_were_put_is_not_taken_for_put(gateway_of: Any) -> None:
+    """What was committed since its note is of the others."""
+    gateway = gateway_of("--create", "4MiB", "--hold", 0.2)
+    assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
+    body = [numbered(number, 20_000) for number in range(10)]
+    with shmbus.Consumer(gateway.name) as consumer:
+        assert gateway.post("/scored_data_list", body).status == 503
+        found = taken(consumer)
+        assert 0 < len(found) < len(body)
+        for number in range(100, 104):
+            assert gateway.post("/scored_data", numbered(number)).status == 200
+        assert taken(consumer) == [100, 101, 102, 103]
+        gateway.kill()
+        gateway.start()
+        while gateway.post("/scored_data_list", body).status == 503:
+            found += taken(consumer)
+        found += taken(consumer)
+    assert found == list(range(len(body)))
+
+
+def taken(consumer: shmbus.Consumer) -> list[int]:
+    """All groups that are complete, by their numbers; they are acknowledged."""
+    found: list[int] = []
+    while groups := consumer.take(100, timeout=0):
+        found += [int(group[0]["tokens"][0]) for group in groups]
+        consumer.ack(groups)
+    return found
+
+
+def test_a_trainer_that_hangs_up_as_its_gateway_is_killed_is_taken_for_one_that_read(
+    gateway_of: Any,
+) -> None:
+    """The one loss that is left: all bytes had left the gateway, and nobody read the last ones."""
+    gateway = gateway_of("--create", "4MiB")
+    gateway.register(batch_size=2)
+    for number in range(2):
+        assert gateway.post("/scored_data", numbered(number)).status == 200
+    connection = gateway.connect()
+    connection.sendall(request_bytes("GET", "/batch"))
+    while not connection.recv(1 << 20, socket.MSG_PEEK).endswith(b"}]}"):
+        pass
+    wait_until(
+        lambda: gateway.get("/status").json()["current_step"] == 1, what="the note of the batch"
+    )
+    # It hears nothing of the reset that follows.
+    gateway.child.send_signal(signal.SIGSTOP)
+    assert connection.recv(10)
+    reset(connection)
+    gateway.kill()
+    gateway.start()
+    # Had the trainer died with the gateway, and registered again, the batch would come again.
+    assert all_batches(gateway) == [1]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ test_gateway_successor.py has the instants that matter, one by one.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import json
 import os
@@ -211,6 +212,8 @@ class Storm:
 def test_nothing_is_lost_or_trained_twice(
     spawn: Spawner, gateway_of: Any, tmp_path: Path, seed: int
 ) -> None:
+    # Its own limit, above, is longer than that of a test which hangs.
+    faulthandler.cancel_dump_traceback_later()
     gateway = gateway_of("--create", "4MiB")
     storm = Storm(spawn, gateway, tmp_path, seed)
     end = time.monotonic() + SECONDS
