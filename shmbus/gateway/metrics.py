@@ -11,7 +11,7 @@ _HELP = {
     "requests_total": ("counter", "Requests by route and status."),
     "request_seconds_total": ("counter", "Seconds from a request's head to its answer, by route."),
     "received_bytes_total": ("counter", "Bytes of bodies as they came, by route."),
-    "sent_bytes_total": ("counter", "Bytes of answers as they went, by route."),
+    "sent_bytes_total": ("counter", "Bytes of answers' bodies as they went, by route."),
     "undelivered_total": ("counter", "Answers that did not reach their client, by route."),
 }
 

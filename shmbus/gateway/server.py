@@ -151,7 +151,7 @@ class Server:
         try:
             response = await self._guarded(request, connection, route)
             status = response.status
-            sent = response.body_length if response.prepared else response.content_length or 0
+            sent = response.content_length or 0
             if route == PATH and status == HTTPStatus.OK:
                 received = connection.received
                 if self._polls.remember(received, request):

@@ -68,7 +68,8 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
             raise ValueError("not a flat list of numbers")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError("a number that is not finite")
-        found = array.astype(dtype)
+        with np.errstate(invalid="ignore"):  # what does not fit is found below
+            found = array.astype(dtype)
         if dtype is np.int64 and array.dtype.kind in "uf" and not np.array_equal(found, array):
             raise ValueError("a number that is no 64-bit integer")
     except (TypeError, ValueError, OverflowError) as error:

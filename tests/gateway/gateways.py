@@ -28,6 +28,8 @@ arguments = parser.parse_args(["gateway", *sys.argv[1:]])
 sys.exit(arguments.run(arguments))
 """
 TIMEOUT_S = 60.0
+#: Where it listens, in a line of its log in either form.
+SERVING = re.compile(r'http(?:=|": ")http://[^ "]*:(\d+)')
 
 REGISTRATION = {
     "wandb_group": "group", "wandb_project": "project", "batch_size": 4, "max_token_len": 512,
@@ -52,12 +54,11 @@ class Gateway:
         self.child = self._spawner.script(
             RUN, fault, self.name, "--http", f"127.0.0.1:{self.port}", *self._options
         )
-        wait_until(
-            lambda: " serving " in self.child.output() or not self.child.running,
+        found = wait_until(
+            lambda: SERVING.search(self.child.output()) or (not self.child.running and "ended"),
             what=f"the gateway of {self.name} to serve",
         )
-        found = re.search(r"http=http://127.0.0.1:(\d+)", self.child.output())
-        if found is None:
+        if isinstance(found, str):
             raise AssertionError(f"the gateway ended:\n{self.child.output()}")
         self.port = int(found[1])
         return self.child
@@ -112,11 +113,11 @@ def serving(directory: Path, label: str, *options: object) -> Iterator[Gateway]:
     """A gateway that several tests use one after the other."""
     spawner = Spawner(directory)
     name = f"{RUN_PREFIX}{label}"
-    gateway = Gateway(spawner, name, options)
     try:
+        gateway = Gateway(spawner, name, options)
         yield gateway
     finally:
         spawner.end_all()
         for path in (f"/dev/shm/shmbus.{name}", f"/dev/shm/shmbus-gateway.{name}"):
-            Path(path).unlink()
+            Path(path).unlink(missing_ok=True)
     assert "Traceback" not in gateway.child.output(), gateway.child.output()

@@ -14,6 +14,7 @@ import pytest
 
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.shapes import decode_groups
+from shmbus.peers import atropos
 from shmbus_ext import _core
 
 TABLE = Path(__file__).resolve().parents[2] / "shmbus_ext" / "gateway" / "powers_of_five.h"
@@ -198,3 +199,10 @@ def test_what_is_wrong_is_named_as_before(changes: dict[str, Any], message: str)
     with pytest.raises(Refusal) as caught:
         decode_groups(group(**changes), several=False)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("token", [1e300, -1e300, 2.0**63, 1.5])
+def test_a_token_that_is_no_64_bit_integer_is_refused_without_a_warning(token: float) -> None:
+    group = {"tokens": [[1, token]], "masks": [[1, 1]], "scores": [1.0]}
+    with pytest.raises(ValueError, match="a number that is no 64-bit integer"):
+        atropos.records_of(group, "a")

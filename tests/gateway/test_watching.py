@@ -1,0 +1,95 @@
+"""What a gateway says of itself: its access log, and its metrics by route and status."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from gateways import Gateway, serving
+from http_requests import scored
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """One that logs an object a line."""
+    options = ("--create", "4MiB", "--log-format", "json")
+    with serving(tmp_path_factory.mktemp("children"), "watching", *options) as found:
+        found.register()
+        found.register_env()
+        yield found
+
+
+def lines(gateway: Gateway) -> list[dict[str, Any]]:
+    """What it logged of requests."""
+    found = [json.loads(line) for line in gateway.child.output().splitlines()]
+    return [line for line in found if line["logger"] == "shmbus.gateway.access"]
+
+
+def test_the_log_has_an_object_for_each_request_but_polls(gateway: Gateway) -> None:
+    before = len(lines(gateway))
+    body = scored([1, 2], [3])
+    gateway.post("/scored_data", body)
+    gateway.post("/scored_data", {**body, "scores": [None]})
+    for _ in range(3):
+        assert gateway.get("/status-env", {"env_id": 0}).status == 200
+    assert gateway.get("/status-env", {"env_id": 9}).status == 404
+    # Its line is written after its answer: this one's turn comes when those are there.
+    gateway.get("/info")
+    found = lines(gateway)[before:]
+    said = [(line["message"], line["status"]) for line in found]
+    assert said[:3] == [
+        ("POST /scored_data", 200), ("POST /scored_data", 422), ("GET /status-env", 404)
+    ]  # fmt: skip
+    first = found[0]
+    assert first["bus"] == gateway.name
+    assert first["received"] == len(json.dumps(body))
+    assert first["sent"] == len('{"status":"received"}')
+    assert first["peer"] == "127.0.0.1"
+    assert first["ms"] >= 0
+
+
+def count(gateway: Gateway, name: str, **labels: str) -> float:
+    """A metric's value."""
+    wanted = "".join(f',{label}="{value}"' for label, value in labels.items())
+    text = gateway.get("/metrics").body.decode()
+    pattern = rf'^shmbus_gateway_{name}\{{bus="{gateway.name}"{wanted}\}} (\S+)$'
+    found = re.search(pattern, text, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def test_metrics_count_by_route_and_status(gateway: Gateway) -> None:
+    def counts() -> list[float]:
+        route = {"route": "/scored_data"}
+        return [
+            count(gateway, "requests_total", **route, status="200"),
+            count(gateway, "requests_total", **route, status="422"),
+            count(gateway, "received_bytes_total", **route),
+            count(gateway, "request_seconds_total", **route),
+        ]
+
+    good = json.dumps(scored([1, 2], [3])).encode()
+    before = counts()
+    for body in (good, good, b"{}"):
+        gateway.post("/scored_data", body)
+    taken, refused, received, seconds = (
+        after - earlier for after, earlier in zip(counts(), before, strict=True)
+    )
+    assert (taken, refused, received) == (2, 1, 2 * len(good) + 2)
+    assert seconds > 0
+    # What there is no route for has one name, whatever clients ask for.
+    others = count(gateway, "requests_total", route="other", status="404")
+    for path in ("/a", "/b"):
+        gateway.get(path)
+    assert count(gateway, "requests_total", route="other", status="404") == others + 2
+    assert "/a" not in gateway.get("/metrics").body.decode().replace("/scored", "")
+
+
+def test_short_polls_count_as_the_long_ones_do(gateway: Gateway) -> None:
+    before = count(gateway, "requests_total", route="/status-env", status="200")
+    for _ in range(10):
+        gateway.get("/status-env", {"env_id": 0})
+    after = count(gateway, "requests_total", route="/status-env", status="200")
+    assert after == before + 10
