@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from gateways import ENVIRONMENT, REGISTRATION, Gateway, serving
-from gateways import reset as reset_connection
 from http_answers import read_answer
 from http_requests import request_bytes, scored
+from http_requests import reset as reset_connection
 
 GOOD = scored([1, 2], [3, 4])
 
