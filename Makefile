@@ -151,11 +151,13 @@ bench-report: $(VENV)/.bench ## Measure everything; write the report, the plots 
 	$(BIN)/shmbus bench --full --output bench/results/two-cores $(ARGS)
 	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md bench/README.md
 
-explore: build/explore/plain/explore build/explore/pool/explore ## Search the interleavings of ring and pool, with deaths, and find the planted bugs (half an hour)
+explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search the interleavings of ring, pool and channel, with deaths, and find the planted bugs (half an hour)
 	build/explore/plain/explore --deep $(ARGS)
 	build/explore/pool/explore --preemptions 2 --states 14000000
 	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
-	@for seed in $(POOL_SEEDS); do CC='$(CC)' sh tests/model/pool/seed.sh $$seed || exit 1; done
+	build/explore/channel/explore --preemptions 2 --states 14000000
+	@for seed in $(POOL_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh pool $$seed || exit 1; done
+	@for seed in $(CHANNEL_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh channel $$seed || exit 1; done
 
 fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots for MINUTES (needs clang)
 
@@ -328,16 +330,22 @@ build/explore/plain/explore: $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/model
 
 POOL_SEEDS := $(sort $(wildcard tests/model/pool/seeds/*.sed))
 POOL_SHORT_SEEDS := $(patsubst %,tests/model/pool/seeds/%.sed,unlocked_lease wrong_order)
-build/explore/pool/explore: $(wildcard shmbus_ext/pool/*) $(wildcard tests/model/pool/*.*) tests/model/hooks.h
-	CC='$(CC)' sh tests/model/pool/build.sh shmbus_ext $(@D) -O2
+CHANNEL_SEEDS := $(sort $(wildcard tests/model/channel/seeds/*.sed))
+CHANNEL_SHORT_SEEDS := $(patsubst %,tests/model/channel/seeds/%.sed,early_ack no_second_count)
+build/explore/pool/explore build/explore/channel/explore: build/explore/%/explore: \
+		$(wildcard shmbus_ext/pool/* shmbus_ext/channel/*) \
+		$(wildcard tests/model/companion/* tests/model/pool/*.* tests/model/channel/*.*) tests/model/hooks.h
+	CC='$(CC)' sh tests/model/companion/build.sh $* shmbus_ext $(@D) -O2
 
 .PHONY: check-explore
 check-c: check-explore
-check-explore: build/explore/plain/explore build/explore/pool/explore
+check-explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore
 	build/explore/plain/explore
 	build/explore/pool/explore --states 400000
+	build/explore/channel/explore --states 400000
 	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
-	@for seed in $(POOL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/pool/seed.sh $$seed || exit 1; done
+	@for seed in $(POOL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh pool $$seed || exit 1; done
+	@for seed in $(CHANNEL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh channel $$seed || exit 1; done
 
 build/c/valgrind/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
 	@mkdir -p $(@D)

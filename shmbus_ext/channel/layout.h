@@ -33,7 +33,9 @@
 #define CHANNEL_LABEL_BYTES 48u
 #define CHANNEL_REASON_BYTES 160u
 /* A side's statement: names, dtypes and shapes of some hundred tensors. */
+#ifndef CHANNEL_STATEMENT_BYTES /* the explorer's segments are small */
 #define CHANNEL_STATEMENT_BYTES 65520u
+#endif
 
 /* Offset  Size  Field           Written by  Read by   Order
  *      0     8  magic           creator     both      release / acquire, stored last
@@ -151,7 +153,7 @@ struct channel_statement {
     uint32_t crc;
     uint8_t data[CHANNEL_STATEMENT_BYTES];
 };
-_Static_assert(sizeof(struct channel_statement) == 65536, "layout");
+_Static_assert(sizeof(struct channel_statement) == 16 + CHANNEL_STATEMENT_BYTES, "layout");
 _Static_assert(offsetof(struct channel_statement, data) == 16, "layout");
 
 #define CHANNEL_SIDES_OFFSET CHANNEL_HEADER_BYTES

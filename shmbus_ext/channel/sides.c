@@ -31,7 +31,7 @@ enum channel_status sides_claim(struct channel *self, enum channel_side_name sid
     memset(row->reason, 0, sizeof row->reason);
     atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
     atomic_fetch_add_explicit(&row->claims, 1, memory_order_relaxed);
-    /* SYNC: channel-side. */
+    /* SYNC: channel-side. SYNC: channel-claim. The count of this claim comes before its state. */
     atomic_store_explicit(&row->state, CHANNEL_OPEN, memory_order_release);
     FAILPOINT("channel-claimed");
     channel_ring(self->header, side);
@@ -54,20 +54,24 @@ void sides_leave(struct channel *self, const char *reason) {
 }
 
 enum channel_life sides_life(const struct channel *self, enum channel_side_name side) {
+    const struct channel_side *row = &self->sides[side];
     if (self->side == (int32_t)side) {
         return CHANNEL_ALIVE; /* a description does not find its own locks */
     }
-    if (file_lock_probe(self->fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
-        return CHANNEL_ALIVE;
-    }
-    /* SYNC: channel-side. After the lock: who left stored its state before it unlocked. */
-    switch (atomic_load_explicit(&self->sides[side].state, memory_order_acquire)) {
-    case CHANNEL_NEVER:
-        return CHANNEL_ABSENT;
-    case CHANNEL_CLOSED:
-        return CHANNEL_LEFT;
-    default:
-        return CHANNEL_DEAD;
+    for (;;) {
+        /* SYNC: channel-claim. Lock and state are two looks: without the count, who has come between
+         * them would be taken for one that has died. */
+        uint64_t claims = atomic_load_explicit(&row->claims, memory_order_acquire);
+        if (file_lock_probe(self->fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
+            return CHANNEL_ALIVE;
+        }
+        /* SYNC: channel-side. After the lock: who left stored its state before it unlocked. */
+        uint32_t state = atomic_load_explicit(&row->state, memory_order_acquire);
+        if (atomic_load_explicit(&row->claims, memory_order_relaxed) == claims) {
+            return state == CHANNEL_NEVER    ? CHANNEL_ABSENT
+                   : state == CHANNEL_CLOSED ? CHANNEL_LEFT
+                                             : CHANNEL_DEAD;
+        }
     }
 }
 

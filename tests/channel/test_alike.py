@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Spawner
 
+from shmbus import BusClosedError
 from trainer_adapter.channel import (
     PeerGoneError,
     SpecMismatchError,
@@ -286,3 +287,42 @@ def test_a_sender_that_is_killed_ends_a_wait(bus_name: str, spawn: Spawner) -> N
         threading.Timer(0.1, child.kill).start()
         with pytest.raises(PeerGoneError):
             receiver.recv(NEVER_S)
+
+
+class Meddler(torch.overrides.TorchFunctionMode):
+    """Runs a function, once, while somebody looks at a tensor."""
+
+    def __init__(self, meddle: Any) -> None:
+        super().__init__()
+        self._meddle = meddle
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        meddle, self._meddle = self._meddle, None
+        if meddle is not None:
+            meddle()
+        return func(*args, **(kwargs or {}))
+
+
+def test_code_that_runs_while_a_step_is_looked_at_changes_nothing_of_it(pair: Pair) -> None:
+    pass_on(pair, 0, WARM_UP)
+    sender, receiver = pair
+    with Meddler(lambda: sender.send(made(3))):
+        assert send_in_one_call(sender, made(4)) == 4
+    for step in (3, 4):
+        with receiver.recv(20) as item:
+            assert (item.step, same(item, made(step))) == (step, True)
+    step = made(5)
+    with Meddler(step.clear):
+        assert send_in_one_call(sender, step) is None
+    with Meddler(sender.close), pytest.raises(BusClosedError):
+        send_in_one_call(sender, made(5))
+
+
+def test_an_interrupt_while_a_step_is_looked_at_ends_the_call(pair: Pair) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    pass_on(pair, 0, WARM_UP)
+    with Meddler(interrupt), pytest.raises(KeyboardInterrupt):
+        pair[0].send(made(3))
+    pass_on(pair, WARM_UP, 2)

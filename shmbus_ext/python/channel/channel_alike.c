@@ -17,6 +17,33 @@
 #include "python/segment/segment_object.h"
 #include "ring/checksum.h"
 
+/* Copies and publishes, if there is a slot for it; from here on no code of others runs. */
+static bool send_found(ChannelObject *self, const ChannelFormObject *form,
+                       const struct form_found *found, PyObject *meta, bool expected,
+                       long long *step) {
+    struct channel_counts counts;
+    if (self->memory != NULL || messages_counts(&self->c, &counts) != CHANNEL_OK ||
+        counts.sent - counts.acked == self->c.slots) {
+        return false;
+    }
+    long long next = counts.step_base + (long long)counts.sent;
+    uint64_t meta_bytes = (uint64_t)PyBytes_GET_SIZE(meta);
+    uint64_t needed = channel_meta_at(form->bytes) + meta_bytes;
+    uint32_t slot = (uint32_t)(counts.sent % self->c.slots);
+    uint64_t room = atomic_load_explicit(&self->c.rows[slot].room, memory_order_relaxed);
+    if ((expected && *step != next) || needed > room || needed > self->slots[slot].mapped) {
+        return false; /* it has to grow first */
+    }
+    uint8_t *at = self->slots[slot].at;
+    for (Py_ssize_t i = 0; i < form->count; i++) {
+        memcpy(at + form->tensors[i].offset, found->at[i], form->tensors[i].bytes);
+    }
+    *step = next;
+    return messages_send(&self->c, CHANNEL_STEP, form->bytes, at,
+                         (const uint8_t *)PyBytes_AS_STRING(meta), meta_bytes,
+                         "") == CHANNEL_OK;
+}
+
 /* channel_send_alike(channel, form, seen, tensors, meta, step): the step, or None. `meta` is all of
  * it, or None for the form's head; `step` is the expected one, or None. */
 static PyObject *send_alike(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -37,37 +64,22 @@ static PyObject *send_alike(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (PyErr_Occurred()) {
         return NULL;
     }
-    struct channel_counts counts;
-    if (self->memory != NULL || form->bytes > CHANNEL_FORM_MAX_BYTES || !PyBytes_CheckExact(meta) ||
-        sides_stated(&self->c, CHANNEL_RECEIVER) != seen ||
-        messages_counts(&self->c, &counts) != CHANNEL_OK ||
-        counts.sent - counts.acked == self->c.slots) {
-        Py_RETURN_NONE;
+    struct form_found found;
+    if (!PyBytes_CheckExact(meta) || form->bytes > CHANNEL_FORM_MAX_BYTES ||
+        (args[5] != Py_None && !PyLong_CheckExact(args[5])) ||
+        !py_channel_form_find(form, args[3], &found)) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     }
-    long long step = counts.step_base + (long long)counts.sent;
-    if (args[5] != Py_None && PyLong_AsLongLong(args[5]) != step) {
-        PyErr_Clear();
-        Py_RETURN_NONE;
+    int overflow = 0;
+    long long step = args[5] == Py_None ? -1 : PyLong_AsLongLongAndOverflow(args[5], &overflow);
+    bool sent = overflow == 0 && py_channel_usable(self) &&
+                sides_stated(&self->c, CHANNEL_RECEIVER) == seen &&
+                send_found(self, form, &found, meta, args[5] != Py_None, &step);
+    py_channel_form_let_go(&found);
+    if (PyErr_Occurred()) {
+        return NULL;
     }
-    uint64_t meta_bytes = (uint64_t)PyBytes_GET_SIZE(meta);
-    uint64_t needed = channel_meta_at(form->bytes) + meta_bytes;
-    uint32_t slot = (uint32_t)(counts.sent % self->c.slots);
-    uint64_t room = atomic_load_explicit(&self->c.rows[slot].room, memory_order_relaxed);
-    if (needed > room || needed > self->slots[slot].mapped) {
-        Py_RETURN_NONE; /* it has to grow first */
-    }
-    const uint8_t *from[CHANNEL_FORM_MAX_TENSORS];
-    if (!py_channel_form_find(form, args[3], from)) {
-        Py_RETURN_NONE;
-    }
-    uint8_t *at = self->slots[slot].at;
-    for (Py_ssize_t i = 0; i < form->count; i++) {
-        memcpy(at + form->tensors[i].offset, from[i], form->tensors[i].bytes);
-    }
-    enum channel_status status =
-        messages_send(&self->c, CHANNEL_STEP, form->bytes, at,
-                      (const uint8_t *)PyBytes_AS_STRING(meta), meta_bytes, "");
-    return status == CHANNEL_OK ? PyLong_FromLongLong(step) : Py_NewRef(Py_None);
+    return sent ? PyLong_FromLongLong(step) : Py_NewRef(Py_None);
 }
 
 /* A step's tensors, made over its slot before it has come. */
@@ -77,6 +89,7 @@ struct prepared {
     uint32_t slot;
 };
 
+/* False where there can be none; with an exception, see py_channel_form_view. */
 static bool prepare(ChannelObject *self, ChannelFormObject *form, uint32_t slot,
                     struct prepared *into) {
     uint8_t *at = self->slots[slot].at;
@@ -86,7 +99,6 @@ static bool prepare(ChannelObject *self, ChannelFormObject *form, uint32_t slot,
     into->slot = slot;
     into->memory = py_channel_memory_new(at, form->bytes, true);
     into->tensors = into->memory == NULL ? NULL : py_channel_form_view(form, into->memory);
-    PyErr_Clear();
     return into->tensors != NULL;
 }
 
@@ -129,11 +141,23 @@ static PyObject *hand_out(ChannelObject *self, ChannelFormObject *form, struct c
                           struct prepared *ready) {
     uint32_t slot = (uint32_t)(row->sequence % self->c.slots);
     if (ready->tensors == NULL || ready->slot != slot) {
+        uint64_t sequence = row->sequence;
         unprepare(ready);
         if (!prepare(self, form, slot, ready)) {
             unprepare(ready);
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+        }
+        /* It ran code of others, which may have used this handle. */
+        if (!py_channel_usable(self)) {
+            return NULL;
+        }
+        if (messages_peek(&self->c, row) != CHANNEL_OK || row->sequence != sequence ||
+            !is_alike(self, form, row)) {
             Py_RETURN_NONE;
         }
+    }
+    if (self->memory != NULL || self->slots[slot].at != ready->memory->at) {
+        Py_RETURN_NONE;
     }
     uint64_t head = (uint64_t)PyBytes_GET_SIZE(form->head);
     const char *more = (const char *)self->slots[slot].at + channel_meta_at(row->bytes) + head;
@@ -176,6 +200,9 @@ static PyObject *receive_alike(PyObject *module, PyObject *args) {
         if (messages_counts(&self->c, &counts) == CHANNEL_OK &&
             !prepare(self, form, (uint32_t)(counts.acked % self->c.slots), &ready)) {
             unprepare(&ready);
+        }
+        if (PyErr_Occurred() || !py_channel_usable(self)) {
+            goto done;
         }
         uint32_t ticket = channel_announce(self->c.header, CHANNEL_SENDER);
         status = messages_peek(&self->c, &row);

@@ -33,6 +33,13 @@ static bool intern_names(void) {
     return true;
 }
 
+/* An interrupt is not for us to swallow. */
+static void forget_error(void) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+    }
+}
+
 static bool is_attribute(PyObject *tensor, PyObject *name, PyObject *wanted) {
     PyObject *found = PyObject_GetAttr(tensor, name);
     Py_XDECREF(found); /* dtypes and booleans live for ever */
@@ -69,7 +76,14 @@ static bool find_one(ChannelFormObject *self, const struct form_tensor *form, Py
            (*at = data_of(tensor)) != NULL;
 }
 
-bool py_channel_form_find(ChannelFormObject *self, PyObject *tensors, const uint8_t **at) {
+void py_channel_form_let_go(struct form_found *found) {
+    while (found->count > 0) {
+        Py_DECREF(found->kept[--found->count]);
+    }
+}
+
+bool py_channel_form_find(ChannelFormObject *self, PyObject *tensors, struct form_found *found) {
+    found->count = 0;
     if (!PyDict_CheckExact(tensors) || PyDict_GET_SIZE(tensors) != self->count) {
         return false;
     }
@@ -77,17 +91,25 @@ bool py_channel_form_find(ChannelFormObject *self, PyObject *tensors, const uint
     PyObject *name, *tensor;
     for (Py_ssize_t i = 0; i < self->count; i++) {
         if (!PyDict_Next(tensors, &place, &name, &tensor)) {
-            return false;
+            break;
         }
         const struct form_tensor *form = &self->tensors[i];
         bool named = name == form->name ||
                      (PyUnicode_CheckExact(name) && PyUnicode_Compare(name, form->name) == 0);
-        if (!named || !find_one(self, form, tensor, &at[i])) {
-            PyErr_Clear();
-            return false;
+        if (!named) {
+            break;
+        }
+        found->kept[found->count++] = Py_NewRef(tensor);
+        if (!find_one(self, form, tensor, &found->at[i])) {
+            break;
+        }
+        if (i + 1 == self->count) {
+            return true;
         }
     }
-    return true;
+    forget_error();
+    py_channel_form_let_go(found);
+    return false;
 }
 
 /* ---- tensors over a payload ---- */
@@ -155,13 +177,13 @@ PyObject *py_channel_form_view(ChannelFormObject *self, ChannelMemoryObject *mem
         PyObject *tensor =
             capsule == NULL ? NULL : PyObject_CallOneArg(self->from_dlpack, capsule);
         if (tensor == NULL || PyDict_SetItem(tensors, self->tensors[i].name, tensor) < 0) {
-            self->refused = true;
             Py_CLEAR(tensors);
+            forget_error();
+            self->refused = !PyErr_Occurred();
         }
         Py_XDECREF(capsule);
         Py_XDECREF(tensor);
     }
-    PyErr_Clear();
     return tensors;
 }
 

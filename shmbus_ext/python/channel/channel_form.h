@@ -34,10 +34,17 @@ typedef struct {
 
 extern PyTypeObject ChannelFormType;
 
-/* Where each tensor of a dictionary lies; false where it is not of this form, without an
- * exception. */
-bool py_channel_form_find(ChannelFormObject *self, PyObject *tensors, const uint8_t **at);
-/* Tensors over a payload, by name; NULL where there can be none, without an exception. */
+struct form_found {
+    Py_ssize_t count;
+    PyObject *kept[CHANNEL_FORM_MAX_TENSORS]; /* so that no other code frees what was found */
+    const uint8_t *at[CHANNEL_FORM_MAX_TENSORS];
+};
+/* Where each tensor of a dictionary lies; false where it is not of this form, without an exception
+ * unless one is to end the call (an interrupt). It may run code of others: what the caller looked at before may have changed. */
+bool py_channel_form_find(ChannelFormObject *self, PyObject *tensors, struct form_found *found);
+void py_channel_form_let_go(struct form_found *found);
+/* Tensors over a payload, by name; NULL where there can be none, the same of exceptions. It may run
+ * code of others too. */
 PyObject *py_channel_form_view(ChannelFormObject *self, ChannelMemoryObject *memory);
 
 #endif

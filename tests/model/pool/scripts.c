@@ -3,7 +3,7 @@
  * Compiled with the hooks, as the pool's own files are. A version's payload is two words, sequence
  * * 2 and that + 1; with two ranks each writes one. Whoever leases a version finds these, twice, or
  * the explorer has found a torn one. */
-#include "pool_model.h"
+#include "companion.h"
 
 #include <stdio.h>
 
@@ -19,7 +19,7 @@
 static struct pool template;
 
 static struct pool *mine(void) {
-    return &world.processes[running].pool;
+    return &world.processes[running].own;
 }
 
 static _Atomic uint64_t *word_of(const struct pool *pool, uint32_t slot, uint32_t rank) {
@@ -35,6 +35,16 @@ static void check_payload(const struct slot_row *row, uint32_t slot) {
                         (unsigned long long)row->sequence, rank, (unsigned long long)found);
         }
     }
+}
+
+/* layout.h has computed with 64 ranks before small_subject.h made them two. */
+unsigned scripts_lock_place(int64_t byte) {
+    int64_t at = byte - POOL_LOCK_BASE, piece = at - 1024;
+    int64_t place = at < 64     ? at
+                    : at < 256  ? 4 + at - 64
+                    : at < 1024 ? 8 + at - 256
+                                : 16 + piece / 64 * 2 + piece % 64;
+    return place < 0 ? LOCKS : (unsigned)place;
 }
 
 /* ---- publishers ---- */
@@ -256,8 +266,8 @@ void scripts_prepare(const struct scenario *scenario) {
     atomic_init(&template.header->next_sequence, 1);
     atomic_init(&template.header->slots_open, scenario->slots);
     for (int i = 0; i < PROCESSES; i++) {
-        world.processes[i].pool = template;
-        world.processes[i].pool.fd = i;
+        world.processes[i].own = template;
+        world.processes[i].own.fd = i;
     }
 }
 
@@ -266,8 +276,8 @@ void scripts_prepare(const struct scenario *scenario) {
 bool scripts_is_owed(int process) {
     const struct process *p = &world.processes[process];
     uint64_t latest = template.header->latest >> 8;
-    if (p->pool.reader >= 0) {
-        return latest > 0 && template.reader_rows[p->pool.reader].applied < latest;
+    if (p->own.reader >= 0) {
+        return latest > 0 && template.reader_rows[p->own.reader].applied < latest;
     }
     bool readers_hold = false;
     for (unsigned i = 0; i < 4; i++) {
@@ -275,7 +285,7 @@ bool scripts_is_owed(int process) {
     }
     uint64_t writing = template.header->writing >> 8, done = template.rank_rows[1].done;
     if (p->futex == offsetof(struct pool_header, ranks_bell)) {
-        return p->pool.rank == 0 ? writing != 0 && done == writing : writing > done;
+        return p->own.rank == 0 ? writing != 0 && done == writing : writing > done;
     }
     bool wants_space = p->futex == offsetof(struct pool_header, space_bell);
     return wants_space && !readers_hold && template.max_slots > 1;

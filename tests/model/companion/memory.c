@@ -1,9 +1,9 @@
-/* Loads, stores, futexes and locks of the pool, as the explorer has them.
+/* Loads, stores, futexes and locks of the subject, as the explorer has them.
  *
  * Stores arrive in the order of their process; one that is not sequentially consistent may be late,
  * until its process makes a stronger step. So less is allowed than by C11, and what is found is
  * real. Futexes and locks order everything, as the kernel's do. */
-#include "pool_model.h"
+#include "companion.h"
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -104,7 +104,7 @@ uint64_t model_rmw(volatile void *at, size_t size, enum model_rmw kind, uint64_t
 _Bool model_compare_exchange(volatile void *at, size_t size, uint64_t *expected, uint64_t desired,
                              int order, int failure_order, const char *where) {
     (void)at, (void)size, (void)expected, (void)desired, (void)order, (void)failure_order;
-    engine_fail("%s: the pool has no compare-and-swap", where);
+    engine_fail("%s: the subject has no compare-and-swap", where);
 }
 
 void model_fence(int order, const char *where) {
@@ -115,9 +115,17 @@ void model_fence(int order, const char *where) {
 
 static void copy(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
+    if (offset_of(from) == NOWHERE) {
+        return;
+    }
+    for (size_t at = 0; at < bytes; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const uint8_t *)from + at, bytes - at < 8 ? bytes - at : 8);
+        engine_observe(word);
+    }
 }
 
-/* A copy out of or into the pool is two steps. */
+/* A copy out of or into shared memory is two steps. */
 void *model_memcpy(void *to, const void *from, size_t bytes) {
     size_t half = bytes / 2;
     if (offset_of(to) != NOWHERE || offset_of(from) != NOWHERE) {
@@ -131,14 +139,14 @@ void *model_memcpy(void *to, const void *from, size_t bytes) {
 }
 
 void *model_malloc(size_t bytes) {
-    engine_fail("the pool allocates %zu bytes", bytes);
+    engine_fail("the subject allocates %zu bytes", bytes);
 }
 void *model_calloc(size_t count, size_t bytes) {
-    engine_fail("the pool allocates %zu bytes", count * bytes);
+    engine_fail("the subject allocates %zu bytes", count * bytes);
 }
 void *model_realloc(void *block, size_t bytes) {
     (void)block;
-    engine_fail("the pool allocates %zu bytes", bytes);
+    engine_fail("the subject allocates %zu bytes", bytes);
 }
 int model_clock_gettime(clockid_t clock, struct timespec *ts) {
     (void)clock;
@@ -194,17 +202,12 @@ long model_syscall(long number, ...) {
 
 /* ---- locks of the kernel ---- */
 
-/* layout.h has computed with 64 ranks before pool_small.h made them two. */
 static unsigned place_of(int64_t byte) {
-    int64_t at = byte - POOL_LOCK_BASE, piece = at - 1024;
-    int64_t place = at < 64     ? at
-                    : at < 256  ? 4 + at - 64
-                    : at < 1024 ? 8 + at - 256
-                                : 16 + piece / 64 * 2 + piece % 64;
-    if (place < 0 || place >= LOCKS) {
+    unsigned place = scripts_lock_place(byte);
+    if (place >= LOCKS) {
         engine_fail("a lock on byte %lld", (long long)byte);
     }
-    return (unsigned)place;
+    return place;
 }
 
 static void step(const char *where) {

@@ -1,4 +1,5 @@
-/* Every interleaving of a slot pool's publishers, ranks and readers, with a death at every step.
+/* Every interleaving of a subject's processes, with a death at every step. A subject is what goes
+ * beside a bus: the slot pool, the channel.
  *
  * usage: explore [--scenario NAME] [--preemptions N] [--deaths N] [--delays N] [--states N]
  *                [--expect-violation]
@@ -6,7 +7,7 @@
  * Exit status 0: all invariants hold in all that was explored (or, expected, a violation was found);
  * 1: a violation, with the steps that lead to it; 2: usage. "complete" means every state that the
  * bounds allow. */
-#include "pool_model.h"
+#include "companion.h"
 
 #include <stdio.h>
 #include <stdlib.h>

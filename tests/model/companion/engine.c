@@ -5,7 +5,7 @@
  * entered again. What a process knows is told by the history of what it has observed.
  *
  * Invariant: when visit() returns, the world is what it was when it was called. */
-#include "pool_model.h"
+#include "companion.h"
 
 #include <limits.h>
 #include <stdarg.h>

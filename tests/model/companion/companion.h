@@ -1,19 +1,21 @@
-/* The explorer of the slot pool: what its parts tell each other.
+/* The explorer of what goes beside a bus, its subject: what its parts tell each other.
  *
  * engine.c   processes as coroutines, choices, snapshots, the search
  * memory.c   loads, stores, futexes and file locks, routed here by tests/model/hooks.h
- * scripts.c  what publishers, ranks and readers do, what must hold, and the scenarios
+ * scripts.c  of the subject: what its processes do, what must hold, and the scenarios
+ * subject.h  of the subject: what a process has of it (`subject`), what the scripts know of each
+ *            other (`struct ghost`)
  *
  * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
  * the same addresses, is the run as it was. */
-#ifndef SHMBUS_MODEL_POOL_MODEL_H
-#define SHMBUS_MODEL_POOL_MODEL_H
+#ifndef SHMBUS_MODEL_COMPANION_H
+#define SHMBUS_MODEL_COMPANION_H
 
 #include <setjmp.h>
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "pool/pool.h"
+#include "subject.h"
 
 enum {
     PROCESSES = 4,
@@ -21,7 +23,6 @@ enum {
     MEMORY_BYTES = 8 << 10,
     LOCKS = 32,
     DELAYED = 4, /* stores of a process that may be late at a time */
-    MAX_VERSIONS = 32,
 };
 
 enum state { P_UNUSED = 0, P_READY, P_BLOCKED, P_DONE, P_DEAD };
@@ -44,16 +45,9 @@ struct process {
     int wait_result;
     uint32_t late_count;
     struct late_store late[DELAYED];
-    struct pool pool;
+    subject own;
 };
 #define NOWHERE UINT32_MAX
-
-/* What the scripts know of each other, to check each other by. */
-struct ghost {
-    uint64_t finished; /* the newest sequence whose publisher has returned */
-    uint8_t gone[MAX_VERSIONS]; /* sequences that a rank was told were given up */
-    uint8_t whole[MAX_VERSIONS]; /* sequences of which nothing is written any more */
-};
 
 struct control {
     struct ghost ghost;
@@ -99,6 +93,7 @@ void memory_release_locks(int process);
 uint64_t memory_hash(void);
 
 /* scripts.c */
+unsigned scripts_lock_place(int64_t byte); /* LOCKS or more for none */
 extern const struct scenario scenarios[];
 void scripts_prepare(const struct scenario *scenario);
 bool scripts_is_owed(int process); /* whether there is work for a process that sleeps */

@@ -1,17 +1,18 @@
 #!/bin/sh
-# Plants one known bug into a copy of the pool, builds the explorer over it, and requires that it
+# Plants one known bug into a copy of a subject, builds the explorer over it, and requires that it
 # finds a violation. Exit status 0: it was found.
-# usage: seed.sh SEED.sed   (from the root of the checkout; CC names the compiler)
+# usage: seed.sh SUBJECT SEED.sed   (from the root of the checkout; CC names the compiler)
 set -eu
-seed=$1
+subject=$1
+seed=$2
 name=$(basename "$seed" .sed)
-into=build/explore/pool-seeds/$name
+into=build/explore/$subject-seeds/$name
 options=$(sed -n 's/^# options: //p' "$seed")
 
 rm -rf "$into"
-mkdir -p "$into/pool"
-cp shmbus_ext/pool/*.[ch] "$into/pool/"
-for file in "$into"/pool/*.c; do
+mkdir -p "$into/$subject"
+cp "shmbus_ext/$subject/"*.[ch] "$into/$subject/"
+for file in "$into/$subject"/*.c; do
     sed -f "$seed" "$file" > "$file.new"
     cmp -s "$file" "$file.new" || planted=yes
     mv "$file.new" "$file"
@@ -20,7 +21,7 @@ done
     echo "seed '$name' changes nothing: the code it was written for has changed" >&2
     exit 1
 }
-sh tests/model/pool/build.sh "$into" "$into" -O1 -Wno-unused
+sh tests/model/companion/build.sh "$subject" "$into" "$into" -O1 -Wno-unused
 # shellcheck disable=SC2086 # several words
 if "$into/explore" $options --expect-violation > "$into/log" 2>&1; then
     echo "seed '$name': found ($(grep -m 1 -o 'violation in.*' "$into/log" | cut -c 1-110))"
