@@ -342,7 +342,7 @@ check-c: check-explore
 check-explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore
 	build/explore/plain/explore
 	build/explore/pool/explore --states 400000
-	build/explore/channel/explore --states 400000
+	build/explore/channel/explore --states 100000
 	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 	@for seed in $(POOL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh pool $$seed || exit 1; done
 	@for seed in $(CHANNEL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh channel $$seed || exit 1; done
