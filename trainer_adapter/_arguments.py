@@ -31,11 +31,11 @@ __all__ = [
     "check_loader",
     "check_pack_threads",
     "check_packing",
-    "check_scores",
     "check_wait",
     "checked_budget",
     "checked_max_wait",
     "checked_pack_threads",
+    "score_error",
 ]
 
 #: Most batches that may be ready ahead: more would only be staler, and hold more of the ring.
@@ -60,17 +60,14 @@ def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], bud
             )
 
 
-def check_scores(trajectories: list[shmbus.Trajectory]) -> None:
-    """Raise ValueError for a score that no advantage can be computed from."""
-    # A nan, which only a forged record has, stays in the sum and is above every bound.
-    if sum([abs(t.score) for t in trajectories]) <= MAX_SCORE:
-        return
-    for t in trajectories:
-        if not abs(t.score) <= MAX_SCORE:
-            raise ValueError(
-                f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: score: "
-                f"expected at most {MAX_SCORE:g} by magnitude, got {t.score:g}; scale the reward"
-            )
+def score_error(trajectories: list[shmbus.Trajectory]) -> ValueError:
+    """Return the error for the first score that no advantage can be computed from."""
+    # By the negation, since a nan, which only a forged record has, compares with nothing.
+    t = next(t for t in trajectories if not abs(t.score) <= MAX_SCORE)
+    return ValueError(
+        f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: score: "
+        f"expected at most {MAX_SCORE:g} by magnitude, got {t.score:g}; scale the reward"
+    )
 
 
 def check_wait(name: str, value: object) -> None:

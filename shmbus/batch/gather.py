@@ -117,6 +117,8 @@ class Measured(NamedTuple):
         Whether all have logprobs; if not, none has.
     field_names : list of tuple of str
         Names of all fields, for each kind of record that was met.
+    scores_fit : bool
+        Whether all scores are numbers that can be compared.
     """
 
     trajectories: list[_core.Trajectory]
@@ -124,6 +126,7 @@ class Measured(NamedTuple):
     lengths: list[int]
     has_logprobs: bool
     field_names: list[tuple[str, ...]]
+    scores_fit: bool
 
     @property
     def has_rows(self) -> bool:
@@ -158,9 +161,9 @@ def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) 
     """
     names = names or FieldNames()
     trajectories, sizes = members(groups)
-    lengths, has, lacks, field_names = _core.measure(trajectories, names.as_tuple())
+    lengths, has, lacks, field_names, fit = _core.measure(trajectories, names.as_tuple())
     has_logprobs = check_presence(groups, names, has, lacks)
-    return Measured(trajectories, sizes, lengths, has_logprobs, field_names)
+    return Measured(trajectories, sizes, lengths, has_logprobs, field_names, fit)
 
 
 def members(

@@ -25,7 +25,7 @@ import numpy as np
 import shmbus
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.batch.gather import FieldNames, measure
-from trainer_adapter._arguments import check_lengths, check_scores
+from trainer_adapter._arguments import check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
@@ -200,7 +200,8 @@ class Admission:
         self._with_logprobs = measured.has_logprobs
         self._unread.note(measured)
         trajectories, lengths = measured.trajectories, measured.lengths
-        check_scores(trajectories)
+        if not measured.scores_fit:
+            raise score_error(trajectories)
         if self._extra_fields is not None:
             self._extra_fields.measure(trajectories, lengths)
         if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:

@@ -182,7 +182,7 @@ class BatchMeter:
         figures : BatchFigures
         """
         self._pending.append(figures)
-        self._pending_samples += len(figures.facts.scores)
+        self._pending_samples += figures.facts.samples.shape[1]
         if len(self._pending) >= PENDING_BATCHES or self._pending_samples >= PENDING_SAMPLES:
             self._add_up()
 
@@ -193,13 +193,17 @@ class BatchMeter:
         if not pending:
             return
         facts = [one.facts for one in pending]
-        trained = np.repeat([one.policy_version for one in pending], [len(f.scores) for f in facts])
+        versions = [one.policy_version for one in pending]
+        # One array a batch, since each is in no near cache by now.
+        table = np.concatenate([one.samples for one in facts], axis=1)
         rows = np.empty((2, samples))
-        np.concatenate([one.scores for one in facts], out=rows[0])
-        rows[1] = trained - np.concatenate([one.policy_versions for one in facts])
+        rows[0] = table[0].view(np.float64)
+        rows[1] = np.repeat(versions, [one.samples.shape[1] for one in facts]) - table[1]
         rewards, lag = Moments.of_rows(rows)
-        lengths = [length for one in facts for length in one.lengths]
-        (length,) = Moments.of_rows(np.array([lengths], np.float64))
+        lengths = table[3]
+        if any([one.row_lengths is not None for one in facts]):
+            lengths = np.concatenate([one.lengths for one in facts])
+        (length,) = Moments.of_rows(lengths[None].astype(np.float64))
         self._rewards = self._rewards.joined(rewards)
         self._lags = self._lags.joined(lag)
         self._lengths = self._lengths.joined(length)

@@ -3,11 +3,13 @@
  * Invariant: nothing here copies payload, nor holds it. */
 #include "python/batch/measure.h"
 
+#include "batch/baseline.h"
 #include "python/batch/arrays.h"
 #include "python/batch/field_lookup.h"
 
 /* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
- * of all fields of each schema that was met), after the checks that pack makes. */
+ * of all fields of each schema that was met, whether all scores can be compared), after the checks
+ * that pack makes. */
 static PyObject *py_measure(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *items, *names[FIELDS];
@@ -25,7 +27,9 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
                                 py_find_sources(&lookup, items, names, sources)
                             ? PyList_New(count)
                             : NULL;
+    bool scores_fit = true;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
+        scores_fit &= baseline_scores_fit(&sources[i].trajectory->score, 1);
         PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
         if (length == NULL) {
             Py_CLEAR(lengths);
@@ -35,8 +39,9 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
     }
     PyMem_Free(sources);
     PyObject *result = lengths == NULL ? NULL
-                                       : Py_BuildValue("OiiO", lengths, lookup.has, lookup.lacks,
-                                                       lookup.field_names);
+                                       : Py_BuildValue("OiiOO", lengths, lookup.has, lookup.lacks,
+                                                       lookup.field_names,
+                                                       scores_fit ? Py_True : Py_False);
     Py_XDECREF(lengths);
     Py_XDECREF(lookup.field_names);
     return result;
