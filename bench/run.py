@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -159,13 +160,17 @@ def measure(
     skipped = [case for case in chosen if case.name == "packed" and without_torch]
     chosen = [case for case in chosen if case not in skipped]
     before = _memcpy("before", sizes, say) if chosen else 0.0
+    bounded = any(case.moved_bytes_per_token is not None for case in chosen)
+    both = [_both_cores(sizes, say)] if bounded else []
     runs = throughput.repeat(chosen, sizes.repetitions, say)
     others = _others(names, sizes, capacity, say)
     if chosen:
         after = _memcpy("after", sizes, say)
         mean = (before + after) / 2
         rows.append(_memcpy_row(before, after, sizes))
-        rows += throughput.rows(chosen, runs, mean)
+        both += [_both_cores(sizes, say)] if bounded else []
+        known = [one for one in both if one is not None]
+        rows += throughput.rows(chosen, runs, mean, statistics.mean(known) if known else None)
     rows += [
         Row(name=case.name, title=case.title, measured="", skipped="there is no torch here")
         for case in skipped
@@ -222,6 +227,11 @@ def notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
 def _memcpy(when: str, sizes: Sizes, say: Callable[[str], None]) -> float:
     say(f"memcpy, {when} everything else")
     return memcpy.measure(sizes.memcpy_bytes, sizes.memcpy_repetitions)
+
+
+def _both_cores(sizes: Sizes, say: Callable[[str], None]) -> float | None:
+    say("memcpy by two cores at once")
+    return memcpy.measure_both(sizes.memcpy_bytes, sizes.memcpy_repetitions)
 
 
 def _memcpy_row(before: float, after: float, sizes: Sizes) -> Row:

@@ -8,12 +8,21 @@ from typing import Final
 
 from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.sending import check_ledger, produce, temporary_bus
-from bench.workload import Timed, Workload
+from bench.workload import BYTES_PER_TOKEN, Timed, Workload
 
-__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "measure", "measure_over", "train"]
+__all__ = [
+    "MOVED_BYTES_PER_TOKEN",
+    "PACKED_BYTES_PER_TOKEN",
+    "TOKENS_PER_BATCH",
+    "measure",
+    "measure_over",
+    "train",
+]
 
 #: int64 token and position, bool mask, float32 logprob and advantage.
 PACKED_BYTES_PER_TOKEN: Final = 8 + 8 + 1 + 4 + 4
+#: Read and written on the way: the producer's arrays into the ring, and from there into a batch.
+MOVED_BYTES_PER_TOKEN: Final = 3 * BYTES_PER_TOKEN + PACKED_BYTES_PER_TOKEN
 TOKENS_PER_BATCH: Final = 65_536
 
 

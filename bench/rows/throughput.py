@@ -24,7 +24,9 @@ class Case:
     """One row: a workload, the function that measures it, and the target.
 
     `reference` names the case whose rate this one's is compared with; without it, bytes a second
-    are compared with memcpy. A case without a target is there to put another one into proportion.
+    are compared with memcpy. `moved_bytes_per_token`, of a row that keeps two cores at memory, are
+    those that it reads and writes: what both cores can move bounds it. A case without a target is
+    there to put another one into proportion.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Case:
     target: float | None = None
     bytes_per_token: int = BYTES_PER_TOKEN
     reference: str = ""
+    moved_bytes_per_token: int | None = None
 
 
 def cases(sizes: Sizes, capacity: str) -> list[Case]:
@@ -81,6 +84,7 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             workload=Workload(trajectories=sizes.packed, tokens=2048, capacity=capacity),
             target=0.9,
             bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
+            moved_bytes_per_token=packed.MOVED_BYTES_PER_TOKEN,
         ),
         Case(
             name="four-producers",
@@ -106,12 +110,32 @@ def repeat(
     return runs
 
 
-def rows(chosen: Sequence[Case], runs: dict[str, list[Timed]], memcpy: float) -> list[Row]:
-    """Turn runs into rows; memcpy in bytes a second."""
-    return [_row(case, runs, memcpy) for case in chosen]
+def rows(
+    chosen: Sequence[Case],
+    runs: dict[str, list[Timed]],
+    memcpy: float,
+    both_cores: float | None = None,
+) -> list[Row]:
+    """Turn runs into rows; memcpy in bytes a second, and those that two cores read and write."""
+    return [_row(case, runs, memcpy, both_cores) for case in chosen]
 
 
-def _row(case: Case, runs: dict[str, list[Timed]], memcpy: float) -> Row:
+def _bound(case: Case, rate: float, both_cores: float | None) -> tuple[str, dict[str, float]]:
+    """Say how near a rate is to what the memory gives two cores; nothing where it is no bound."""
+    if case.moved_bytes_per_token is None or both_cores is None:
+        return "", {}
+    moved = case.moved_bytes_per_token * case.workload.tokens
+    bound = both_cores / moved
+    text = f"; {rate / bound:.2f} of its bound, {bound:,.0f}"
+    return text, {
+        "moved_bytes_per_trajectory": moved,
+        "both_cores_bytes_per_s": both_cores,
+        "bound_trajectories_per_s": bound,
+        "of_bound": rate / bound,
+    }
+
+
+def _row(case: Case, runs: dict[str, list[Timed]], memcpy: float, both_cores: float | None) -> Row:
     timed = runs[case.name]
     tokens = case.workload.tokens
     bytes_each = tokens * case.bytes_per_token
@@ -121,11 +145,12 @@ def _row(case: Case, runs: dict[str, list[Timed]], memcpy: float) -> Row:
         unit, whole = "of one producer", statistics.median(r.rate for r in runs[case.reference])
     else:
         unit, whole = "of memcpy", memcpy / bytes_each
+    bound, of_bound = _bound(case, rate, both_cores)
     return Row(
         name=case.name,
         title=case.title,
         measured=f"{rate:,.0f} trajectories/s, {rate * tokens / 1e6:,.0f} M tokens/s, "
-        f"{rate * bytes_each / 1e9:.2f} GB/s",
+        f"{rate * bytes_each / 1e9:.2f} GB/s{bound}",
         value=rate / whole,
         spread=(min(rates) / whole, max(rates) / whole),
         target=None if case.target is None else Target("at least", case.target, unit),
@@ -134,6 +159,7 @@ def _row(case: Case, runs: dict[str, list[Timed]], memcpy: float) -> Row:
             "tokens_per_s": rate * tokens,
             "bytes_per_s": rate * bytes_each,
             "memcpy_ratio": rate * bytes_each / memcpy,
+            **of_bound,
             "bytes_per_trajectory": bytes_each,
             "trajectories": case.workload.trajectories,
             "producers": case.workload.producers,

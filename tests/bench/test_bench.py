@@ -11,7 +11,9 @@ import pytest
 from conftest import Spawner
 
 from bench import machine
+from bench.rows import throughput
 from bench.rows.row import Row, Target, table
+from bench.sizes import TINY
 from bench.workload import GROUP_SIZE, Timed, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,19 @@ def test_only_one_row_brings_what_it_is_compared_with(spawn: Spawner, tmp_path: 
     assert {row["figures"].get("capacity", "8MiB") for row in rows} == {"8MiB"}
     one, four = (row["figures"]["trajectories_per_s"] for row in rows[1:])
     assert rows[2]["value"] == pytest.approx(four / one)
+
+
+def test_a_row_at_memory_says_its_bound_from_what_two_cores_move() -> None:
+    (case,) = [one for one in throughput.cases(TINY, "8MiB") if one.name == "packed"]
+    timed = Timed(trajectories=1000, seconds=0.01, consumer_cpu_s=0.0, producer_cpu_s=0.0)
+    runs = {"packed": [timed]}
+    (row,) = throughput.rows([case], runs, 10e9, 2048 * 52 * 200_000.0)
+    assert row.figures["moved_bytes_per_trajectory"] == 2048 * (9 + 9 + 9 + 25)
+    assert row.figures["bound_trajectories_per_s"] == pytest.approx(200_000)
+    assert row.figures["of_bound"] == pytest.approx(0.5)
+    assert "0.50 of its bound, 200,000" in row.measured
+    (row,) = throughput.rows([case], runs, 10e9, None)
+    assert "bound" not in row.measured and "of_bound" not in row.figures
 
 
 def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawner) -> None:
