@@ -173,24 +173,6 @@ INLINE void ask_for(const uint8_t *one, const uint8_t *other, uint32_t bytes) {
     }
 }
 
-/* Which of a word's elements differ, where it may be the last one and not whole. */
-INLINE uint64_t differ_some(const uint8_t *now, const uint8_t *base, uint32_t elements,
-                            const uint32_t width, differ differs) {
-    uint64_t bits = 0;
-    if (elements >= WORD_BITS) {
-        return differs(now, base, width);
-    }
-    for (uint32_t i = 0; i < elements; i++) {
-        bits |= (uint64_t)(load(now, i, width) != load(base, i, width)) << i;
-    }
-    return bits;
-}
-
-/* The place of the lowest bit; any where there is none. */
-INLINE uint32_t lowest(uint64_t bits) {
-    return (uint32_t)__builtin_ctzll(bits | UINT64_C(1) << (WORD_BITS - 1));
-}
-
 /* What differs in a block. */
 struct changes {
     uint32_t count;

@@ -12,9 +12,10 @@ from typing import Final, TypeAlias
 
 import torch
 
+from shmbus.pool import copy_bytes
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import TensorPlace
-from trainer_adapter.weights.memory import copy_tensor
+from trainer_adapter.weights.memory import byte_view, copy_tensor, is_plain_copy
 from trainer_adapter.weights.pieces import CopyTable, is_alike, may_cut
 from trainer_adapter.weights.source import LocalPiece
 
@@ -104,7 +105,11 @@ class Batch:
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._alone, together = split(pairs)
+        alone, together = split(pairs)
+        plain = [pair for pair in alone if is_plain_copy(*pair)]
+        # Looking at two tensors takes ten times as long as to begin to copy their bytes.
+        self._plain = [(byte_view(target), byte_view(source)) for target, source in plain]
+        self._alone = [pair for pair in alone if not is_plain_copy(*pair)] if plain else alone
         self._tables: list[CopyTable] = []
         self._together: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for group in together:
@@ -122,6 +127,8 @@ class Batch:
         """Copy each source into its target; on a device, only ordered on its current stream."""
         for table in self._tables:
             table.begin()
+        for to, of in self._plain:
+            copy_bytes(to, of)
         for target, source in self._alone:
             copy_tensor(target, source)
         for targets, sources in self._together:

@@ -14,7 +14,15 @@ import torch
 from shmbus.pool import copy_bytes
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
 
-__all__ = ["byte_view", "copy_tensor", "payload_tensor", "tensor_at", "unowned", "view_of"]
+__all__ = [
+    "byte_view",
+    "copy_tensor",
+    "is_plain_copy",
+    "payload_tensor",
+    "tensor_at",
+    "unowned",
+    "view_of",
+]
 
 _first_use = threading.Lock()
 _warned = False
@@ -94,7 +102,15 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
     target, source : Tensor
         Of the same shape, on any device, of any dtype and strides; they do not overlap.
     """
-    plain = (
+    if is_plain_copy(target, source):
+        copy_bytes(byte_view(target), byte_view(source))
+    else:
+        target.copy_(source)
+
+
+def is_plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy is one of bytes, in host memory."""
+    return (
         target.dtype == source.dtype
         and target.device.type == source.device.type == "cpu"
         and target.shape == source.shape
@@ -103,10 +119,6 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
         and target.numel() > 0
         and not (source.is_conj() or source.is_neg())
     )
-    if plain:
-        copy_bytes(byte_view(target), byte_view(source))
-    else:
-        target.copy_(source)
 
 
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

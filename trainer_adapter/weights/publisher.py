@@ -20,7 +20,7 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus.pool import WhenHeld
-from trainer_adapter.weights.carriers.base import VersionSink, WriterCarrier
+from trainer_adapter.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
 from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
 from trainer_adapter.weights.carriers.patched import PatchingSink
@@ -29,7 +29,7 @@ from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.patches import patch_share
 from trainer_adapter.weights.probe import CarrierName, choose
-from trainer_adapter.weights.source import WeightSource
+from trainer_adapter.weights.source import LocalPiece, WeightSource
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -355,9 +355,16 @@ class WeightPublisher:
 
     def _copy(self, sink: VersionSink) -> int:
         written = 0
+        lasting: list[LocalPiece] = []
+        repeats = isinstance(sink, RepeatingSink)
         with torch.no_grad():
             for piece in self._source.iter_local(self.rank, self.world_size):
-                written += sink.put(piece)
+                if repeats and piece.lasting:
+                    lasting.append(piece)
+                else:
+                    written += sink.put(piece)
+            if isinstance(sink, RepeatingSink):
+                written += sink.put_lasting(lasting)
             sink.settle()
         whole = sum(tensor.size for tensor in self.manifest.tensors)
         if self.world_size == 1 and written != whole:

@@ -6,8 +6,9 @@ was newest stays so until then; a reader's views do not change for as long as it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -16,7 +17,15 @@ from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.source import LocalPiece
 
-__all__ = ["CarriedVersion", "Promises", "ReaderCarrier", "VersionSink", "WriterCarrier"]
+__all__ = [
+    "CarriedVersion",
+    "Promises",
+    "ReaderCarrier",
+    "RepeatingSink",
+    "VersionSink",
+    "WriterCarrier",
+    "are_same",
+]
 
 
 class Promises(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +72,22 @@ class VersionSink(Protocol):
 
     def give_up(self, reason: str) -> None:
         """Leave what was newest in force."""
+
+
+@runtime_checkable
+class RepeatingSink(Protocol):
+    """A version whose pieces may be those of the last version in the same slot."""
+
+    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
+        """Copy pieces that their source gives again; their bytes there.
+
+        What was found out about the same ones is not found out again.
+        """
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they are the same objects, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 class WriterCarrier(Protocol):

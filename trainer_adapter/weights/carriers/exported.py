@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from trainer_adapter.device.arena import (
 )
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
-from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.carriers.base import Promises, are_same
 from trainer_adapter.weights.copies import Batch, Pair, settle_devices, target_of_piece
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
@@ -72,8 +72,11 @@ SAMPLED_BLOCKS: Final = 4
 PENDING_BYTES: Final = 64 << 20
 
 
-#: Pairs that were copied together, by their ids, and sorted.
-_Batches: TypeAlias = dict[tuple[int, ...], tuple[list[Pair], Batch]]
+class _Known(NamedTuple):
+    """Pieces that a source gives again, and how they are copied into one slot."""
+
+    pieces: Sequence[LocalPiece]  # kept, so that no other ones are the same objects
+    batch: Batch
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exported/1"):
@@ -159,10 +162,8 @@ class ExportedWriter:
         self._meta = msgspec.msgpack.encode(Said(manifest.encode()))
         self._slot_bytes = Placed.room(manifest.total, digests=digests)
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        # Pieces that a source gives again, by slot; with each the piece, so that its id stays its.
-        self.known: dict[int, dict[int, tuple[LocalPiece, Pair, int]]] = {}
-        # What of them was copied together.
-        self.batches: dict[int, _Batches] = {}
+        #: By slot, what was found out of the pieces that a source gives again.
+        self.known: dict[int, _Known] = {}
         spec = PoolSpec(
             slot_bytes=self._slot_bytes,
             slots=slots,
@@ -223,7 +224,7 @@ class ExportedWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave; the versions go with their memory, but from readers that have mapped it."""
-        self._views, self.known, self.batches = {}, {}, {}
+        self._views, self.known = {}, {}
         self._arena.close()
         self._publisher.close(remove=remove)
 
@@ -245,40 +246,33 @@ class _ExportedSink:
         self._views = writer.views(write.slot, payload)
         self._pending: list[Pair] = []
         self._pending_bytes = 0
-        self._known = writer.known.get(write.slot, {})
-        self._sorted = writer.batches.get(write.slot, {})
-        self._flushed: _Batches = {}
-        self._all_last = True
-        self._put: dict[int, tuple[LocalPiece, Pair, int]] = {}
 
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be; small ones together with what follows."""
-        found = self._known.get(id(piece))
-        if found is None:
-            whole = self._views.get(piece.name)
-            target = target_of_piece(self._writer.places.get(piece.name), whole, piece)
-            size = target.numel() * target.element_size()
-            found = (piece, (target, piece.tensor), size)
-        if piece.lasting:
-            self._put[id(piece)] = found
-        self._all_last = self._all_last and piece.lasting
-        size = found[2]
-        self._pending.append(found[1])
-        if not piece.lasting:
-            self._pending_bytes += size
+        pair = self._pair(piece)
+        size = pair[0].numel() * pair[0].element_size()
+        self._pending.append(pair)
+        self._pending_bytes += size
         if self._pending_bytes >= PENDING_BYTES:
             self._flush()
         return size
 
+    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
+        """Copy pieces that their source gives again, all of them together."""
+        known = self._writer.known.get(self._write.slot)
+        if known is None or not are_same(known.pieces, pieces):
+            known = _Known(pieces, Batch([self._pair(piece) for piece in pieces]))
+            self._writer.known[self._write.slot] = known
+        known.batch.begin()
+        return known.batch.nbytes
+
+    def _pair(self, piece: LocalPiece) -> Pair:
+        whole = self._views.get(piece.name)
+        return target_of_piece(self._writer.places.get(piece.name), whole, piece), piece.tensor
+
     def _flush(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        key = tuple(map(id, pending))
-        found = self._sorted.get(key)
-        if found is None:
-            found = (pending, Batch(pending))
-        if self._all_last:  # the pairs are kept: an id is another's once its own has gone
-            self._flushed[key] = found
-        found[1].begin()
+        Batch(pending).begin()
 
     def settle(self) -> None:
         """Wait until all is copied: the parameters may change then."""
@@ -288,8 +282,6 @@ class _ExportedSink:
     def finish(self) -> None:
         """Publish."""
         self.settle()
-        self._writer.known[self._write.slot] = self._put
-        self._writer.batches[self._write.slot] = self._flushed
         sums = block_sums(self._payload) if self._writer.digests else []
         said = Placed(self._name, self._writer.manifest.total, sums).encode()
         with translated():

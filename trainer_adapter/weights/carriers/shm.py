@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Sequence, Sized
+from typing import Final
 
 import torch
 
@@ -25,8 +25,10 @@ from shmbus.pool import (
     has_patch,
     put_piece,
 )
-from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
+from trainer_adapter.weights.carriers.base import CarriedVersion, Promises, are_same
+from trainer_adapter.weights.carriers.shm_lasting import LastingPieces
 from trainer_adapter.weights.carriers.shm_patch import ShmPatch, contiguous_parts
+from trainer_adapter.weights.copies import target_of_piece
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
     MANIFEST_CODE,
@@ -73,9 +75,6 @@ _META_SPARE: Final = 1.25
 PENDING_BYTES: Final = 1 << 30
 #: Seconds between two attempts to find a pool that is not there yet.
 _RETRY_S: Final = 0.05
-
-#: What was copied together: the pieces, which keep their ids, and how.
-_Batches: TypeAlias = dict[tuple[int, ...], tuple[list[LocalPiece], HostBatch]]
 
 
 class ShmWriter:
@@ -129,8 +128,8 @@ class ShmWriter:
         #: Where pieces are cast or put together before they are compared; made when first needed.
         self._scratch: torch.Tensor | None = None
         self._registered = RegisteredSlots()
-        # What was copied together into a slot, by the ids of its pieces, which are kept with it.
-        self.batches: dict[int, _Batches] = {}
+        #: By slot, what was found out of the pieces that a source gives again.
+        self.known: dict[int, LastingPieces] = {}
         spec = PoolSpec(
             slot_bytes=manifest.total,
             slots=slots,
@@ -174,7 +173,7 @@ class ShmWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave the pool."""
-        self.batches = {}
+        self.known = {}
         self._registered.close()
         self._publisher.close(remove=remove)
 
@@ -187,8 +186,6 @@ class _ShmSink:
         self._write = write
         self._payload: torch.Tensor | None = payload_tensor(write.buffer)
         self._pending: dict[torch.device, list[tuple[LocalPiece, torch.Tensor]]] = {}
-        self._sorted = writer.batches.get(write.slot, {})
-        self._flushed: _Batches = {}
         self._pending_bytes = 0
         self._compared = has_patch(write)
         self._tried = self._compared
@@ -198,32 +195,49 @@ class _ShmSink:
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be."""
         assert self._payload is not None
-        place = self._writer._places.get(piece.name)
-        if place is None:
-            raise WeightsError(f"{piece.name!r} is not in the manifest of these weights")
-        target = tensor_at(self._payload, place)
-        ends = [at + size for at, size in zip(piece.start, piece.tensor.shape, strict=False)]
-        if len(ends) != target.dim() or any(
-            end > size for end, size in zip(ends, target.shape, strict=True)
-        ):
-            raise WeightsError(
-                f"{piece.name!r}: a piece of shape {list(piece.tensor.shape)} at "
-                f"{list(piece.start)} is not inside {list(target.shape)}, which the manifest has; "
-                "make a new publisher when the model changes"
-            )
-        for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
-            if size != target.shape[dim]:
-                target = target.narrow(dim, start, size)
+        target = self._target(self._payload, piece)
         if self._compared:
-            self._compare(place, piece)
+            self._compare(self._writer._places[piece.name], piece)
         else:
             self._copy(target, piece)
         return target.numel() * target.element_size()
 
+    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
+        """Copy pieces that their source gives again, those of a device together."""
+        if self._compared:
+            return sum(self.put(piece) for piece in pieces)
+        assert self._payload is not None
+        known = self._writer.known.get(self._write.slot)
+        if known is None or not are_same(known.pieces, pieces):
+            # Their own views of the slot: the payload's would keep it from being finished.
+            whole = unowned(self._payload)
+            known = LastingPieces(
+                pieces, [self._target(whole, piece) for piece in pieces], self._may_cross
+            )
+            self._writer.known[self._write.slot] = known
+        self._register(known.crossing)
+        return known.copy()
+
+    def _register(self, crossing: Sized) -> None:
+        assert self._payload is not None
+        if crossing:
+            self._writer.registered.add(self._payload)
+
+    def _may_cross(self, piece: LocalPiece) -> bool:
+        """Whether it crosses with its neighbours: whole tensors do."""
+        whole = self._writer._places[piece.name].shape == tuple(piece.tensor.shape)
+        return piece.tensor.is_cuda and whole
+
+    def _target(self, payload: torch.Tensor, piece: LocalPiece) -> torch.Tensor:
+        """View a piece's place."""
+        place = self._writer._places.get(piece.name)
+        whole = None if place is None else tensor_at(payload, place)
+        return target_of_piece(place, whole, piece)
+
     def _copy(self, target: torch.Tensor, piece: LocalPiece) -> None:
         """Copy a piece; whole tensors of a device cross with their neighbours."""
         source = piece.tensor
-        if not source.is_cuda or self._writer._places[piece.name].shape != tuple(source.shape):
+        if not self._may_cross(piece):
             copy_tensor(target, source)
             return
         self._pending.setdefault(source.device, []).append((piece, target))
@@ -249,29 +263,16 @@ class _ShmSink:
     def settle(self) -> None:
         """Wait until all pieces are copied."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
+        self._register(pending)
         for device, found in pending.items():
-            assert self._payload is not None
-            self._writer.registered.add(self._payload)
             way = transfers_of(device)
-            key = tuple(id(piece) for piece, _ in found)
-            batch = self._sorted[key][1] if key in self._sorted else None
-            if batch is None:
-                # Their own views of the slot: the payload's would keep it from being finished.
-                whole = unowned(self._payload)
-                pairs = [
-                    (tensor_at(whole, self._writer._places[piece.name]), piece.tensor)
-                    for piece, _ in found
-                ]
-                batch = HostBatch(way, pairs)
-            if all(piece.lasting for piece, _ in found):
-                self._flushed[key] = ([piece for piece, _ in found], batch)
+            batch = HostBatch(way, [(target, piece.tensor) for piece, target in found])
             with way.lock:
                 batch.begin()
                 way.settle()
 
     def finish(self) -> None:
         """Publish."""
-        self._writer.batches[self._write.slot] = self._flushed
         self._payload = None
         with translated():
             self._write.finish(digests=self._writer._digests)
