@@ -34,6 +34,7 @@ from trainer_adapter.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
+from trainer_adapter.weights.fp8 import Fp8BlockSource
 from trainer_adapter.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
 from trainer_adapter.weights.probe import Choice, probe_carriers
 from trainer_adapter.weights.publisher import Publication, Published, WeightPublisher
@@ -46,6 +47,7 @@ __all__ = [
     "AdapterVersion",
     "Choice",
     "DeviceMismatchError",
+    "Fp8BlockSource",
     "LocalPiece",
     "Manifest",
     "ManifestError",
