@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pages
 import pytest
 from conftest import Spawner
 from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, SamplingMask, installed
@@ -181,6 +182,15 @@ def test_a_killed_orchestrator_ends_the_wait_by_an_error(
         with pytest.raises(PeerGoneError):
             receiver.receive()
         receiver.close()
+
+
+def test_the_page_replaces_the_transport(commit: str, run: str) -> None:
+    _package, middle, _ = PUBLISHED[commit]
+    with installed(commit) as theirs:
+        pages.run("prime-rl.md", "prime_rl.install(", run)
+        sender = getattr(theirs, f"setup_{middle}_sender")("out", 1, 0, None)
+        assert isinstance(sender, prime_rl.ShmbusBatchSender)
+        sender.close()
 
 
 def test_another_version_is_refused_by_the_names_it_lacks() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Any
 
+import pages
 import pytest
 
 import shmbus
@@ -47,7 +49,14 @@ def test_the_forks_handler_takes_its_batches_from_the_bus(bus_name: str) -> None
         shmbus.Bus.create(bus_name, capacity="1MiB") as bus,
         shmbus.Producer(bus_name) as producer,
     ):
-        use_bus(module, bus_name)
+        # As the page has it.
+        parts = {"torchtitan": ModuleType("torchtitan"), "torchtitan.grpo": ModuleType("grpo")}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, part in {**parts, "torchtitan.grpo.data_handling": module}.items():
+                patch.setitem(sys.modules, name, part)
+            parts["torchtitan"].grpo = parts["torchtitan.grpo"]  # type: ignore[attr-defined]
+            parts["torchtitan.grpo"].data_handling = module  # type: ignore[attr-defined]
+            pages.run("torchtitan.md", "use_bus(", bus_name)
         handler = module.OnlineDataHandler()
         with pytest.raises(RuntimeError, match="expected register_atropos first"):
             handler.data_handling()

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pages
 import pytest
 import uvicorn
 from conftest import wait_until
@@ -108,6 +109,30 @@ def test_an_episode_of_a_real_environment_is_a_sample(server: str, bus: str) -> 
         assert row["logprobs"].tolist() == [0, -0.5, -0.25, 0, -0.5, -0.25, 0, -0.5, -0.25]
         assert t.meta["env"] == "guessing" and t.meta["steps"] == 3
         assert (t.policy_version, t.newest_policy_version) == (3, 4)
+        consumer.ack(group)
+
+
+def test_the_page_makes_a_sample(server: str, bus: str) -> None:
+    context = [2]
+
+    def act(result: Any) -> tuple[Any, ...]:
+        given = context.copy()
+        context.extend([7, 9, 3])
+        return given, [7, 9], [-0.5, -0.25], {"word": 7}
+
+    with (
+        GenericEnvClient(base_url=server).sync() as env,
+        shmbus.Producer(bus) as producer,
+        shmbus.Feeder(bus) as feeder,
+    ):
+        feeder.request("q1", group_size=1)
+        names = {"env": env, "producer": producer, "act": act, "version": 3}
+        request = producer.next_request(timeout=10.0)
+        pages.run("environments.md", "act(result)", bus, request=request, **names)
+    with shmbus.Consumer(bus) as consumer:
+        [group] = consumer.take(1, 5.0)
+        [sample] = group
+        assert sample.score == 1.5 and sample["tokens"].tolist() == [2, 7, 9, 3, 7, 9, 3, 7, 9]
         consumer.ack(group)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pages
 import pytest
 import torch
 import torchtitan
@@ -105,6 +106,28 @@ def test_a_batch_of_four_outside_processes_is_torchtitans_own(rl: Any, bus_name:
         batches.close()
         for process in processes:
             assert process.wait(30) == 0
+
+
+def test_the_page_trains_until_it_ends(rl: Any, bus_name: str) -> None:
+    class Enough(Exception):
+        pass
+
+    seen: list[int] = []
+
+    def step(batch: Any) -> None:
+        seen.append(len(batch.microbatches))
+        if len(seen) == 2:
+            raise Enough
+
+    row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0]}
+    with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
+        with shmbus.Producer(bus_name) as producer:
+            for number in range(32):
+                producer.put_group(f"q{number}", [{"score": float(i), **row} for i in range(2)])
+        with pytest.raises(Enough):
+            pages.run("torchtitan.md", "batches.ack(", bus_name, step=step, version=0)
+        assert seen == [1, 1] and bus.stats().acknowledged == 32, "a batch that was trained"
+        assert bus.policy_version == 1
 
 
 def test_forks_are_samples_and_equal_scores_teach_nothing(rl: Any, bus_name: str) -> None:

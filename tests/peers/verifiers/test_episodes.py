@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pages
 import pytest
 import verifiers.v1 as vf
 from conftest import wait_until
@@ -137,6 +138,26 @@ def test_an_answer_to_a_request_goes_to_its_place_and_split(bus: str) -> None:
         assert put_episode(producer, episode(trace(forked())), request=request)
     group = take(bus, split="eval")
     assert (group.instance_id, group.epoch) == ("q9", 5)
+
+
+def test_the_page_answers_requests(bus: str) -> None:
+    class Enough(Exception):
+        pass
+
+    answers = iter([episode(trace(forked()))])
+
+    def rollout(request: shmbus.Request) -> Any:
+        for each in answers:
+            return each
+        raise Enough
+
+    with shmbus.Feeder(bus) as feeder:
+        for name in ("q1", "q2"):
+            feeder.request(name, group_size=1)
+        with pytest.raises(Enough):
+            pages.run("environments.md", "rollout(request)", bus, rollout=rollout)
+    [sample] = take(bus)
+    assert sample.score == 1.25 and len(sample.rows) == 2
 
 
 def test_an_evaluation_says_so(bus: str) -> None:
