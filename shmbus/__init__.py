@@ -33,6 +33,7 @@ from shmbus.errors import (
     RecordTooLargeError,
     ShmbusError,
     StallError,
+    UnscoredError,
 )
 from shmbus_ext._core import Reservation, Trajectory
 
@@ -85,6 +86,7 @@ __all__ = [
     "StallReport",
     "Trajectory",
     "TrajectoryCopy",
+    "UnscoredError",
     "WantedSample",
     "__version__",
     "unlink",

@@ -41,6 +41,7 @@ def _rows_of(trajectory: Any) -> list[Any]:
 
 _core.install(
     closed_error=errors.BusClosedError,
+    unscored_error=errors.UnscoredError,
     too_large_error=errors.RecordTooLargeError,
     full_error=explain.full_error,
     busy_error=explain.busy_error,

@@ -10,11 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 
+from shmbus import errors
 from shmbus.rows import Row, put_rows, rows_of
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class TrajectoryCopy:
     key : str or tuple
         What told its group on its bus, as `Trajectory` has it.
     score : float
-        The reward.
+        The reward; nan where there is none yet.
     policy_version : int
         Version of the policy that sampled it; the oldest, where there were several.
     newest_policy_version : int
@@ -118,9 +120,22 @@ class TrajectoryCopy:
     """
 
     __slots__ = (
-        "_arrays", "committed_ns", "epoch", "group_size", "index", "instance_id", "key", "meta",
-        "nbytes", "need", "newest_policy_version", "policy_version", "producer_id", "score",
-        "sequence", "split",
+        "_arrays",
+        "_score",
+        "committed_ns",
+        "epoch",
+        "group_size",
+        "index",
+        "instance_id",
+        "key",
+        "meta",
+        "nbytes",
+        "need",
+        "newest_policy_version",
+        "policy_version",
+        "producer_id",
+        "sequence",
+        "split",
     )  # fmt: skip
 
     #: As of every trajectory that is delivered and was not acknowledged.
@@ -152,7 +167,7 @@ class TrajectoryCopy:
         self.epoch = epoch
         self.split = split
         self.key = key
-        self.score = score
+        self._score = score
         self.policy_version = policy_version
         self.newest_policy_version = newest_policy_version
         self.producer_id = producer_id
@@ -222,6 +237,27 @@ class TrajectoryCopy:
         return self[name].shape
 
     @property
+    def scored(self) -> bool:
+        """Whether it has a score."""
+        return not math.isnan(self._score)
+
+    @property
+    def score(self) -> float:
+        """The reward; of one that was put with ``score=None``, what was set here."""
+        if not self.scored:
+            raise errors.UnscoredError(
+                f"trajectory {self.instance_id!r}[{self.index}] of producer {self.producer_id}: "
+                "expected a score, got none yet: it was put with score=None; set its score first"
+            )
+        return self._score
+
+    @score.setter
+    def score(self, value: float) -> None:
+        if not math.isfinite(value):
+            raise ValueError(f"score: expected a finite number, got {value}")
+        self._score = float(value)
+
+    @property
     def rows(self) -> list[Row]:
         """Its rows, of views; one with all fields, unless it was put with ``rows=``."""
         return rows_of(self)
@@ -251,7 +287,7 @@ class TrajectoryCopy:
             "instance_id": self.instance_id,
             "group_size": self.group_size,
             "index": self.index,
-            "score": self.score,
+            "score": self._score if self.scored else None,
             "policy_version": (
                 (self.policy_version, self.newest_policy_version)
                 if several
@@ -267,7 +303,7 @@ class TrajectoryCopy:
     def _arguments(self) -> tuple[Any, ...]:
         return (
             self.instance_id, self.index, self.group_size, self.need, self.epoch, self.split,
-            self.key, self.score, self.policy_version, self.newest_policy_version,
+            self.key, self._score, self.policy_version, self.newest_policy_version,
             self.producer_id, self.sequence, self.committed_ns, self.nbytes, self.meta,
             self._arrays,
         )  # fmt: skip
@@ -276,9 +312,10 @@ class TrajectoryCopy:
         return TrajectoryCopy, self._arguments()
 
     def __repr__(self) -> str:
+        score = self._score if self.scored else None
         return (
             f"<TrajectoryCopy {self.instance_id!r}[{self.index}/{self.group_size}] "
-            f"score={self.score!r} policy_version={self.policy_version} fields={self.keys()!r}>"
+            f"score={score!r} policy_version={self.policy_version} fields={self.keys()!r}>"
         )
 
 

@@ -14,6 +14,7 @@
      +-- RecordTooLargeError     larger than any record of this bus (also a ValueError)
      +-- ProtocolError           a producer broke the rules, as by a duplicate
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
+     +-- UnscoredError           a sample without a score is asked for it (also a ValueError)
      +-- StallError              nothing moves on the bus; its report has leases and producers
 
 Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
@@ -38,6 +39,7 @@ __all__ = [
     "RecordTooLargeError",
     "ShmbusError",
     "StallError",
+    "UnscoredError",
 ]
 
 
@@ -91,6 +93,10 @@ class CapacityError(ShmbusError, ValueError):
 
 class RecordTooLargeError(ShmbusError, ValueError):
     """The trajectory is larger than the largest record of this bus."""
+
+
+class UnscoredError(ShmbusError, ValueError):
+    """The trajectory was put with ``score=None``, and nobody has set its score since."""
 
 
 class ProtocolError(ShmbusError):

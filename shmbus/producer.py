@@ -130,7 +130,7 @@ class Producer(GroupPuts, RequestPuts):
         group_size: int,
         index: int,
         fields: Mapping[str, FieldSpec],
-        score: float = 0.0,
+        score: float | None = 0.0,
         policy_version: int | tuple[int, int] = 0,
         epoch: int | None = None,
         split: str | None = None,
@@ -156,8 +156,8 @@ class Producer(GroupPuts, RequestPuts):
             The arrays; shape is an int or a tuple of int, and enough alone where a schema declares
             the dtype. Their content starts uninitialised.
             ``slot.resize(name, n)`` cuts the first dimension to what was really written.
-        score : float, default 0.0
-            The reward, finite; ``slot.score = ...`` sets it later.
+        score : float or None, default 0.0
+            The reward, finite; ``slot.score = ...`` sets it later. None, as for `put`.
         policy_version : int or tuple of (int, int), default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
         epoch : int, optional

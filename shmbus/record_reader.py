@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -459,7 +460,7 @@ def _head(t: _core.Trajectory, check: int) -> RecordHead:
         t.epoch,
         t.group_size,
         t.index,
-        t.score,
+        t.score if t.scored else math.nan,
         t.policy_version,
         t.nbytes,
         t.committed_ns,

@@ -360,6 +360,7 @@ def install(
     *,
     closed_error: type[BaseException],
     too_large_error: type[BaseException],
+    unscored_error: type[BaseException],
     full_error: Callable[[Segment, int, float], BaseException],
     busy_error: Callable[[Segment, str], BaseException],
     removed_error: Callable[[Segment, int], BaseException],

@@ -38,7 +38,10 @@ class Trajectory:
     epoch : int or None
         The producer's epoch, where it gave one.
     score : float
-        The reward.
+        The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this
+        process; before that, reading it raises UnscoredError.
+    scored : bool
+        Whether it has a score.
     policy_version : int
         Version of the policy that sampled it; the oldest, where there were several.
     newest_policy_version : int
@@ -68,6 +71,7 @@ class Trajectory:
     key: str | tuple[str, int] | tuple[str, int | None, int]
     epoch: int | None
     score: float
+    scored: bool
     policy_version: int
     newest_policy_version: int
     need: int

@@ -24,7 +24,7 @@ class Reservation:
     ----------
     fields : tuple of str
         The names of its arrays.
-    score : float
+    score : float or None
         The reward; can be set until the end.
     policy_version : int or tuple of (int, int)
         The policy that sampled it, or the oldest and the newest; can be set until the end.
@@ -52,7 +52,7 @@ class Reservation:
     """
 
     fields: tuple[str, ...]
-    score: float
+    score: float | None
     policy_version: int | tuple[int, int]
     meta: Any
     ended: bool
@@ -127,7 +127,7 @@ class Writer:
         *,
         group_size: int,
         index: int,
-        score: float | SupportsItem = 0.0,
+        score: float | SupportsItem | None = 0.0,
         policy_version: int | tuple[int, int] = 0,
         epoch: int | None = None,
         split: str | None = None,
@@ -152,8 +152,10 @@ class Writer:
         index : int
             Which sample of its group this is, 0 to group_size - 1. Of several with one index the
             first is kept, the others are dropped as duplicates.
-        score : float, default 0.0
-            The reward; finite. An array or tensor with one element is that number.
+        score : float or None, default 0.0
+            The reward; finite. An array or tensor with one element is that number. None where it is
+            not known yet: whoever reads the group scores it (`Trajectory.score`, or `score_group` of
+            a handler), and a sample that nobody scored is an error there, by name.
         policy_version : int or tuple of (int, int), default 0
             Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it
             changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the

@@ -62,7 +62,8 @@ def check_lengths(trajectories: list[shmbus.Trajectory], lengths: list[int], bud
 
 def score_error(trajectories: list[shmbus.Trajectory]) -> ValueError:
     """Return the error for the first score that no advantage can be computed from."""
-    # By the negation, since a nan, which only a forged record has, compares with nothing.
+    # By the negation, since a nan, which only a forged record has, compares with nothing. Reading a
+    # score that is not there raises UnscoredError.
     t = next(t for t in trajectories if not abs(t.score) <= MAX_SCORE)
     return ValueError(
         f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: score: "

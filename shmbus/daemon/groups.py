@@ -209,7 +209,7 @@ def _shown(
 def _there(sample: _core.Trajectory, now_s: float) -> SampleCell:
     return SampleCell(
         index=sample.index,
-        score=sample.score if math.isfinite(sample.score) else None,
+        score=sample.score if sample.scored and math.isfinite(sample.score) else None,
         producer=sample.producer_id,
         age_s=max(0.0, now_s - sample.committed_ns / 1e9),
     )

@@ -74,7 +74,7 @@ class AsynchronousPuts(AttachedWriter):
         *,
         group_size: int,
         index: int,
-        score: float | SupportsItem = 0.0,
+        score: float | SupportsItem | None = 0.0,
         policy_version: int | tuple[int, int] = 0,
         epoch: int | None = None,
         split: str | None = None,

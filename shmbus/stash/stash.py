@@ -29,7 +29,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from shmbus import limits
+from shmbus import errors, limits
 from shmbus._keys import has_epoch
 from shmbus.stash.failures import FailingGroup, Failures, Request
 from shmbus_ext._core import (
@@ -474,5 +474,8 @@ class Stash(Generic[S]):
 
 
 def _scores_equal(samples: Sequence[Sample]) -> bool:
-    first = samples[0].score
-    return all(sample.score == first for sample in samples)
+    try:
+        first = samples[0].score
+        return all(sample.score == first for sample in samples)
+    except errors.UnscoredError:
+        return False  # nobody knows yet

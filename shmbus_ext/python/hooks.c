@@ -19,19 +19,19 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
 }
 
 /* The struct is taken for an array of its members. */
-_Static_assert(sizeof(struct hooks) == 17 * sizeof(PyObject *), "hooks are pointers alone");
+_Static_assert(sizeof(struct hooks) == 18 * sizeof(PyObject *), "hooks are pointers alone");
 
 static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
-    static char *names[] = {"closed_error",  "too_large_error", "full_error",   "busy_error",
-                            "removed_error", "layout_error",    "space_error",  "memory_error",
-                            "encode_meta",   "decode_meta",     "encode_dtype", "decode_dtype",
-                            "as_array",      "copy_trajectory", "unknown_field",
-                            "join_rows",     "rows_of",         NULL};
+    static char *names[] = {"closed_error",    "too_large_error", "unscored_error", "full_error",
+                            "busy_error",      "removed_error",   "layout_error",   "space_error",
+                            "memory_error",    "encode_meta",     "decode_meta",    "encode_dtype",
+                            "decode_dtype",    "as_array",        "copy_trajectory",
+                            "unknown_field",   "join_rows",       "rows_of",        NULL};
     struct hooks got;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOOOOOOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
-            &got.full_error, &got.busy_error, &got.removed_error, &got.layout_error,
+            args, kwargs, "$OOOOOOOOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
+            &got.unscored_error, &got.full_error, &got.busy_error, &got.removed_error, &got.layout_error,
             &got.space_error, &got.memory_error, &got.encode_meta, &got.decode_meta,
             &got.encode_dtype, &got.decode_dtype, &got.as_array, &got.copy_trajectory,
             &got.unknown_field, &got.join_rows, &got.rows_of)) {

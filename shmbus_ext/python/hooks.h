@@ -7,6 +7,7 @@
 struct hooks {
     PyObject *closed_error;      /* exception types */
     PyObject *too_large_error;
+    PyObject *unscored_error;
     PyObject *full_error;        /* (segment, bytes, waited_s) -> exception */
     PyObject *busy_error;        /* (segment, what) -> exception */
     PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */

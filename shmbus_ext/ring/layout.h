@@ -15,6 +15,7 @@
 #ifndef SHMBUS_RING_LAYOUT_H
 #define SHMBUS_RING_LAYOUT_H
 
+#include <math.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -294,6 +295,8 @@ enum shmbus_record_state {
 #define SHMBUS_FLAG_FAILED 4u
 /* Of a failure: its group's size is unknown, and group_size is only above index. */
 #define SHMBUS_FLAG_NO_SIZE 8u
+/* The score of a record whose producer did not know it: whoever reads it says it. */
+#define SHMBUS_UNSCORED ((double)NAN)
 /* The flags that a record keeps in a snapshot, and back into a bus. */
 #define SHMBUS_FLAGS_KEPT (SHMBUS_FLAG_PAYLOAD_CRC | SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE)
 

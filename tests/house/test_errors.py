@@ -25,8 +25,8 @@ ALL = [
     "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
     "ProducerStats", "ProtocolError", "RecordHead", "RecordReader", "RecordTooLargeError",
     "Request", "RequestCounts", "Reservation", "RestoredRequests", "ShmbusError", "Slot",
-    "StallError", "StallReport", "Trajectory", "TrajectoryCopy", "WantedSample", "__version__",
-    "unlink",
+    "StallError", "StallReport", "Trajectory", "TrajectoryCopy", "UnscoredError", "WantedSample",
+    "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {
@@ -34,7 +34,7 @@ TREE = {
     "BusNotFoundError": (), "BusRemovedError": (), "CapacityError": (ValueError,),
     "DaemonUnavailableError": (),
     "LayoutMismatchError": (), "ProtocolError": (), "RecordTooLargeError": (ValueError,),
-    "StallError": (),
+    "StallError": (), "UnscoredError": (ValueError,),
 }  # fmt: skip
 
 X = np.arange(20, dtype=np.int32)
@@ -198,7 +198,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"index": 0.0}, TypeError, ["index", "int", "float"]),
     ({"index": np.float32(1)}, TypeError, ["index", "int", "float32"]),
     ({"score": "1"}, TypeError, ["score", "float", "str"]),
-    ({"score": None}, TypeError, ["score", "float", "NoneType"]),
+    ({"score": []}, TypeError, ["score", "float", "list"]),
     ({"score": 1j}, TypeError, ["score", "float", "complex"]),
     ({"score": float("nan")}, ValueError, ["score", "finite", "nan"]),
     ({"score": float("-inf")}, ValueError, ["score", "finite", "-inf"]),

@@ -99,6 +99,7 @@ SHMBUS_ALL = [
     "StallReport",
     "Trajectory",
     "TrajectoryCopy",
+    "UnscoredError",
     "WantedSample",
     "__version__",
     "unlink",

@@ -33,7 +33,7 @@ REASONS_IN_WORDS: Final[dict[str, str]] = {
     "overflow": "their incomplete groups held more than max_stash_bytes",
     "malformed": "their fields do not fit together; the log names each group",
     "corrupt": "their records are damaged; see `shmbus doctor`",
-    "filtered": "keep_group refused their group",
+    "filtered": "keep_group or score_group refused their group",
     "failed": "a sample of their group failed for good; see `shmbus status`",
 }
 

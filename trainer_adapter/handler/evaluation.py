@@ -11,6 +11,7 @@ import numpy as np
 
 import shmbus
 from shmbus.batch.field_names import FieldNames
+from trainer_adapter.handler.scoring import GroupScoring
 
 __all__ = ["EvaluatingHandler"]
 
@@ -24,6 +25,7 @@ class EvaluatingHandler:
     _consumer: shmbus.Consumer
     _fields: FieldNames
     _evaluators: dict[str, shmbus.Consumer]
+    _scoring: GroupScoring | None
 
     def _begin_evaluation(self) -> None:
         #: Consumers of other splits, where a daemon serves the bus.
@@ -50,7 +52,8 @@ class EvaluatingHandler:
         Returns
         -------
         list of shmbus.Group
-            To be acknowledged by the caller: ``with group:`` does.
+            To be acknowledged by the caller: ``with group:`` does. With a `score_group` they are
+            scored; what it raises is raised here, and they are given back.
 
         Raises
         ------
@@ -62,10 +65,21 @@ class EvaluatingHandler:
         if split == "train":
             raise ValueError("split: expected another than 'train', whose groups come as batches")
         if not self._consumer.served:
-            return self._consumer.take(max_groups, timeout, split=split)
+            return self._scored_now(self._consumer.take(max_groups, timeout, split=split))
         if split not in self._evaluators:
             self._evaluators[split] = shmbus.Consumer(self._consumer.name, split=split)
-        return self._evaluators[split].take(max_groups, timeout)
+        return self._scored_now(self._evaluators[split].take(max_groups, timeout))
+
+    def _scored_now(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
+        if self._scoring is None:
+            return groups
+        try:
+            return self._scoring.score(groups, trained=False)
+        except BaseException:
+            for group in groups:
+                if group.state == "leased":
+                    group.give_back()
+            raise
 
     def evaluate(
         self, groups: int, *, timeout: float | None = None, split: str = "eval"

@@ -52,6 +52,7 @@ from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import Progress, describe_wait
 from trainer_adapter.handler.requests import RequestingHandler
+from trainer_adapter.handler.scoring import ScoreGroup, ScoringHandler
 from trainer_adapter.handler.take import QUIET_NOTE_S, Take, take_groups, take_shard, take_until_due
 from trainer_adapter.scored_group import ScoredGroup
 
@@ -64,7 +65,9 @@ __all__ = ["OnlineDataHandler"]
 logger = logging.getLogger(__name__)
 
 
-class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, BatchIteration):
+class OnlineDataHandler(
+    MeteredHandler, RequestingHandler, EvaluatingHandler, ScoringHandler, BatchIteration
+):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -130,6 +133,12 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
     pack_threads : int, optional
         Threads that copy a batch on the host, the packing one among them; by default a fourth of
         the processors of this rank, at most 4. They wait, parked, between batches.
+    score_group : callable, optional
+        Scores groups with samples that were put with ``score=None``, before they go into a batch:
+        called with the leased `shmbus.Group`, it returns a number for each sample, of which those
+        that have a score keep theirs; or None, and the group is dropped as "filtered" (with one
+        rank only). A coroutine function scores all groups of a take at the same time. What it
+        raises is raised by `next_batch`, and the groups wait for the next call.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
@@ -166,6 +175,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         on_metrics: OnMetrics | None = None,
         keep_group: Callable[[ScoredGroup], object] | None = None,
         pack_threads: int | None = None,
+        score_group: ScoreGroup | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
@@ -196,7 +206,7 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
         self._begin_requests(saves=rank == 0)  # the lane is one for all ranks
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         try:
-            max_policy_lag = consumer_options.get("max_policy_lag")
+            self._begin_scoring(score_group, world_size, consumer_options)
             self._admission = Admission(
                 self._consumer,
                 self._planner,
@@ -205,11 +215,11 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
                 malformed=malformed,
                 truncated=truncated,
                 # A shard stays as it is: all ranks make as many batches.
-                max_policy_lag=max_policy_lag if world_size == 1 else None,
+                max_policy_lag=None if world_size > 1 else consumer_options.get("max_policy_lag"),
                 extra_fields=options["extra_fields"],
                 keep_group=keep_group,
             )
-            self._begin(world_size, prefetch, max_policy_lag)
+            self._begin(world_size, prefetch, consumer_options.get("max_policy_lag"))
         except BaseException:
             # Who keeps the exception keeps this handler, which nobody was given.
             self._consumer.close()
@@ -231,9 +241,9 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
 
     def _taking(self, world_size: int) -> Take:
         if world_size == 1:
-            return take_groups(self._consumer)
+            return self._scored(take_groups(self._consumer))
         step = self._planner.step_options()
-        return take_shard(self._consumer, {**step, "field": self._fields.tokens})
+        return self._scored(take_shard(self._consumer, {**step, "field": self._fields.tokens}))
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -539,15 +549,6 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
                 self._prefetcher.wake()
         self._restore_requests(saved.requests)
 
-    def stats(self) -> shmbus.Ledger:
-        """Return the ledger of the bus.
-
-        Returns
-        -------
-        shmbus.Ledger
-        """
-        return self._consumer.stats()
-
     def close(self) -> None:
         """Leave the bus. Groups that are not acknowledged are delivered to the next reader.
 
@@ -559,15 +560,12 @@ class OnlineDataHandler(MeteredHandler, RequestingHandler, EvaluatingHandler, Ba
             if self._prefetcher.forked:
                 # The thread may have held the reader's lock at the time of the fork.
                 return
+            self._end_scoring()
             self._prefetcher.stop()
+        self._end_scoring()
         self._packer.close()
         self._end_evaluation()
         self._consumer.close()
-
-    @property
-    def truncated_groups(self) -> int:
-        """Groups that were dropped under ``truncated="drop"``."""
-        return self._admission.truncated_groups
 
     @property
     def transport(self) -> str:

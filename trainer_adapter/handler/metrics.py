@@ -23,6 +23,7 @@ import shmbus
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
+from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.drops import REASONS_IN_WORDS
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 
@@ -298,6 +299,7 @@ class MeteredHandler:
     tokens_per_batch: int | None
     groups_per_batch: int | None
     _consumer: shmbus.Consumer
+    _admission: Admission
     _planner: BatchPlanner[Batch]
     _on_metrics: OnMetrics | None
 
@@ -314,10 +316,25 @@ class MeteredHandler:
     def refill(self) -> int:
         """Groups that were dropped as useless since the handler was made: so many more to sample.
 
-        Those without variance, under `skip_zero_variance`, and those that `keep_group` refused, on
-        the whole bus; workers read the same count by `Producer.groups_useless`.
+        Those without variance, under `skip_zero_variance`, and those that `keep_group` or
+        `score_group` refused, on the whole bus; workers read the same count by
+        `Producer.groups_useless`.
         """
         return self._consumer.stats().groups_useless - self._useless_before
+
+    def stats(self) -> shmbus.Ledger:
+        """Return the ledger of the bus.
+
+        Returns
+        -------
+        shmbus.Ledger
+        """
+        return self._consumer.stats()
+
+    @property
+    def truncated_groups(self) -> int:
+        """Groups that were dropped under ``truncated="drop"``."""
+        return self._admission.truncated_groups
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return figures of the batches since the last call, for a logger of experiments.

@@ -14,6 +14,7 @@
 #include "python/batch/field_lookup.h"
 #include "python/batch/meta_search.h"
 #include "python/group/group_object.h"
+#include "python/record/score.h"
 
 /* The table, in one block of bytes; each part begins on a cache line:
  *
@@ -198,7 +199,11 @@ static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
                          Py_TYPE(item)->tp_name);
             return false;
         }
-        self->scores[i] = ((const TrajectoryObject *)item)->score;
+        const TrajectoryObject *t = (const TrajectoryObject *)item;
+        if (isnan(t->score) && !py_trajectory_require_score(t)) {
+            return false;
+        }
+        self->scores[i] = t->score;
     }
     if (self->advantages == NULL) {
         self->scores_fit &= baseline_scores_fit(self->scores, (uint64_t)size);

@@ -6,6 +6,7 @@
 #include "batch/baseline.h"
 #include "python/batch/arrays.h"
 #include "python/batch/field_lookup.h"
+#include "python/record/score.h"
 
 /* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
  * of all fields of each schema that was met, whether all scores can be compared), after the checks
@@ -73,6 +74,10 @@ static PyObject *py_describe(PyObject *module, PyObject *items) {
             break;
         }
         const TrajectoryObject *t = (const TrajectoryObject *)item;
+        if (isnan(t->score) && !py_trajectory_require_score(t)) {
+            good = false;
+            break;
+        }
         ELEMENT(scores, double, i) = t->score;
         ELEMENT(versions, int64_t, i) = t->policy_version;
         ELEMENT(newest, int64_t, i) = t->policy_version + (int64_t)t->version_span;

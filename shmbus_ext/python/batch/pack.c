@@ -9,6 +9,7 @@
 #include "python/batch/copy_job.h"
 #include "python/batch/gather_threads.h"
 #include "python/group/group_object.h"
+#include "python/record/score.h"
 
 /* ---- Where a batch goes ---- */
 
@@ -213,7 +214,13 @@ static bool compare(struct batch *self, PyObject *advantages) {
         return true;
     }
     struct baseline rule;
-    if (!py_baseline_of_tuple(advantages, &rule) || !baseline_scores_fit(scores, count)) {
+    if (!py_baseline_of_tuple(advantages, &rule)) {
+        return false;
+    }
+    if (!baseline_scores_fit(scores, count)) {
+        for (uint64_t i = 0; i < count && py_trajectory_require_score(self->sources[i].trajectory);) {
+            i++;
+        }
         return false;
     }
     const int64_t *sizes = PyArray_DATA((PyArrayObject *)self->sizes);

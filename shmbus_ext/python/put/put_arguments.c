@@ -185,6 +185,9 @@ bool py_parse_score(PyObject *value, double *score) {
     double number;
     if (PyFloat_CheckExact(value)) {
         number = PyFloat_AS_DOUBLE(value);
+    } else if (value == Py_None) {
+        *score = SHMBUS_UNSCORED;
+        return true;
     } else if (has_item(value)) {
         PyObject *item = score_item(value);
         bool found = item != NULL && score_of_number(item, &number);
@@ -198,7 +201,7 @@ bool py_parse_score(PyObject *value, double *score) {
     if (!isfinite(number)) {
         PyErr_Format(PyExc_ValueError,
                      "score: expected a finite number, got %S; a sample without a reward should "
-                     "not be put",
+                     "not be put, and one that is scored later is put with score=None",
                      value);
         return false;
     }

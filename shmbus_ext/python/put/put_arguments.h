@@ -42,6 +42,7 @@ bool py_arguments_finish_head(struct put_arguments *self);
 /* A field, whatever its name; false with an exception. */
 bool py_arguments_take_field(struct put_arguments *self, PyObject *name, PyObject *value);
 bool py_parse_timeout(PyObject *value, double *timeout_s);
+/* None is a score that is not known yet. */
 bool py_parse_score(PyObject *value, double *score);
 /* One version, or the oldest and the newest, of which `span` is the distance. */
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);

@@ -317,7 +317,7 @@ static PyObject *py_reservation_enter(ReservationObject *self, PyObject *ignored
 
 static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored) {
     (void)ignored;
-    return PyFloat_FromDouble(self->score);
+    return isnan(self->score) ? Py_NewRef(Py_None) : PyFloat_FromDouble(self->score);
 }
 
 static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
@@ -408,7 +408,7 @@ PyDoc_STRVAR(reservation_doc,
     "Attributes\n----------\n"
     "fields : tuple of str\n"
     "    The names of its arrays.\n"
-    "score : float\n"
+    "score : float or None\n"
     "    The reward; can be set until the end.\n"
     "policy_version : int or tuple of (int, int)\n"
     "    The policy that sampled it, or the oldest and the newest; can be set until the end.\n"

@@ -7,6 +7,7 @@
 #include "python/record/trajectory.h"
 
 #include "python/hooks.h"
+#include "python/record/score.h"
 #include "python/segment/split_labels.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
@@ -101,6 +102,7 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     self->meta_offset = header->meta_offset;
     self->meta_bytes = header->meta_bytes;
     self->failed = (header->flags & SHMBUS_FLAG_FAILED) != 0;
+    self->unscored = isnan(header->score) && !self->failed;
     self->shape = self->inline_shape;
     if (header->shape_words > INLINE_SHAPE_WORDS) {
         self->shape = PyMem_Malloc((size_t)header->shape_words * 8);
@@ -297,7 +299,8 @@ static PyObject *py_trajectory_newest(TrajectoryObject *self, void *ignored) {
 }
 
 static PyObject *py_trajectory_repr(TrajectoryObject *self) {
-    PyObject *score = PyFloat_FromDouble(self->score);
+    PyObject *score =
+        py_trajectory_has_score(self) ? PyFloat_FromDouble(self->score) : Py_NewRef(Py_None);
     PyObject *text =
         score == NULL ? NULL
                       : PyUnicode_FromFormat(
@@ -331,7 +334,10 @@ PyDoc_STRVAR(trajectory_doc,
     "epoch : int or None\n"
     "    The producer's epoch, where it gave one.\n"
     "score : float\n"
-    "    The reward.\n"
+    "    The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this\n"
+    "    process; before that, reading it raises UnscoredError.\n"
+    "scored : bool\n"
+    "    Whether it has a score.\n"
     "policy_version : int\n"
     "    Version of the policy that sampled it; the oldest, where there were several.\n"
     "newest_policy_version : int\n"
@@ -407,6 +413,9 @@ static PyGetSetDef trajectory_getset[] = {
     {"split", (getter)py_trajectory_split, NULL, "Who it is for: the label of its split.", NULL},
     {"rows", (getter)py_trajectory_rows, NULL,
      "Its rows, each a mapping of names to views; one, unless it was put with rows=.", NULL},
+    {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
+     "The reward: float; of one that was put with score=None, what was set here.", NULL},
+    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
     {"newest_policy_version", (getter)py_trajectory_newest, NULL,
      "The newest policy that sampled a part of it: int.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -423,7 +432,6 @@ static PyMemberDef trajectory_members[] = {
      "What tells its group: instance_id, or (instance_id, epoch)."},
     {"need", T_USHORT, offsetof(TrajectoryObject, need), READONLY,
      "Samples that complete its group: int, at most group_size."},
-    {"score", T_DOUBLE, offsetof(TrajectoryObject, score), READONLY, "The reward: float."},
     {"policy_version", T_LONGLONG, offsetof(TrajectoryObject, policy_version), READONLY,
      "Version of the policy that sampled it: int."},
     {"sequence", T_ULONGLONG, offsetof(TrajectoryObject, sequence), READONLY,

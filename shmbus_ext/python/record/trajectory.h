@@ -21,6 +21,7 @@ typedef struct {
     bool held;     /* counts in its run's live */
     bool released; /* acknowledged or dropped */
     bool failed;   /* a report that its sample failed, not a sample */
+    bool unscored; /* its producer gave no score; a reader may have set one since */
     uint16_t need;  /* samples that complete its group */
     uint16_t split; /* its number */
     uint32_t version_span;

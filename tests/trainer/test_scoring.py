@@ -1,0 +1,359 @@
+"""`score_group`: what producers left open is scored before a batch, or is an error by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Daemon, keys_of
+
+import shmbus
+from shmbus import Bus, Consumer, Producer, UnscoredError
+from trainer_adapter import OnlineDataHandler, pack
+from trainer_adapter.scored_group import ScoredGroup
+
+SIZE = 2
+
+
+def put(producer: Producer, key: str, scores: tuple[float | None, ...] = (None, None)) -> None:
+    """One group; its first token is its judge's opinion."""
+    for index, score in enumerate(scores):
+        tokens = np.array([index + 1, 7, 7], np.int32)
+        producer.put(key, group_size=len(scores), index=index, score=score, tokens=tokens)
+
+
+def judge(group: shmbus.Group) -> list[float]:
+    """Score by the first token."""
+    return [float(t["tokens"][0]) for t in group]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_has_no_score_is_scored_and_the_others_keep_theirs(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    asked: list[str] = []
+
+    def recorded(group: shmbus.Group) -> torch.Tensor:
+        asked.append(group.instance_id)
+        return torch.tensor(judge(group), requires_grad=True)
+
+    put(producer, "open")
+    put(producer, "half", (None, -5.0))
+    put(producer, "scored", (0.5, 1.5))
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=3, score_group=recorded, advantages="dr_grpo", prefetch=prefetch
+    ) as handler:
+        batch = handler.next_batch(30)
+        assert asked == ["open", "half"]
+        assert batch.scores.tolist() == [1, 2, 1, -5, 0.5, 1.5]
+        assert batch.advantages.reshape(-1, 3)[:, 0].tolist() == [-0.5, 0.5, 3, -3, -0.5, 0.5]
+        assert handler.metrics()["reward/mean"] == pytest.approx(batch.scores.mean().item())
+        handler.ack(batch)
+        assert handler.stats().balanced
+
+
+def test_without_a_scorer_it_is_malformed_and_named(bus: Bus, producer: Producer) -> None:
+    put(producer, "open")
+    put(producer, "scored", (0.5, 1.5))
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        with pytest.raises(UnscoredError, match=r"'open'\[0\] of producer 1: .*score_group"):
+            handler.next_batch(30)
+        assert handler.next_batch(30).instance_ids == ["scored"] * SIZE
+        assert handler.stats().dropped["malformed"] == SIZE
+    put(producer, "more")
+    with Consumer(bus.name) as consumer:
+        groups = consumer.take(timeout=10)
+        with pytest.raises(UnscoredError, match=r"'more'\[0\]"):
+            pack([group for group in groups if group.instance_id == "more"])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_groups_of_a_take_are_scored_at_the_same_time_in_one_loop(
+    bus: Bus, producer: Producer, prefetch: int
+) -> None:
+    loops = set()
+    begun = 0
+    all_begun: asyncio.Event | None = None
+
+    async def together(group: shmbus.Group) -> list[float]:
+        nonlocal begun, all_begun
+        loops.add(asyncio.get_running_loop())
+        all_begun = all_begun or asyncio.Event()
+        begun += 1
+        if begun == 8:
+            all_begun.set()
+        await all_begun.wait()  # one after the other they would wait for ever
+        return judge(group)
+
+    for number in range(8):
+        put(producer, f"q{number}")
+
+    async def in_a_notebook() -> None:
+        # A loop runs in this thread already.
+        batch = handler.next_batch(30)
+        assert len(batch.groups) == 8 and batch.scores.tolist() == [1, 2] * 8
+        handler.ack(batch)
+        put(producer, "later")
+        put(producer, "latest")
+
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=8, max_wait=0.3, score_group=together, prefetch=prefetch
+    ) as handler:
+        asyncio.run(in_a_notebook())
+        assert len(handler.next_batch(30).groups) == 2
+        assert len(loops) == 1  # a client of a server lives in one
+    assert not [thread for thread in threading.enumerate() if thread.name == "shmbus-score"]
+
+
+@pytest.mark.parametrize("in_a_coroutine", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_judge_that_fails_loses_no_group_and_is_asked_for_none_twice(
+    bus: Bus, producer: Producer, prefetch: int, in_a_coroutine: bool
+) -> None:
+    asked: list[str] = []
+    down = {"b"}
+
+    def flaky(group: shmbus.Group) -> list[float]:
+        asked.append(group.instance_id)
+        if group.instance_id in down:
+            down.clear()
+            raise ConnectionError("the judge is down")
+        return judge(group)
+
+    async def flaky_too(group: shmbus.Group) -> list[float]:
+        return flaky(group)
+
+    for key in "abc":
+        put(producer, key)
+    score_group = flaky_too if in_a_coroutine else flaky
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=3, score_group=score_group, prefetch=prefetch
+    ) as handler:
+        with pytest.raises(ConnectionError, match="down"):
+            handler.next_batch(30)
+        batch = handler.next_batch(30)
+        assert sorted(keys_of(batch)) == ["a", "b", "c"]
+        assert sorted(asked) == ["a", "b", "b", "c"]
+        handler.ack(batch)
+        ledger = handler.stats()
+        assert ledger.balanced and ledger.acknowledged == 3 * SIZE
+
+
+@pytest.mark.parametrize(
+    "given", [[1.0], [1.0, float("nan")], "ab", 1.0, [[1.0, 2.0]], ["x", "y"], [None, 1.0]]
+)
+def test_an_answer_that_is_no_score_for_each_is_an_error_and_loses_nothing(
+    bus: Bus, producer: Producer, given: Any
+) -> None:
+    put(producer, "q")
+    answers = [given, [0.0, 1.0]]
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, score_group=lambda group: answers.pop(0)
+    ) as handler:
+        with pytest.raises(
+            ValueError, match="score_group: expected 2 finite numbers for group 'q'"
+        ):
+            handler.next_batch(30)
+        assert handler.next_batch(30).scores.tolist() == [0.0, 1.0]
+
+
+def test_what_cannot_be_scored_or_teaches_nothing_is_dropped_and_sampled_anew(
+    bus: Bus, producer: Producer
+) -> None:
+    answers = {"useless": [1.0, 1.0], "unfit": None, "good": [0.0, 1.0], "refused": [5.0, 6.0]}
+    for key in answers:
+        put(producer, key)
+
+    def keep_group(group: ScoredGroup) -> bool:
+        return bool(group.scores.max() < 5)
+
+    with OnlineDataHandler(
+        bus.name,
+        groups_per_batch=1,
+        score_group=lambda group: answers[group.instance_id],
+        keep_group=keep_group,
+        skip_zero_variance=True,
+    ) as handler:
+        assert keys_of(handler.next_batch(30)) == ["good"]
+        assert handler.refill == 3
+        assert handler.stats().dropped["filtered"] == 3 * SIZE
+
+
+def test_evaluations_are_scored_too_and_come_back_after_an_error(
+    bus: Bus, producer: Producer
+) -> None:
+    answers: list[list[float] | None] = [None]
+
+    def score_group(group: shmbus.Group) -> list[float]:
+        if answers:
+            answers.pop()
+            raise ConnectionError("the judge is down")
+        return [1.0, 1.0]
+
+    for index in range(SIZE):
+        producer.put(
+            "e", group_size=SIZE, index=index, score=None, split="eval", tokens=np.zeros(3, "i4")
+        )
+    with OnlineDataHandler(bus.name, score_group=score_group, skip_zero_variance=True) as handler:
+        with pytest.raises(ConnectionError):
+            handler.evaluate(1, timeout=30)
+        assert handler.evaluate(1, timeout=30)["eval/reward/mean"] == 1.0
+
+
+def test_ranks_score_their_shards(bus_name: str, daemon: Callable[..., Daemon]) -> None:
+    daemon("--capacity", "4MiB")
+    with Producer(bus_name) as producer:
+        for key in ("a", "b"):
+            put(producer, key)
+    made = [
+        OnlineDataHandler(bus_name, groups_per_batch=1, rank=rank, world_size=2, score_group=judge)
+        for rank in range(2)
+    ]
+    try:
+        batches = [handler.next_batch(30) for handler in made]
+        assert sorted(keys_of(batches[0]) + keys_of(batches[1])) == ["a", "b"]
+        for handler, batch in zip(made, batches, strict=True):
+            assert batch.scores.tolist() == [1.0, 2.0]
+            handler.ack(batch)
+    finally:
+        for handler in made:
+            handler.close()
+
+
+def test_a_score_group_that_is_no_callable_is_refused(bus: Bus) -> None:
+    with pytest.raises(TypeError, match="score_group: expected a callable, got float"):
+        OnlineDataHandler(bus.name, score_group=0.5)  # type: ignore[arg-type]
+
+
+def test_closing_ends_a_wait_for_the_judge(bus: Bus, producer: Producer) -> None:
+    asked = threading.Event()
+
+    async def never(group: shmbus.Group) -> list[float]:
+        asked.set()
+        await asyncio.sleep(3600)
+        return []
+
+    put(producer, "q")
+    with OnlineDataHandler(bus.name, groups_per_batch=1, score_group=never, prefetch=1) as handler:
+        with pytest.raises(TimeoutError):
+            handler.next_batch(0.05)
+        assert asked.wait(30)
+    with Consumer(bus.name) as consumer:
+        assert len(consumer.take(timeout=10)) == 1
+
+
+# --- a reward model in a process of its own, and deaths
+
+GROUPS = 12
+
+
+def serve(path: str, dies_after: int) -> None:
+    """A reward model behind a socket; it is gone after so many answers."""
+    answers = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answers
+        tokens = json.loads(await reader.readline())
+        if answers == dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        answers += 1
+        writer.write(json.dumps([row[0] for row in tokens]).encode() + b"\n")
+        await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        Path(path).unlink(missing_ok=True)
+        async with await asyncio.start_unix_server(answer, path):
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+async def ask(path: str, group: shmbus.Group) -> list[float]:
+    """Ask the reward model, for as long as there is none."""
+    line = json.dumps([t["tokens"].tolist() for t in group]).encode() + b"\n"
+    while True:
+        try:
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(line)
+            answer = await reader.readline()
+            writer.close()
+            if answer:
+                return [float(score) for score in json.loads(answer)]
+        except OSError:
+            pass
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_no_death_of_trainer_or_judge_loses_doubles_or_mixes_up_a_score(
+    bus: Bus, producer: Producer, tmp_path: Path
+) -> None:
+    path, log = str(tmp_path / "judge"), tmp_path / "trained"
+    context = multiprocessing.get_context("fork")
+    for number in range(GROUPS):
+        tokens = [np.array([number * 10 + index, 7], np.int32) for index in range(SIZE)]
+        producer.put_group(f"q{number}", [{"score": None, "tokens": one} for one in tokens])
+    trainers = [(0, "scored"), (1, "yielded"), (2, "acknowledged"), (99, "never")]
+    judges = [2, 5, 10_000]
+    serving = context.Process(target=serve, args=(path, judges.pop(0)))
+    serving.start()
+    try:
+        for last_batch, place in trainers:
+            one = context.Process(target=run_trainer, args=(bus.name, path, log, last_batch, place))
+            one.start()
+            while one.is_alive():
+                one.join(0.05)
+                if not serving.is_alive() and judges:
+                    serving.join()
+                    serving = context.Process(target=serve, args=(path, judges.pop(0)))
+                    serving.start()
+            assert one.exitcode == (0 if place == "never" else -signal.SIGKILL)
+    finally:
+        serving.kill()
+        serving.join()
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    keys = [row["key"] for row in rows]
+    assert sorted(keys) == sorted(f"q{number}" for number in range(GROUPS))
+    for row in rows:
+        number = int(row["key"][1:])
+        assert row["scores"] == [number * 10.0, number * 10 + 1.0]
+    assert bus.stats().acknowledged == GROUPS * SIZE
+
+
+def run_trainer(name: str, path: str, log: Path, last_batch: int, place: str) -> None:
+    """Train until nothing comes any more; what is acknowledged is written down before."""
+    batches = 0
+
+    async def score_group(group: shmbus.Group) -> list[float]:
+        scores = await ask(path, group)
+        if (batches, place) == (last_batch, "scored"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores
+
+    with OnlineDataHandler(name, groups_per_batch=2, score_group=score_group) as handler:
+        while handler.stats().acknowledged < GROUPS * SIZE:
+            batch = handler.next_batch(60)
+            batches += 1
+            if (batches, place) == (last_batch, "yielded"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            handler.ack(batch)
+            rows = [
+                {"key": group.instance_id, "scores": batch.scores[2 * n : 2 * n + 2].tolist()}
+                for n, group in enumerate(batch.groups)
+            ]
+            with log.open("a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+            if (batches, place) == (last_batch, "acknowledged"):
+                os.kill(os.getpid(), signal.SIGKILL)
