@@ -26,6 +26,7 @@ from shmbus._arguments import (
     check_wait,
     clamp_request,
 )
+from shmbus._schema import Schema
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.group import Group
 from shmbus.ledger import Ledger
@@ -113,6 +114,8 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
     wait : float, optional
         Seconds to wait for the bus where there is none yet, and for its daemon where one is needed:
         None waits for ever, 0 does not wait for a bus.
+    prompt_schema : mapping of str to dtype or (dtype, shape), optional
+        The fields of a prompt that `request` offers, as for `Feeder`: lists are welcome then.
 
     Raises
     ------
@@ -165,6 +168,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         on_stall: OnStall = "log",
         stall_timeout: float = limits.STALL_TIMEOUT_S,
         wait: float | None = 0.0,
+        prompt_schema: Schema | None = None,
     ) -> None:
         self.name = check_name(name)
         check_choice("on_timeout", on_timeout, ("wait", "drop", "partial"))
@@ -204,7 +208,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         )
         self._watch = Watch(name, on_stall, stall_timeout)
         self._begin()
-        self._begin_requests()
+        self._begin_requests(prompt_schema)
         try:
             self._require_source()
         except BaseException:
@@ -381,19 +385,24 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:
-        return _rebuild, (type(self), self._options, self._watch.options)
+        return _rebuild, (type(self), self._options, self._watch.options, self._prompt_schema)
 
     def __repr__(self) -> str:
         return f"<Consumer {self.name!r}{' closed' if self._closed else ''}>"
 
 
-def _rebuild(cls: type[Consumer], options: AttachOptions, stall: tuple[OnStall, float]) -> Consumer:
+def _rebuild(
+    cls: type[Consumer],
+    options: AttachOptions,
+    stall: tuple[OnStall, float],
+    prompt_schema: Schema | None = None,
+) -> Consumer:
     self = cls.__new__(cls)
     self.name = options.name
     self._options = options
     self._watch = Watch(options.name, *stall)
     self._begin()
-    self._begin_requests()
+    self._begin_requests(prompt_schema)
     return self
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from shmbus import limits
 from shmbus._arguments import TRAIN, check_timeout
+from shmbus._schema import Schema, mapping_of, parse
 from shmbus.feeder import Feeder, check_offer
 from shmbus.take.attached import AttachedConsumer
 from shmbus_ext import _core
@@ -77,8 +78,10 @@ class RestoredRequests(msgspec.Struct, frozen=True):
 class PromptRequests(AttachedConsumer):
     """`request`, and the state of what was requested."""
 
-    def _begin_requests(self) -> None:
+    def _begin_requests(self, prompt_schema: Schema | None) -> None:
         self._feeder: Feeder | None = None
+        #: In the form that pickles; whoever made the handle gets an error for a wrong one.
+        self._prompt_schema = None if prompt_schema is None else mapping_of(parse(prompt_schema))
 
     def _feeding(self) -> Feeder:
         """Return the feeder of this consumer's process, which its first use opens."""
@@ -86,7 +89,12 @@ class PromptRequests(AttachedConsumer):
         with self._lock:
             if self._feeder is None or self._feeder.closed:
                 on_stall, stall_timeout = self._watch.options
-                self._feeder = Feeder(self.name, on_stall=on_stall, stall_timeout=stall_timeout)
+                self._feeder = Feeder(
+                    self.name,
+                    schema=self._prompt_schema,
+                    on_stall=on_stall,
+                    stall_timeout=stall_timeout,
+                )
             return self._feeder
 
     def _end_feeding(self) -> None:
@@ -131,7 +139,7 @@ class PromptRequests(AttachedConsumer):
         timeout : float, optional
             Seconds to wait for room: None waits for ever, 0 does not wait.
         **prompt : array
-            The prompt: any fields, of any shape and any dtype of fixed size.
+            The prompt, as for `Feeder.request`; by `prompt_schema`, where the Consumer has one.
 
         Returns
         -------

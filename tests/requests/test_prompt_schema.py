@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lane import totals
 
-from shmbus import Bus, Feeder, Producer
+from shmbus import Bus, Consumer, Feeder, Producer
 
 SCHEMA = {
     "prompt": ("int32", "T"),
@@ -93,3 +93,23 @@ def test_without_a_schema_a_list_says_how_to_declare_it(feeder: Feeder, producer
 def test_text_is_said_to_belong_into_the_meta(feeder: Feeder) -> None:
     with pytest.raises(TypeError, match=r"^prompt: expected an array, got str; text goes .*meta="):
         feeder.request("q", group_size=1, prompt="What is 2 + 2?")
+
+
+def test_who_collects_offers_by_a_schema_too_and_takes_it_along(
+    bus: Bus, producer: Producer
+) -> None:
+    with Consumer(bus.name, prompt_schema=SCHEMA) as consumer:
+        consumer.request("list", group_size=1, prompt=[1, 2], types=(0, 1), temperature=1)
+        with pytest.raises(TypeError, match=r"^promt: the schema has no such field.*prompt="):
+            consumer.request("typo", group_size=1, promt=[1, 2], types=[0, 1])
+        copy = pickle.dumps(consumer)
+    with pickle.loads(copy) as consumer:
+        consumer.request("copy", group_size=1, prompt=np.arange(3), types=[1, 1, 1])
+    first, second = producer.next_requests(2, timeout=5)
+    assert first["prompt"].dtype == np.int32 and first["prompt"].tolist() == [1, 2]
+    assert first["types"].dtype == np.uint8 and first["temperature"] == np.float32(1)
+    assert second["prompt"].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="prompt"):
+        Consumer(bus.name, prompt_schema={"prompt": object})
+    with Consumer(bus.name) as consumer, pytest.raises(TypeError, match="prompt_schema="):
+        consumer.request("q", group_size=1, types=[1, 2])

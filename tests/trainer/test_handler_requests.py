@@ -162,3 +162,13 @@ def test_a_trainer_that_dies_and_resumes_skips_no_prompt_and_trains_none_twice(
     assert sorted(map(tuple, trained)) == sorted(
         (f"q{number}", epoch) for number in range(PROMPTS) for epoch in range(EPOCHS)
     )
+
+
+def test_a_handler_offers_lists_by_its_schema(bus: Bus, producer: Producer) -> None:
+    schema = {"ids": ("int64", "T"), "image?": ("uint8", (3, None))}
+    with OnlineDataHandler(bus.name, prompt_schema=schema) as handler:
+        handler.request("q", group_size=1, ids=[1, 2])
+        with pytest.raises(TypeError, match="^missing the field 'ids'"):
+            handler.request("r", group_size=1, image=[[1], [2], [3]])
+        request = producer.next_request(timeout=5)
+        assert request is not None and request["ids"].dtype == np.int64

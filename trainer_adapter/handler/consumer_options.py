@@ -6,8 +6,8 @@ itself (a test compares the names, and mypy the types).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
 
 import shmbus
 
@@ -33,3 +33,4 @@ class ConsumerOptions(TypedDict, total=False):
     on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
     stall_timeout: float
     wait: float | None
+    prompt_schema: Mapping[str, Any] | None

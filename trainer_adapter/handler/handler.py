@@ -142,7 +142,7 @@ class OnlineDataHandler(
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
-        daemon, on_stall, stall_timeout.
+        daemon, on_stall, stall_timeout, prompt_schema.
 
     Raises
     ------

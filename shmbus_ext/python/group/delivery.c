@@ -38,7 +38,7 @@ static void count_entry(struct figure_tally *tally, const GroupEntryObject *entr
         }
         figure_count(tally, SHMBUS_FIGURE_LAG, (double)policy_version - (double)t->policy_version);
         figure_count(tally, SHMBUS_FIGURE_SCORE, t->score);
-        samples += !isnan(t->score); /* what has no score yet is neither */
+        samples += isnan(t->score) ? 0 : 1; /* what has no score yet is neither */
         solved += t->score >= SHMBUS_SOLVED_SCORE;
         if (word >= 0) {
             figure_count(tally, SHMBUS_FIGURE_LENGTH, (double)t->shape[word]);
