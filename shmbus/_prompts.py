@@ -99,8 +99,8 @@ def _as_field(name: str, value: object, dtype: np.dtype[Any] | None = None) -> N
         if known is None:
             raise TypeError(
                 f"{name}: expected an array, got {type(value).__name__}; declare its dtype, as in "
-                f"Feeder(..., schema={{{name!r}: 'int32'}}) or, where a Consumer or a handler offers "
-                f"it, prompt_schema=, or wrap it: np.asarray({name}, dtype=np.int32)"
+                f"Feeder(..., schema={{{name!r}: 'int32'}}), or prompt_schema= of a Consumer or a "
+                f"handler, or wrap it: np.asarray({name}, dtype=np.int32)"
             )
         return _core.convert_field(name, value, known)
     if dtype is not None and isinstance(value, (bool, int, float)):

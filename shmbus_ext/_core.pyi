@@ -202,7 +202,7 @@ class GroupTable(Generic[_S]):
     ready_cells: int
     leased_groups: int
     leased_cells: int
-    recent: dict[Hashable, None]
+    recent: dict[Hashable, int | None]
     cancelled: list[Hashable]
     failing: dict[Hashable, Any]
     failing_cells: int

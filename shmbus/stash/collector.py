@@ -97,7 +97,8 @@ class Collector:
         self._retries = Retries(self.segment, self.stash)
         self._attach_epoch = self.segment.attach_epoch
         self._lead = Lead(self.segment)
-        self._requests = Requests(self.segment)
+        self._requests = Requests(self.segment, self.stash.table.recent)
+        self.stash.offered_again = self._requests.offered_again
         #: Groups that others hold from an earlier collector, and the stash never had; None while
         #: some of them are not known.
         self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list

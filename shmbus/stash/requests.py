@@ -9,6 +9,8 @@ Invariants
 - A request stays open until its group was acknowledged, dropped or given up. So what is open is
   what was offered and not trained, and a prompt can be offered again with any of its samples.
 - Nothing more is handed out of a group that was delivered.
+- A key whose group has ended may be offered again, by a trainer that went back to a checkpoint: its
+  samples begin the group anew. What was offered twice before that is one group.
 - A request that an earlier collector left open, though its group has ended, ends once everything
   that was committed before has been read.
 """
@@ -30,10 +32,16 @@ class Requests:
     ----------
     segment : Segment
         The bus, of which this process is the collector.
+    recent : dict, optional
+        Keys with epochs whose groups were complete, as the stash remembers them; of a group that
+        has ended this notes the last request by then.
     """
 
-    def __init__(self, segment: _core.Segment) -> None:
+    def __init__(
+        self, segment: _core.Segment, recent: dict[Hashable, int | None] | None = None
+    ) -> None:
         self._segment = segment
+        self._recent: dict[Hashable, int | None] = {} if recent is None else recent
         #: The last request that `_open` knows of.
         self._number = 0
         #: Rows and numbers of open requests by the key of their group, oldest first.
@@ -52,14 +60,20 @@ class Requests:
 
     def _find(self, key: Hashable) -> tuple[int, int] | None:
         found = self._open.get(key)
-        if found is None and _core.request_number(self._segment) != self._number:
-            for row, number, id_, epoch, split in sorted(
-                _core.request_since(self._segment, self._number), key=lambda row: row[1]
-            ):
-                self._open.setdefault(self._key(id_, epoch, split), []).append((row, number))
-                self._number = number
+        if found is None:
+            self._learn()
             found = self._open.get(key)
         return found[0] if found else None
+
+    def _learn(self) -> None:
+        """Learn of requests that were offered since."""
+        if _core.request_number(self._segment) == self._number:
+            return
+        for row, number, id_, epoch, split in sorted(
+            _core.request_since(self._segment, self._number), key=lambda row: row[1]
+        ):
+            self._open.setdefault(self._key(id_, epoch, split), []).append((row, number))
+            self._number = number
 
     def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
         """Hand out nothing more of groups that were delivered."""
@@ -73,6 +87,19 @@ class Requests:
         """End the request of a group that was acknowledged or dropped."""
         if samples and self.used:
             self._end(samples[0].key)
+            self._note_end(samples[0].key)
+
+    def _note_end(self, key: Hashable) -> None:
+        if key in self._recent:
+            self._recent[key] = _core.request_number(self._segment)
+
+    def offered_again(self, key: Hashable) -> bool:
+        """Whether a request is open that was offered after the group of this key had ended."""
+        ended_at = self._recent.get(key)
+        if ended_at is None or _core.request_number(self._segment) == ended_at:
+            return False
+        self._learn()
+        return any(number > ended_at for _, number in self._open.get(key, ()))
 
     def _end(self, key: Hashable) -> None:
         at = self._find(key)
@@ -119,6 +146,7 @@ class Requests:
                     if not self._open[key]:
                         del self._open[key]
                 _core.request_end(self._segment, row, number)
+                self._note_end(key)
 
     def handed_out(self) -> Iterable[Hashable]:
         """Yield the keys of groups of which a worker has had a sample."""

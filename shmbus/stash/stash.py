@@ -16,7 +16,7 @@ Ambiguous samples
 -----------------
 - A key is an instance id, or (instance id, epoch) where producers give epochs; the split is a part
   of it (keys.py). When its group is complete, the next sample of a key begins a new group; with an
-  epoch it is surplus instead.
+  epoch it is surplus instead, unless its prompt was offered again after that group had ended.
 - A group is complete when `need` different indices are there, which may be fewer than group_size.
 - Of two samples with one index the first is kept. A sample whose group_size or need differs from
   that of its open group is discarded, and the group is kept.
@@ -24,7 +24,7 @@ Ambiguous samples
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -166,6 +166,8 @@ class Stash(Generic[S]):
         self.given_up = 0
         #: Reports of failures in groups that are delivered without those samples.
         self.reports: dict[GroupEntry[S], list[S]] = {}
+        #: Whether a group that has ended was asked for again since.
+        self.offered_again: Callable[[Hashable], bool] = lambda key: False
         self._limit = self.policy.max_stash_bytes
         #: A caller that puts samples straight into it passes the result of `put` to `apply_policy`.
         self.table: GroupTable[S] = GroupTable(
@@ -189,6 +191,8 @@ class Stash(Generic[S]):
                 why, sample = each
                 if why == REFUSED_FAILING:
                     self._add_to_failing(sample, now_s)
+                elif why == REFUSED_SURPLUS and not self._had(sample.key):
+                    undecided += self.table.put([sample], now_s)
                 else:
                     self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
             elif _scores_equal(each.samples):
@@ -200,6 +204,13 @@ class Stash(Generic[S]):
             del recent[next(iter(recent))]
         if self._limit is not None:
             self._overflow(self._limit, now_s)
+
+    def _had(self, key: Hashable) -> bool:
+        """Whether the group of a key was complete before, and is not to be made again."""
+        recent = self.table.recent
+        if key in recent and self.offered_again(key):
+            del recent[key]
+        return key in recent
 
     def _end_oldest(self, policy: str, reason: Reason, now_s: float) -> None:
         """End the oldest incomplete group: discard it, or deliver it as it is."""
@@ -260,7 +271,7 @@ class Stash(Generic[S]):
 
     def _is_late(self, report: S) -> bool:
         """Whether the report is older than its sample, which is in a complete group."""
-        return report.key in self.table.recent or any(
+        return self._had(report.key) or any(
             sample.index == report.index and sample.committed_ns >= report.committed_ns
             for group in self.table.full(report.key)
             for sample in group.samples

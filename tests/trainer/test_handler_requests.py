@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Daemon
 
 import shmbus
 from shmbus import Bus, Producer
@@ -137,13 +139,17 @@ def test_a_handler_whose_bus_has_no_requests_saves_none(bus: Bus) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("served", [False, True])
 def test_a_trainer_that_dies_and_resumes_skips_no_prompt_and_trains_none_twice(
-    bus_name: str, tmp_path: Path, seed: int
+    bus_name: str, tmp_path: Path, seed: int, daemon: Callable[..., Daemon], served: bool
 ) -> None:
     rng = random.Random(seed)
     path = tmp_path / "checkpoint.json"
     context = multiprocessing.get_context("fork")
     with Bus.create(bus_name, "4MiB"):
+        if served:
+            # It lives on, and knows which groups were complete before the trainer went back.
+            daemon()
         worker = context.Process(target=work, args=(bus_name,), daemon=True)
         worker.start()
         for _ in range(6):
@@ -164,11 +170,60 @@ def test_a_trainer_that_dies_and_resumes_skips_no_prompt_and_trains_none_twice(
     )
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_once(
+    bus: Bus, producer: Producer, reported: bool
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1, sample_retries=1) as handler:
+        state = handler.state_dict()
+        handler.request("q", group_size=2, epoch=0, prompt=TOKENS)
+        sample_all(producer)
+        handler.ack(handler.next_batch(10))
+        handler.load_state_dict(state)
+        assert handler.request("q", group_size=2, epoch=0, prompt=TOKENS) > 0
+        if reported:
+            # Its first word is a failure, which is no late one of the group before.
+            request = producer.next_request(5)
+            assert request is not None
+            producer.fail_for(request, "out of memory")
+            with pytest.raises(TimeoutError):
+                handler.next_batch(0)  # reads it
+            again = producer.next_request(5)
+            while again is not None and again.attempt == 0:
+                producer.put_for(again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
+                again = producer.next_request(5)
+            assert again is not None and again.index == request.index
+            producer.put_for(again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
+        sample_all(producer)
+        handler.ack(handler.next_batch(10))
+        # Whoever samples more of it now is late, as before.
+        producer.put("q", group_size=2, index=0, epoch=0, tokens=TOKENS, logprobs=[0.0] * 8)
+        with pytest.raises(TimeoutError, match="1 surplus"):
+            handler.next_batch(0.2)
+        ledger = handler.stats()
+        assert ledger.balanced and ledger.acknowledged == 4 and ledger.requests.open == 0
+
+
+def test_a_prompt_that_is_offered_twice_at_once_is_one_group_still(
+    bus: Bus, producer: Producer
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        for _ in range(2):
+            handler.request("q", group_size=2, epoch=0, prompt=TOKENS)
+        first = producer.next_requests(2, timeout=5)
+        for request in first:
+            producer.put_for(request, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
+        handler.ack(handler.next_batch(10))
+        sample_all(producer)
+        with pytest.raises(TimeoutError, match="surplus"):
+            handler.next_batch(0.2)
+
+
 def test_a_handler_offers_lists_by_its_schema(bus: Bus, producer: Producer) -> None:
     schema = {"ids": ("int64", "T"), "image?": ("uint8", (3, None))}
     with OnlineDataHandler(bus.name, prompt_schema=schema) as handler:
         handler.request("q", group_size=1, ids=[1, 2])
-        with pytest.raises(TypeError, match="^missing the field 'ids'"):
+        with pytest.raises(TypeError, match=r"^missing the field 'ids'"):
             handler.request("r", group_size=1, image=[[1], [2], [3]])
         request = producer.next_request(timeout=5)
         assert request is not None and request["ids"].dtype == np.int64
