@@ -38,15 +38,18 @@ class OpenRequest(TypedDict):
     prompt: str
 
 
-class _TrainedRequests(TypedDict, total=False):
+class _OptionalState(TypedDict, total=False):
     trained: list[Any]
+    number: int | None
+    bus: str
 
 
-class RequestsState(_TrainedRequests):
+class RequestsState(_OptionalState):
     """What `requests_state` returns: plain values, for any checkpoint.
 
     Whoever saves it may add `trained`: [instance id, epoch, split] of requests that are open only
-    because their groups are not acknowledged yet.
+    because their groups are not acknowledged yet. `number` is the last request's on the bus of the
+    identity `bus`.
     """
 
     version: int
@@ -67,12 +70,21 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         offered after it was saved, and whoever feeds should not offer them again.
     trained : list of (str, int | None, str)
         Those of the state's `trained` that are open still.
+    number : int or None
+        The last request that was offered when the state was saved, on its bus; None where the
+        state does not say.
+    ended : int
+        Requests behind that one that have ended, on this bus: they were trained after the state was
+        saved, and must be offered again. `OnlineDataHandler.request` and whoever else goes over the
+        data again does; a `Feeder` in another process must be told.
     """
 
     offered: int
     kept: int
     beyond: list[tuple[str, int | None, str]]
     trained: list[tuple[str, int | None, str]]
+    number: int | None = None
+    ended: int = 0
 
 
 class PromptRequests(AttachedConsumer):
@@ -182,7 +194,15 @@ class PromptRequests(AttachedConsumer):
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
-        return {"version": _VERSION, "open": open_requests(self._feeding()._segment)}
+        segment = self._feeding()._segment
+        # Before what is open: what is offered in between is behind it, and not lost.
+        number = _core.request_number(segment)
+        return {
+            "version": _VERSION,
+            "open": open_requests(segment),
+            "number": number,
+            "bus": segment.identity,
+        }
 
     def load_requests_state(
         self, state: RequestsState, *, timeout: float | None = limits.RETRY_TIMEOUT_S
@@ -220,6 +240,8 @@ class PromptRequests(AttachedConsumer):
                 f"got {version!r}; load the checkpoint that a handler or a Consumer has saved"
             )
         feeder = self._feeding()
+        number = state.get("number")
+        newest = _core.request_number(feeder._segment)
         there = Counter(_key(each) for each in open_requests(feeder._segment))
         trained = there & Counter(
             (id_, epoch, split) for id_, epoch, split in state.get("trained", ())
@@ -243,7 +265,15 @@ class PromptRequests(AttachedConsumer):
             )
             feeder._offer([offer], timeout)
             offered += 1
-        return RestoredRequests(offered, kept, list(there.elements()), list(trained.elements()))
+        here = number is not None and state.get("bus") == feeder._segment.identity
+        return RestoredRequests(
+            offered,
+            kept,
+            list(there.elements()),
+            list(trained.elements()),
+            number,
+            max(0, newest - (number or 0) - there.total()) if here else 0,
+        )
 
 
 def _key(request: OpenRequest) -> tuple[str, int | None, str]:

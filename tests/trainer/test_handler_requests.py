@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Daemon
+from conftest import Daemon, keys_of, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -122,7 +122,7 @@ def test_a_checkpoint_offers_again_exactly_what_was_not_trained(bus_name: str) -
         batch = handler.next_batch(10)
         assert sorted(set(batch.instance_ids)) == ["q4", "q5"]
         handler.ack(batch)
-        assert "requests" not in handler.state_dict()
+        assert handler.state_dict()["requests"]["open"] == []
         assert handler.stats().requests.balanced
 
 
@@ -217,6 +217,60 @@ def test_a_prompt_that_is_offered_twice_at_once_is_one_group_still(
         sample_all(producer)
         with pytest.raises(TimeoutError, match="surplus"):
             handler.next_batch(0.2)
+
+
+def test_prompts_that_a_separate_feeder_must_offer_again_are_said(
+    bus_name: str, tmp_path: Path, daemon: Callable[..., Daemon], caplog: pytest.LogCaptureFixture
+) -> None:
+    # The trainer dies for good and comes back; feeder, worker and daemon live on.
+    daemon("--capacity", "4MiB")
+    path = tmp_path / "checkpoint.json"
+    with Producer(bus_name) as producer, shmbus.Feeder(bus_name) as feeder:
+        names = {feeder.request(f"q{n}", group_size=2, epoch=0, prompt=TOKENS): n for n in range(2)}
+        sample_all(producer)
+        ended = multiprocessing.get_context("fork").Process(
+            target=train_ahead, args=(bus_name, path)
+        )
+        ended.start()
+        wait_until(path.exists)
+        names |= {
+            feeder.request(f"q{n}", group_size=2, epoch=0, prompt=TOKENS): n for n in range(2, 5)
+        }
+        while ended.is_alive():
+            sample_all(producer)
+            ended.join(0.01)
+        assert ended.exitcode == -signal.SIGKILL
+        feeder.request("q5", group_size=2, epoch=0, prompt=TOKENS)  # beyond, and open
+        with OnlineDataHandler(bus_name, groups_per_batch=1) as handler:
+            handler.load_state_dict(json.loads(path.read_text()))
+            restored = handler.restored_requests
+            assert restored is not None and restored.ended == 2
+            assert restored.number == 2
+            assert [id_ for id_, *_ in restored.beyond] == ["q4", "q5"]
+            assert "2 requests that were offered after this checkpoint have ended" in caplog.text
+            open_ = {id_ for id_, *_ in restored.beyond}
+            for number, n in names.items():
+                if number > restored.number and f"q{n}" not in open_:
+                    feeder.request(f"q{n}", group_size=2, epoch=0, prompt=TOKENS)
+            sample_all(producer)
+            trained = []
+            for _ in range(4):
+                batch = handler.next_batch(30)
+                trained += keys_of(batch)
+                handler.ack(batch)
+            assert sorted(trained) == ["q2", "q3", "q4", "q5"]
+
+
+def train_ahead(name: str, path: Path) -> None:
+    """Save after two groups, acknowledge four, and die."""
+    with OnlineDataHandler(name, groups_per_batch=1) as handler:
+        for number in range(4):
+            if number == 2:
+                path.with_suffix(".new").write_text(json.dumps(handler.state_dict()))
+                path.with_suffix(".new").rename(path)
+            handler.ack(handler.next_batch(30))
+        handler.stats()  # the daemon has all of that by now
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_handler_offers_lists_by_its_schema(bus: Bus, producer: Producer) -> None:

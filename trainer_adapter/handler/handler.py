@@ -547,7 +547,7 @@ class OnlineDataHandler(
             self._admission.end_trained()
             if self._prefetcher is not None:
                 self._prefetcher.wake()
-        self._restore_requests(saved.requests)
+        self._restore_requests(saved.requests, here)
 
     def close(self) -> None:
         """Leave the bus. Groups that are not acknowledged are delivered to the next reader.

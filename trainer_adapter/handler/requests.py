@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from trainer_adapter.handler.planner import BatchPlanner
 
 __all__ = ["RequestingHandler"]
+
+logger = logging.getLogger(__name__)
 
 
 #: Instance id, epoch and split.
@@ -39,6 +42,8 @@ class RequestingHandler:
 
     def _begin_requests(self, *, saves: bool) -> None:
         self._saves_requests = saves
+        #: Whether this run offers prompts itself, and so goes over its data again by itself.
+        self._offers = False
         self._restored_requests: shmbus.RestoredRequests | None = None
         #: Offered by an earlier life of this run, beyond where it stands in its data.
         self._ahead: Counter[_Key] = Counter()
@@ -69,6 +74,7 @@ class RequestingHandler:
         int
             The request's number; 0 where it was offered before the restart.
         """
+        self._offers = True
         key = (str(instance_id), epoch, split)
         if self._ahead[key] > 0:
             self._ahead -= Counter([key])
@@ -99,18 +105,36 @@ class RequestingHandler:
             "open": opened,
             "trained": [list(key) for key in found],
             "ahead": [list(key) for key in self._ahead.elements()],
+            "offers": self._offers,
         }
-        return {**state, **saved} if any(saved.values()) else None
+        # The number says to feeders where the data stood, also where nothing is open.
+        return {**state, **saved} if any(saved.values()) or state["number"] else None
 
-    def _restore_requests(self, saved: Any) -> None:
+    def _restore_requests(self, saved: Any, here: bool) -> None:
         """Offer again what is not trained; a state without requests has none of them open."""
         if saved is None and not self._saves_requests:
             return
-        state: Any = {**self._consumer.requests_state(), "open": []} if saved is None else saved
+        state: Any = saved
+        if saved is None:
+            state = {**self._consumer.requests_state(), "open": []}
+            # Of this bus it means that nothing had been offered; of another one, nothing is known.
+            state["number"] = 0 if here else None
         restored = self._consumer.load_requests_state(state)
         self._restored_requests = restored
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
         self._trained_open = Counter(restored.trained)
+        self._offers = bool(state.get("offers"))
+        if restored.ended and not self._offers:
+            logger.warning(
+                "bus %r: %d requests that were offered after this checkpoint have ended, and their "
+                "prompts are not trained any more: what was offered behind request %d must be "
+                "offered again, but for those that restored_requests.beyond has. handler.request "
+                "does so as this run goes over its data again; a Feeder in another process does "
+                "not know, so tell it, or start it anew from there",
+                self._consumer.name,
+                restored.ended,
+                restored.number,
+            )
 
     @property
     def restored_requests(self) -> shmbus.RestoredRequests | None:
