@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import wait_until
+from numpy_batches import put_random
 from torch.utils.data import DataLoader
 
 from shmbus import Bus, Producer
@@ -281,3 +282,18 @@ def test_a_handler_says_its_bus_and_step(bus: Bus, producer: Producer) -> None:
         assert "step 0: 1 groups" in handler.progress.line
         handler.ack(batch)
     assert repr(handler).endswith("step 1 closed>")
+
+
+def test_figures_whose_count_was_interrupted_are_added_up_nevertheless(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    groups = put_random(producer, seed, 3)
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        for _ in groups:
+            handler.ack(handler.next_batch(10))
+        # As an exception between noting a batch and counting its samples leaves it.
+        handler._meter._pending_samples -= 1
+        found = handler.metrics()
+        scores = [s["score"] for group in groups.values() for s in group]
+        assert found["batches"] == 3
+        assert found["reward/mean"] == pytest.approx(np.mean(scores))

@@ -190,14 +190,15 @@ class BatchMeter:
     def _add_up(self) -> None:
         """Count the batches that wait for it, in one array: each call of NumPy costs."""
         pending, self._pending = self._pending, []
-        samples, self._pending_samples = self._pending_samples, 0
+        self._pending_samples = 0
         if not pending:
             return
         facts = [one.facts for one in pending]
         versions = [one.policy_version for one in pending]
         # One array a batch, since each is in no near cache by now.
         table = np.concatenate([one.samples for one in facts], axis=1)
-        rows = np.empty((2, samples))
+        # Not by the count, which an exception of a signal's handler may have left behind.
+        rows = np.empty((2, table.shape[1]))
         rows[0] = table[0].view(np.float64)
         rows[1] = np.repeat(versions, [one.samples.shape[1] for one in facts]) - table[1]
         rewards, lag = Moments.of_rows(rows)
