@@ -71,11 +71,6 @@ class Fp8BlockSource:
     only : callable, optional
         By name, which matrices; all that are floating-point by default. Servers keep embeddings,
         the head and routers in their own dtype, so leave those out.
-
-    Raises
-    ------
-    WeightsError
-        A slice or a shard cuts a block.
     """
 
     def __init__(self, source: WeightSource, *, only: Callable[[str], bool] | None = None) -> None:
@@ -90,7 +85,12 @@ class Fp8BlockSource:
         }
 
     def params(self) -> list[ParamMeta]:
-        """List all tensors, a matrix's scales right after it."""
+        """List all tensors, a matrix's scales right after it.
+
+        Returns
+        -------
+        list of ParamMeta
+        """
         found = []
         for param in self._source.params():
             if param.name not in self._chosen:
@@ -108,7 +108,17 @@ class Fp8BlockSource:
         return found | scales
 
     def slices(self) -> Mapping[str, Slice]:
-        """Return names for parts, and for the scales of parts."""
+        """Return names for parts, and for the scales of parts.
+
+        Returns
+        -------
+        dict of Slice
+
+        Raises
+        ------
+        WeightsError
+            A slice cuts a block.
+        """
         found = dict(self._source.slices())
         for name, part in list(found.items()):
             if part.of not in self._chosen:
@@ -138,6 +148,11 @@ class Fp8BlockSource:
         ------
         LocalPiece
             Quantised ones are made for this version.
+
+        Raises
+        ------
+        WeightsError
+            A shard cuts a block.
         """
         for piece in self._source.iter_local(rank, world_size):
             shape = self._chosen.get(piece.name)
