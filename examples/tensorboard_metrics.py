@@ -4,10 +4,9 @@
     python examples/tensorboard_metrics.py --logdir runs     # then: tensorboard --logdir runs
 
 ``handler.metrics()`` is a flat dict of floats, of what came since the last call: rewards, lag,
-lengths, waiting and packing times, drops by reason, and how full the bus is. wandb and mlflow take
-the same dict; offline, with ``WANDB_MODE=offline`` or a file store:
+lengths, waiting and packing times, drops by reason, and how full the bus is. wandb takes the same
+dict (wandb_offline.py), and so does mlflow, with a file store for instance:
 
-    wandb.log(handler.metrics(), step=batch.step)
     mlflow.log_metrics(handler.metrics(), step=batch.step)
 
 There is no model here: a worker answers with random tokens, and its scores rise by themselves.

@@ -154,8 +154,8 @@ class Writer:
             first is kept, the others are dropped as duplicates.
         score : float or None, default 0.0
             The reward; finite. An array or tensor with one element is that number. None where it is
-            not known yet: whoever reads the group scores it (`Trajectory.score`, or `score_group` of
-            a handler), and a sample that nobody scored is an error there, by name.
+            not known yet: whoever reads the group scores it (`Trajectory.score`, or
+            `score_group` of a handler), and a sample that nobody scored is an error there, by name.
         policy_version : int or tuple of (int, int), default 0
             Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it
             changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the

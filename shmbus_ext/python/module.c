@@ -43,6 +43,7 @@
 #include "python/read/recursive_lock.h"
 #include "python/read/take.h"
 #include "python/record/copies.h"
+#include "python/record/score.h"
 #include "python/record/export_block.h"
 #include "python/put/journal_functions.h"
 #include "python/requests/lead_functions.h"
@@ -173,7 +174,7 @@ static bool add_functions(PyObject *module) {
         py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
         py_measure_add_functions,      py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
         py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
-        py_plan_add_functions,         py_copies_add_methods,
+        py_plan_add_functions,         py_copies_add_methods,         py_score_add_attributes,
         py_extra_fields_add_functions, py_delivery_add_functions,    py_begun_add_functions,
         py_splits_add_functions,
         py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,

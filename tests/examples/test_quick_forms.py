@@ -32,6 +32,7 @@ RUNS = {
     "evaluation.py": ((), r"evaluation (\d\.\d\d) -> (\d\.\d\d)"),
     "fsdp2_torchrun.py": ((), REWARD_ROSE),
     "tensorboard_metrics.py": (("tensorboard",), r"(\d\d) curves in .*"),
+    "wandb_offline.py": (("wandb",), r"run of \d{4,} bytes in .*"),
     "ray_actors.py": (("ray",), r"640 sequences trained of 640 requested"),
 }
 

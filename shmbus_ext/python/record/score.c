@@ -3,11 +3,7 @@
 
 #include "python/hooks.h"
 
-bool py_trajectory_has_score(const TrajectoryObject *self) {
-    return !self->unscored || !isnan(self->score);
-}
-
-PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *ignored) {
+static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(py_trajectory_has_score(self));
 }
@@ -24,13 +20,13 @@ bool py_trajectory_require_score(const TrajectoryObject *self) {
     return false;
 }
 
-PyObject *py_trajectory_get_score(TrajectoryObject *self, void *ignored) {
+static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *ignored) {
     (void)ignored;
     return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
 }
 
 /* Of this object alone: the record keeps what its producer said, for whoever reads it next. */
-int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignored) {
+static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignored) {
     (void)ignored;
     if (!self->unscored) {
         PyErr_Format(PyExc_AttributeError,
@@ -60,4 +56,26 @@ int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignor
     }
     self->score = score;
     return 0;
+}
+
+static PyGetSetDef attributes[] = {
+    {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
+     "The reward: float; of one that was put with score=None, what was set here.", NULL},
+    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+bool py_score_add_attributes(PyObject *module) {
+    (void)module;
+    for (PyGetSetDef *each = attributes; each->name != NULL; each++) {
+        PyObject *descriptor = PyDescr_NewGetSet(&TrajectoryType, each);
+        if (descriptor == NULL ||
+            PyDict_SetItemString(TrajectoryType.tp_dict, each->name, descriptor) < 0) {
+            Py_XDECREF(descriptor);
+            return false;
+        }
+        Py_DECREF(descriptor);
+    }
+    PyType_Modified(&TrajectoryType);
+    return true;
 }

@@ -7,12 +7,9 @@
 
 #include "python/record/trajectory.h"
 
-bool py_trajectory_has_score(const TrajectoryObject *self);
 /* False with an exception for a sample that was put without a score, and has none since. */
 bool py_trajectory_require_score(const TrajectoryObject *self);
-/* The attributes `score` and `scored`. */
-PyObject *py_trajectory_get_score(TrajectoryObject *self, void *ignored);
-int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignored);
-PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *ignored);
+/* Adds `score` and `scored` to Trajectory. */
+bool py_score_add_attributes(PyObject *module);
 
 #endif

@@ -7,7 +7,6 @@
 #include "python/record/trajectory.h"
 
 #include "python/hooks.h"
-#include "python/record/score.h"
 #include "python/segment/split_labels.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
@@ -413,9 +412,6 @@ static PyGetSetDef trajectory_getset[] = {
     {"split", (getter)py_trajectory_split, NULL, "Who it is for: the label of its split.", NULL},
     {"rows", (getter)py_trajectory_rows, NULL,
      "Its rows, each a mapping of names to views; one, unless it was put with rows=.", NULL},
-    {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
-     "The reward: float; of one that was put with score=None, what was set here.", NULL},
-    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
     {"newest_policy_version", (getter)py_trajectory_newest, NULL,
      "The newest policy that sampled a part of it: int.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -42,6 +42,10 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
                                     const struct record_ref *ref);
 /* False with an exception once the space may belong to another record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
+/* Whether its producer gave a score, or its reader has set one (score.h). */
+static inline bool py_trajectory_has_score(const TrajectoryObject *self) {
+    return !self->unscored || !isnan(self->score);
+}
 /* A read-only array of one field, of a trajectory that is readable. */
 PyObject *py_trajectory_view(TrajectoryObject *self, int field);
 static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
