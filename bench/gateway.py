@@ -147,8 +147,7 @@ async def _poll(port: int) -> int:
     request = (
         b"GET /status-env HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nAccept: */*\r\n"
         b"Accept-Encoding: gzip, deflate\r\nUser-Agent: Python/3.11 aiohttp/3.14.5\r\n"
-        b"Content-Length: %d\r\nContent-Type: application/json\r\n\r\n%s"
-        % (port, len(body), body)
+        b"Content-Length: %d\r\nContent-Type: application/json\r\n\r\n%s" % (port, len(body), body)
     )
     end = time.monotonic() + POLL_SECONDS
 
