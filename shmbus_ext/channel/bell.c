@@ -31,6 +31,9 @@ void channel_ring(struct channel_header *header, enum channel_side_name by) {
         return;
     }
     atomic_store_explicit(words.wanted, 0, memory_order_seq_cst);
+    /* Once more: whose flag this was and who does not sleep yet may have its ticket of after the
+     * first one. It must not sleep now, since no flag says so. */
+    atomic_fetch_add_explicit(words.count, 1, memory_order_seq_cst);
     (void)syscall(SYS_futex, words.count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
