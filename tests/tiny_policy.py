@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pages
+import doc_pages
 import torch
 
 VOCABULARY = 16
@@ -90,7 +90,7 @@ def main() -> None:
         right = sum(token == word for token in tokens[1:])
         return tokens, [0] + [1] * COMPLETION_TOKENS, logprobs, right / COMPLETION_TOKENS
 
-    pages.run(page, words, bus, rollout=rollout)
+    doc_pages.run(page, words, bus, rollout=rollout)
 
 
 if __name__ == "__main__":

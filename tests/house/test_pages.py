@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from pages import PAGES, blocks
+from doc_pages import PAGES, blocks
 from test_style import ROOT
 
 # How the tests name a block: the page, and words of it.

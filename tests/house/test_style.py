@@ -303,12 +303,12 @@ def test_each_package_says_that_it_is_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_no_two_test_files_of_the_suite_have_one_name() -> None:
-    """Test files are modules without a package: of two with one name, one cannot be imported."""
+def test_no_two_files_of_the_suite_have_one_name() -> None:
+    """They are modules without a package: of two with one name, one cannot be imported."""
     found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        # Those of other projects run alone, each in its environment.
-        if "peers" not in path.parts:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        # Those of other projects run alone, each in its environment; models are a package.
+        if not {"peers", "model"} & set(path.parts) and not path.name.startswith("__"):
             found.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
     report([", ".join(paths) for paths in found.values() if len(paths) > 1])
 

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from relay.storm import Plan, Storm
+from relay.relay_storm import Plan, Storm
 
-#: In all; the program storm.py takes thousands.
+#: In all; the program relay_storm.py takes thousands.
 KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "20"))
 
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import doc_pages
 import msgspec
 import numpy as np
-import pages
 import pytest
 from conftest import Spawner
 from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, SamplingMask, installed
@@ -187,7 +187,7 @@ def test_a_killed_orchestrator_ends_the_wait_by_an_error(
 def test_the_page_replaces_the_transport(commit: str, run: str) -> None:
     _package, middle, _ = PUBLISHED[commit]
     with installed(commit) as theirs:
-        pages.run("prime-rl.md", "prime_rl.install(", run)
+        doc_pages.run("prime-rl.md", "prime_rl.install(", run)
         sender = getattr(theirs, f"setup_{middle}_sender")("out", 1, 0, None)
         assert isinstance(sender, prime_rl.ShmbusBatchSender)
         sender.close()

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import pages
+import doc_pages
 import pytest
 
 import shmbus
@@ -56,7 +56,7 @@ def test_the_forks_handler_takes_its_batches_from_the_bus(bus_name: str) -> None
                 patch.setitem(sys.modules, name, part)
             parts["torchtitan"].grpo = parts["torchtitan.grpo"]  # type: ignore[attr-defined]
             parts["torchtitan.grpo"].data_handling = module  # type: ignore[attr-defined]
-            pages.run("torchtitan.md", "use_bus(", bus_name)
+            doc_pages.run("torchtitan.md", "use_bus(", bus_name)
         handler = module.OnlineDataHandler()
         with pytest.raises(RuntimeError, match="expected register_atropos first"):
             handler.data_handling()

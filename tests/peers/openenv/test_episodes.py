@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pages
+import doc_pages
 import pytest
 import uvicorn
 from conftest import wait_until
@@ -128,7 +128,7 @@ def test_the_page_makes_a_sample(server: str, bus: str) -> None:
         feeder.request("q1", group_size=1)
         names = {"env": env, "producer": producer, "act": act, "version": 3}
         request = producer.next_request(timeout=10.0)
-        pages.run("environments.md", "act(result)", bus, request=request, **names)
+        doc_pages.run("environments.md", "act(result)", bus, request=request, **names)
     with shmbus.Consumer(bus) as consumer:
         [group] = consumer.take(1, 5.0)
         [sample] = group

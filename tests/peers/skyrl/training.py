@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pages
+import doc_pages
 import ray
 from on_a_cpu import PolicyWorker
 from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
@@ -51,7 +51,7 @@ class Tracker:
     def log_exception(self, error: Exception, step: int) -> None: ...
 
 
-OfThePage: Any = pages.run("skyrl.md", "class Experiment", BUS)["Experiment"]
+OfThePage: Any = doc_pages.run("skyrl.md", "class Experiment", BUS)["Experiment"]
 
 
 class Experiment(OfThePage):  # type: ignore[misc]

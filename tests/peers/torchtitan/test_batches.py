@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pages
+import doc_pages
 import pytest
 import torch
 import torchtitan
@@ -125,7 +125,7 @@ def test_the_page_trains_until_it_ends(rl: Any, bus_name: str) -> None:
             for number in range(32):
                 producer.put_group(f"q{number}", [{"score": float(i), **row} for i in range(2)])
         with pytest.raises(Enough):
-            pages.run("torchtitan.md", "batches.ack(", bus_name, step=step, version=0)
+            doc_pages.run("torchtitan.md", "batches.ack(", bus_name, step=step, version=0)
         assert seen == [1, 1] and bus.stats().acknowledged == 32, "a batch that was trained"
         assert bus.policy_version == 1
 

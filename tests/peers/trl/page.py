@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pages
+import doc_pages
 import torch
 from tiny import COMPLETION_TOKENS, make_model, on_a_cpu, sample, write_line
 from trainer import settings
@@ -38,7 +38,7 @@ def train_async(bus: str, root: Path) -> None:
     from datasets import Dataset
 
     options = {"num_generations": GROUP_SIZE, "token_budget": 64, "save_steps": 2}
-    space = pages.run(
+    space = doc_pages.run(
         "trl.md", "AsyncGRPOTrainer(", bus, AsyncGRPOTrainer=module.AsyncGRPOTrainer, model=model,
         dataset=Dataset.from_dict({"prompt": ["w2"]}),
         args=module.AsyncGRPOConfig(**settings(root, 4, options)),
@@ -53,7 +53,7 @@ def put_rollouts(bus: str, root: Path) -> None:
         tokens, logprobs, rewards = sample(model, WORD, 1, generator)
         return tokens[0], [0] + [1] * COMPLETION_TOKENS, logprobs[0], rewards[0]
 
-    pages.run(
+    doc_pages.run(
         "trl.md", "subscriber.latest(", bus, model=load(make_model(root / "model")), rollout=rollout
     )
 
@@ -72,7 +72,7 @@ def train_sync(bus: str, root: Path) -> None:
         save_strategy="no", logging_steps=1, use_cpu=True, bf16=False, disable_tqdm=True,
         gradient_checkpointing=False,
     )  # fmt: skip
-    space = pages.run(
+    space = doc_pages.run(
         "trl.md", "rollouts.attach(", bus, model=str(model), args=args,
         prompts=Dataset.from_dict({"prompt": [f"w{word}" for word in range(2, 10)]}),
         GRPOTrainer=partial(GRPOTrainer, processing_class=tokenizer),
@@ -91,7 +91,7 @@ def answer(bus: str, root: Path) -> None:
         return tokens[0], mask, logprobs[0], rewards[0], producer.policy_version
 
     with shmbus.Producer(bus, wait=60.0) as producer:
-        pages.run("trl.md", "producer.next_request()", bus, producer=producer, rollout=rollout)
+        doc_pages.run("trl.md", "producer.next_request()", bus, producer=producer, rollout=rollout)
 
 
 KINDS = {"async": train_async, "rollouts": put_rollouts, "sync": train_sync, "answers": answer}

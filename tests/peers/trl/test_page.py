@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pages
+import doc_pages
 import pytest
 from tiny import make_model
 
@@ -58,7 +58,7 @@ def test_trainer_and_workers_of_the_page_train(
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:
-    install, *examples = pages.block("trl.md", "pip install").splitlines()
+    install, *examples = doc_pages.block("trl.md", "pip install").splitlines()
     wanted = set(shlex.split(install)[3:])
     assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted
     assert [shlex.split(line, comments=True)[0] for line in examples] == ["python", "python"]
@@ -66,7 +66,9 @@ def test_the_page_installs_what_the_tests_ran_with() -> None:
 
 @pytest.mark.parametrize("name", ["trl_sync.py", "trl_async.py"])
 def test_an_example_of_the_page_runs(name: str) -> None:
-    [line] = [each for each in pages.block("trl.md", "pip install").splitlines() if name in each]
+    [line] = [
+        each for each in doc_pages.block("trl.md", "pip install").splitlines() if name in each
+    ]
     _python, *command = shlex.split(line, comments=True)
     if name == "trl_async.py":
         command.insert(0, str(HERE / "on_a_cpu.py"))  # in place of its Hopper GPU

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import doc_pages
 import numpy as np
-import pages
 import pytest
 import verifiers.v1 as vf
 from conftest import wait_until
@@ -155,7 +155,7 @@ def test_the_page_answers_requests(bus: str) -> None:
         for name in ("q1", "q2"):
             feeder.request(name, group_size=1)
         with pytest.raises(Enough):
-            pages.run("environments.md", "rollout(request)", bus, rollout=rollout)
+            doc_pages.run("environments.md", "rollout(request)", bus, rollout=rollout)
     [sample] = take(bus)
     assert sample.score == 1.25 and len(sample.rows) == 2
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
+import doc_pages
 import pytest
 import torch
 import yaml
@@ -29,7 +29,9 @@ pytestmark = pytest.mark.timeout(600)
 
 def of_the_page(bus: str) -> list[str]:
     """The page's configuration, as arguments of a command line."""
-    text = pages.block("verl.md", "custom_sampler:").replace(f"bus: {pages.BUS}", f"bus: {bus}")
+    text = doc_pages.block("verl.md", "custom_sampler:").replace(
+        f"bus: {doc_pages.BUS}", f"bus: {bus}"
+    )
 
     def flat(node: Any, *keys: str) -> Iterator[str]:
         if isinstance(node, dict):
@@ -131,5 +133,5 @@ def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Pat
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:
-    wanted = set(shlex.split(pages.block("verl.md", "pip install"))[3:])
+    wanted = set(shlex.split(doc_pages.block("verl.md", "pip install"))[3:])
     assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted
