@@ -185,11 +185,7 @@ class ChannelSender(Endpoint):
         ChannelTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         """
-
-        def free() -> bool | None:
-            return True if self.acked_step >= step - self.slots else None
-
-        self._wait(free, timeout, lambda: self._slot_for(step))
+        self._await_acked(step - self.slots, timeout, lambda: self._slot_for(step))
 
     def post(self, meta: Any) -> None:
         """Send a step that is all meta, for which there is a slot.
@@ -347,11 +343,13 @@ class ChannelSender(Endpoint):
         ChannelTimeoutError, PeerGoneError, ChannelClosedError
             It did not, and why.
         """
+        self._await_acked(step, timeout, lambda: f"the acknowledgement of step {step}")
 
+    def _await_acked(self, step: int, timeout: float | None, what: Callable[[], str]) -> None:
         def acked() -> bool | None:
             return True if self.acked_step >= step else None
 
-        self._wait(acked, timeout, lambda: f"the acknowledgement of step {step}")
+        self._wait(acked, timeout, what)
 
     def withdraw(self) -> bool:
         """Take back what is on its way, to be sent again; not from a living receiver.
