@@ -24,15 +24,17 @@ class SmallVllm(SmallEngine):
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
         self.subscribers: list[WeightSubscriber] = []
+        self.attached: dict[str, str] = {}
         self.updating = False  # one update at a time, as vLLM has it
         self.loading: list[Weights] = []
 
     async def init(self, request: web.Request) -> web.Response:
         info = (await request.json())["init_info"]
-        if self.subscribers and self.subscribers[0].removed:
+        if self.subscribers and (self.subscribers[0].removed or info != self.attached):
             for subscriber in self.subscribers:
                 subscriber.close()
             self.subscribers = []
+        self.attached = info
         if not self.subscribers:
             self.subscribers = [
                 WeightSubscriber(info["bus"], label=f"{info['server']} rank {rank}")

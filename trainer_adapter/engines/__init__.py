@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer_adapter.engines.adapters import AdapterFleet, AdapterServer
+from trainer_adapter.engines.client_updates import ClientUpdates, WeightSyncClient
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.fleet import EngineFleet
 from trainer_adapter.engines.report import ServerReport, UpdateReport
@@ -13,6 +14,7 @@ from trainer_adapter.engines.vllm import VllmServer
 __all__ = [
     "AdapterFleet",
     "AdapterServer",
+    "ClientUpdates",
     "EngineError",
     "EngineFleet",
     "EngineServer",
@@ -23,4 +25,5 @@ __all__ = [
     "UpdateReport",
     "UpdateRolledBackError",
     "VllmServer",
+    "WeightSyncClient",
 ]

@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple, Protocol
 
 from shmbus import BusNotFoundError
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.status import ReaderStatus, read_pool
 from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.report import ServerReport
-from trainer_adapter.engines.server import EngineServer
 from trainer_adapter.weights.errors import LOADING_CODE, MANIFEST_CODE
 
-__all__ = ["POLL_S", "RankRows"]
+__all__ = ["POLL_S", "Addressed", "Missing", "RankRows"]
 
 #: The pool that has weights.
 WEIGHTS = "weights"
 #: Seconds between two looks at the readers' rows.
 POLL_S = 0.01
+
+
+class Addressed(Protocol):
+    """Whose rows: they begin with its address."""
+
+    @property
+    def address(self) -> str:
+        """How the rows name it."""
+
+
+class Missing(NamedTuple):
+    """What keeps a server from running a version.
+
+    Attributes
+    ----------
+    said : str
+        By which ranks, and why.
+    final : bool
+        Whether waiting changes nothing: a rank has refused the version, or is gone.
+    """
+
+    said: str
+    final: bool
 
 
 class RankRows:
@@ -37,7 +60,7 @@ class RankRows:
     def __init__(self, bus: str) -> None:
         self._bus = bus
 
-    def of(self, server: EngineServer) -> list[ReaderStatus]:
+    def of(self, server: Addressed) -> list[ReaderStatus]:
         """Return the rows of a server's living ranks; none where no weights are published."""
         try:
             readers = read_pool(self._bus, WEIGHTS).readers
@@ -57,11 +80,11 @@ class RankRows:
         reader.close()
         return None
 
-    def are_attached(self, server: EngineServer, ranks: int) -> bool:
+    def are_attached(self, server: Addressed, ranks: int) -> bool:
         """Whether each rank reads these weights."""
         return len(self.of(server)) >= ranks
 
-    def require_attached(self, server: EngineServer, ranks: int, version: int) -> None:
+    def require_attached(self, server: Addressed, ranks: int, version: int) -> None:
         """Raise EngineError where a rank is not there, or can never load that version."""
         rows = self.of(server)
         if len(rows) < ranks:
@@ -83,7 +106,7 @@ class RankRows:
                 server.address, "prepare", None, "; ".join(unfit), "nothing was touched"
             )
 
-    def whole_version(self, server: EngineServer, ranks: int) -> int | None:
+    def whole_version(self, server: Addressed, ranks: int) -> int | None:
         """Return what all ranks run; None where they differ, or one may have a part of another."""
         rows = self.of(server)
         versions = {row.applied_version for row in rows}
@@ -92,7 +115,7 @@ class RankRows:
 
     async def require_version(
         self,
-        server: EngineServer,
+        server: Addressed,
         report: ServerReport,
         version: int,
         error: EngineError | None,
@@ -102,7 +125,7 @@ class RankRows:
 
         Parameters
         ----------
-        server, report : EngineServer, ServerReport
+        server, report : Addressed, ServerReport
             Whose ranks, and how many.
         version : int
             What they are to run.
@@ -119,27 +142,36 @@ class RankRows:
         """
         deadline = time.monotonic() + (timeout if error is None else 2 * POLL_S)
         while True:
-            rows = self.of(server)
-            runs = [row.applied_version for row in rows if not row.error_code]
-            if len(rows) >= report.ranks and runs == [version] * len(rows):
+            missing = self.missing(server, report.ranks, version)
+            if missing is None:
                 return
-            refused = [
-                f"{row.label}: {row.error}"
-                for row in rows
-                if row.refused_version == version and row.error_code != LOADING_CODE
-            ]
-            if refused or len(rows) < report.ranks or time.monotonic() >= deadline:
-                said = "; ".join(refused) or "; ".join(
-                    f"{row.label} runs "
-                    + ("no whole version" if row.error_code else f"{row.applied_version}")
-                    for row in rows
-                )
+            if missing.final or time.monotonic() >= deadline:
                 raise EngineError(
                     server.address,
                     "load",
                     None if error is None else error.status,
-                    f"{len(rows)} of {report.ranks} ranks are there: {said}"
-                    + ("" if error is None else f" ({error.body})"),
+                    missing.said + ("" if error is None else f" ({error.body})"),
                     f"expected each rank to run version {version}",
                 )
             await asyncio.sleep(POLL_S)
+
+    def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
+        """Say what keeps a server's ranks from all running a version; None where they do."""
+        rows = self.of(server)
+        runs = [row.applied_version for row in rows if not row.error_code]
+        if len(rows) >= ranks and runs == [version] * len(rows):
+            return None
+        refused = [
+            f"{row.label}: {row.error}"
+            for row in rows
+            if row.refused_version == version and row.error_code != LOADING_CODE
+        ]
+        said = "; ".join(refused) or "; ".join(
+            f"{row.label} runs "
+            + ("no whole version" if row.error_code else f"{row.applied_version}")
+            for row in rows
+        )
+        return Missing(
+            said=f"{len(rows)} of {ranks} ranks are there: {said}",
+            final=bool(refused) or len(rows) < ranks,
+        )

@@ -12,10 +12,17 @@ BACKEND = "shmbus"
 
 
 def register() -> None:
-    """Register the backend, once a process; vLLM's plug-ins may be loaded more often."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Register both sides, once a process; vLLM's plug-ins may be loaded more often."""
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "trainer_adapter.engines.vllm_backend", "ShmbusWeightTransferEngine"
+        )
+    if BACKEND not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(
+            BACKEND, "trainer_adapter.engines.vllm_trainer", "ShmbusTrainerWeightTransferEngine"
         )

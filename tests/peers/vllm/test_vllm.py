@@ -6,20 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import model as tiny
 import pytest
+from serving import SIZES, Server, fresh_outputs
 
 from shmbus import Bus
 from shmbus.pool import read_pool
@@ -27,101 +19,7 @@ from trainer_adapter.engines import EngineFleet, UpdateRolledBackError, VllmServ
 from trainer_adapter.weights import ModuleSource, WeightPublisher
 
 UPDATES = int(os.environ.get("SHMBUS_TEST_UPDATES", "6"))
-SIZES = [int(size) for size in os.environ.get("SHMBUS_TEST_TP", "1").split(",")]
-START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
-PROMPTS = ["w1 w2 w3", "w5", "w100 w7 w7 w9 w23"]
-TOKENS = 24
-
-
-class Server:
-    def __init__(self, folder: Path, log: Path, tensor_parallel: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        environment = dict(
-            os.environ,
-            VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
-            VLLM_NO_USAGE_STATS="1",
-            # A core a rank; by itself vLLM wants a NUMA node for each.
-            VLLM_CPU_OMP_THREADS_BIND="|".join(
-                str(rank % (os.cpu_count() or 1)) for rank in range(tensor_parallel)
-            ),
-        )  # fmt: skip
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-                    "--model", str(folder), "--served-model-name", "m", "--host", "127.0.0.1",
-                    "--port", str(port), "--dtype", "float32", "--enforce-eager",
-                    "--max-model-len", "256", "--tensor-parallel-size", str(tensor_parallel),
-                    "--weight-transfer-config", '{"backend": "shmbus"}',
-                ],
-                env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-
-    async def started(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with (
-                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-                    session.get(f"{self.url}/health") as response,
-                ):
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(0.5)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    async def complete(self, prompt: str, tokens: int = TOKENS, **options: Any) -> str:
-        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **options}
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
-            session.post(f"{self.url}/v1/completions", json=body) as response,
-        ):
-            answer = await response.json()
-            assert response.status == 200, answer
-            choice = answer["choices"][0]
-            assert choice["finish_reason"] == "length"
-            return str(choice["text"])
-
-    async def greedy(self) -> list[str]:
-        # No two requests share a prefix cache over an update: each asks with a salt of its own.
-        return [
-            await self.complete(prompt, ignore_eos=True, cache_salt=os.urandom(8).hex())
-            for prompt in PROMPTS
-        ]
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> dict[int, Path]:
-    found = {}
-    for seed in (0, 1, 2):
-        tiny.save(str(tmp_path / str(seed)), seed)
-        found[seed] = tmp_path / str(seed)
-    return found
-
-
-@pytest.fixture
-def bus() -> Iterator[Bus]:
-    with Bus.create(f"test-vllm-{os.getpid()}", "1MiB", max_producers=4) as bus:
-        yield bus
-
-
-async def fresh_outputs(folder: Path, log: Path, size: int) -> list[str]:
-    server = Server(folder, log, size)
-    try:
-        await server.started()
-        return await server.greedy()
-    finally:
-        server.end()
+pytest_plugins = ["vllm_fixtures"]
 
 
 @pytest.mark.timeout(1800)

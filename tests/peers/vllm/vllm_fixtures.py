@@ -1,0 +1,27 @@
+"""What the tests of vLLM are given: models on disk, and a bus."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import model as tiny
+import pytest
+
+from shmbus import Bus
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[int, Path]:
+    found = {}
+    for seed in (0, 1, 2):
+        tiny.save(str(tmp_path / str(seed)), seed)
+        found[seed] = tmp_path / str(seed)
+    return found
+
+
+@pytest.fixture
+def bus() -> Iterator[Bus]:
+    with Bus.create(f"test-vllm-{os.getpid()}", "1MiB", max_producers=4) as bus:
+        yield bus
