@@ -42,6 +42,16 @@ REQUESTS: dict[str, tuple[str, dict[str, tuple[type, ...]], set[str]]] = {
         },
         {"serialized_named_tensors"},
     ),
+    "/update_weights_from_disk": (
+        "UpdateWeightFromDiskReqInput",
+        {
+            "model_path": (str,),
+            "weight_version": (str, type(None)),
+            "flush_cache": (bool,),
+            "keep_pause": (bool,),
+        },
+        {"model_path"},
+    ),
 }
 
 

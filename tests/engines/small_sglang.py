@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from aiohttp import web
+from safetensors.torch import load_file
 from sglang_types import decode, named_tensors
 from small_engine import TOKEN_S, SmallEngine
 
@@ -46,6 +47,7 @@ class SmallSglang(SmallEngine):
         "/begin_weight_update": "begin",
         "/update_weights_from_tensor": "update",
         "/end_weight_update": "end",
+        "/update_weights_from_disk": "reload",
         "/continue_generation": "resume",
         "/flush_cache": "flush",
     }
@@ -129,6 +131,17 @@ class SmallSglang(SmallEngine):
         done = "" if version is None else f" Weight version updated to {version}."
         return self.said(True, f"Success{done}")
 
+    async def from_disk(self, request: web.Request) -> web.Response:
+        fields = await self.decoded(request)
+        assert not self.running.is_set() and fields["keep_pause"]
+        if self.take_fault("reload", "half"):
+            self.models[-1]["value"][:500] = -1.0
+            return self.said(False, "injected: half of it was loaded")
+        read = load_file(f"{fields['model_path']}/model.safetensors")
+        for model in self.models:
+            model["value"].copy_(read["value"])
+        return self.said(True, f"Success Weight version updated to {fields['weight_version']}.")
+
     async def end(self, request: web.Request) -> web.Response:
         await self.decoded(request)
         if not self.session:
@@ -153,6 +166,7 @@ class SmallSglang(SmallEngine):
             web.post("/begin_weight_update", self.begin),
             web.post("/update_weights_from_tensor", self.update),
             web.post("/end_weight_update", self.end),
+            web.post("/update_weights_from_disk", self.from_disk),
             web.post("/flush_cache", self.flush),
         ]
 

@@ -8,6 +8,7 @@ import asyncio
 from typing import ClassVar
 
 from aiohttp import web
+from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
 from trainer_adapter.weights import Weights, WeightSubscriber
@@ -19,12 +20,14 @@ class SmallVllm(SmallEngine):
         "/start_weight_update": "start",
         "/update_weights": "update",
         "/finish_weight_update": "finish",
+        "/collective_rpc": "reload",
     }
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
         self.subscribers: list[WeightSubscriber] = []
         self.attached: dict[str, str] = {}
+        self.weight_version = "default"
         self.updating = False  # one update at a time, as vLLM has it
         self.loading: list[Weights] = []
 
@@ -104,6 +107,24 @@ class SmallVllm(SmallEngine):
         self.loading.clear()
         return web.json_response({"message": "Weight update finished"})
 
+    async def rpc(self, request: web.Request) -> web.Response:
+        call = await request.json()
+        assert call["method"] == "reload_weights" and not self.running.is_set()
+        if self.take_fault("reload", "half"):
+            self.models[-1]["value"][:500] = -1.0
+            return web.json_response({"error": "injected: half of it was loaded"}, status=500)
+        read = load_file(f"{call['kwargs']['weights_path']}/model.safetensors")
+        for model in self.models:
+            model["value"].copy_(read["value"])
+        return web.json_response({"results": [None] * self.ranks})
+
+    async def set_version(self, request: web.Request) -> web.Response:
+        self.weight_version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.weight_version})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
     async def world(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": self.ranks})
 
@@ -117,4 +138,7 @@ class SmallVllm(SmallEngine):
             web.post("/update_weights", self.update),
             web.post("/finish_weight_update", self.finish),
             web.get("/get_world_size", self.world),
+            web.post("/collective_rpc", self.rpc),
+            web.post("/update_weight_version", self.set_version),
+            web.get("/weight_info", self.weight_info),
         ]

@@ -1,7 +1,7 @@
 """A trainer that has vLLM's four calls alone: whole versions, or what ran before, by the rows.
 
 The servers are small, and the rest is real: sockets, processes, shared memory, weights. The same
-against vLLM itself: `tests/peers/vllm/test_trainer_engine.py`.
+against vLLM itself: `tests/peers/vllm/test_other_ways.py`.
 """
 
 from __future__ import annotations

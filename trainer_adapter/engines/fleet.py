@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import shmbus
-from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
+from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.pauses import SETTLED, Pairs, Step, uninterrupted
+from trainer_adapter.engines.reloads import Reloads
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.rows import RankRows
 from trainer_adapter.engines.server import EngineServer, PauseMode
@@ -42,7 +43,7 @@ class Publisher(Protocol):
         """Publish that version; return once it is whole."""
 
 
-class EngineFleet(SharedSteps):
+class EngineFleet(SharedSteps, Reloads):
     """Brings new weights to inference servers.
 
     Parameters
@@ -234,26 +235,6 @@ class EngineFleet(SharedSteps):
             return []
         return await self._each(behind, self._load(report.previous))
 
-    def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
-        if torn and (len(loaded) < self.quorum or not loaded):
-            raise EngineError(
-                ", ".join(each.address for each in torn),
-                "load",
-                None,
-                "; ".join(each.error for each in torn if each.error),
-                "it stays paused, since its model is not whole; repair the cause and update again, "
-                "or restart it",
-            )
-        if len(loaded) < self.quorum:
-            causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
-            raise UpdateRolledBackError(report.version, report.previous, "; ".join(causes))
-
-    def _require(self, pairs: Pairs, report: UpdateReport, advice: str) -> None:
-        if len(pairs) >= self.quorum:
-            return
-        failed = next(each for each in report.servers if each.error)
-        raise EngineError(failed.address, "before the update", None, failed.error, advice)
-
     # -- one step at one server -------------------------------------------------------------------
 
     def _prepare(self, version: int) -> Step:
@@ -301,6 +282,8 @@ class EngineFleet(SharedSteps):
             return None
         if left.shared:
             return await self._resume_whole(note, left)
+        if left.directory:
+            return await self._reload_newest(note, left)
         newest = await asyncio.to_thread(self._rows.newest, self.timeout)
         version = None if newest is None else newest.version
         report = UpdateReport(

@@ -41,6 +41,8 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         What they ran.
     shared : bool
         Whether they and the trainer have one copy of the model, which a step was to change.
+    directory : str
+        Where the checkpoint lies that they were to read; empty where they take other weights.
     """
 
     pid: int
@@ -48,6 +50,7 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     version: int
     previous: int | None
     shared: bool = False
+    directory: str = ""
 
 
 class PauseNote:

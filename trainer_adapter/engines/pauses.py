@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import shmbus
-from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.pause_note import PauseNote
-from trainer_adapter.engines.report import ServerReport
+from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.server import EngineServer, PauseMode
 
 if TYPE_CHECKING:
@@ -112,10 +112,34 @@ class Pauses:
         if report.paused_s < 0:
             report.paused_s += time.monotonic()
 
+    async def _recover(self, note: PauseNote) -> UpdateReport | None:
+        """End what a dead process has left; `EngineFleet` knows each kind of update."""
+        raise NotImplementedError
+
     def _clear(self, note: PauseNote, pairs: Pairs) -> None:
         """Take the note back, unless one that was paused is so still, or says nothing."""
         if all(each.state in SETTLED for _, each in pairs):
             note.clear()
+
+    def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
+        if torn and (len(loaded) < self.quorum or not loaded):
+            raise EngineError(
+                ", ".join(each.address for each in torn),
+                "load",
+                None,
+                "; ".join(each.error for each in torn if each.error),
+                "it stays paused, since its model is not whole; repair the cause and update again, "
+                "or restart it",
+            )
+        if len(loaded) < self.quorum:
+            causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
+            raise UpdateRolledBackError(report.version, report.previous, "; ".join(causes))
+
+    def _require(self, pairs: Pairs, report: UpdateReport, advice: str) -> None:
+        if len(pairs) >= self.quorum:
+            return
+        failed = next(each for each in report.servers if each.error)
+        raise EngineError(failed.address, "before the update", None, failed.error, advice)
 
     # -- the bus ----------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class EngineServer(Protocol):
     kind: str
     #: What this kind of server can do with requests in flight.
     modes: tuple[PauseMode, ...]
+    #: Whether an answer is that of its call, also after a call that failed in some of its ranks.
+    answers_in_step: bool
 
     @property
     def address(self) -> str:
@@ -66,6 +68,9 @@ class EngineServer(Protocol):
 
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Have each rank load that version; whether it did is in the rows."""
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Read a checkpoint's directory on its machine, and say that it has that version."""
 
     async def settle(self, timeout: float) -> bool:
         """End an update that was left open, as its last step does; whether there was one.

@@ -63,6 +63,7 @@ class SglangServer(HttpServer):
     kind: str = "sglang"
     #: It has no mode that awaits the requests in flight.
     modes: tuple[PauseMode, ...] = ("keep", "abort")
+    answers_in_step: bool = True
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(url, headers=headers)
@@ -120,6 +121,16 @@ class SglangServer(HttpServer):
         await self._whole_session("load", version, timeout)
         if clear_cache:
             await self._flush(timeout)
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Read a checkpoint from a directory on its machine; it stays paused."""
+        body = {
+            "model_path": path,
+            "weight_version": str(version),
+            "flush_cache": clear_cache,
+            "keep_pause": True,
+        }
+        await self._succeed("reload", "/update_weights_from_disk", body, timeout)
 
     async def _whole_session(
         self, verb: Literal["attach", "load"], version: int | None, timeout: float

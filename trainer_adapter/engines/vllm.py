@@ -42,6 +42,8 @@ class VllmServer(HttpServer):
 
     kind: str = "vllm"
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
+    # What other ranks said is left in their queues then, and taken for answers to the next call.
+    answers_in_step: bool = False
 
     async def ranks(self, timeout: float) -> int:
         """Return the processes that load weights: tensor, pipeline and data parallel."""
@@ -113,6 +115,33 @@ class VllmServer(HttpServer):
     async def _finish(self, version: int, timeout: float) -> None:
         body = {"weight_version": str(version)}
         await self.ask("finish", "POST", "/finish_weight_update", timeout, body=body, advice=_AGAIN)
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Have each rank read a checkpoint, and set and ask back the weight version."""
+        del clear_cache  # `pause` has said it
+        call = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": timeout}
+        answer = await self.ask(
+            "reload", "POST", "/collective_rpc", timeout, body=call, advice=_AGAIN
+        )
+        results = answer.get("results")
+        if (
+            not isinstance(results, list)
+            or not results
+            or any(each is not None for each in results)
+        ):
+            raise self.refuse("reload", answer, _AGAIN)
+        said = str(version)
+        await self.ask(
+            "reload",
+            "POST",
+            "/update_weight_version",
+            timeout,
+            body={"new_version": said},
+            advice=_AGAIN,
+        )
+        answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=_AGAIN)
+        if answer.get("weight_version") != said:
+            raise self.refuse("reload", answer, _AGAIN)
 
     async def settle(self, timeout: float) -> bool:
         """Do nothing: each rank's row says that an update is open, and `load` ends it."""

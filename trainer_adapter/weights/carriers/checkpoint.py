@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -36,7 +36,14 @@ from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.source import LocalPiece, dtype_name
 
-__all__ = ["PROMISES", "CheckpointReader", "CheckpointVersion", "CheckpointWriter"]
+__all__ = [
+    "PROMISES",
+    "CheckpointPlace",
+    "CheckpointReader",
+    "CheckpointVersion",
+    "CheckpointWriter",
+    "newest_checkpoints",
+]
 
 PROMISES: Final = Promises(
     whole_version=True,
@@ -53,6 +60,21 @@ _LINK: Final = "latest"
 _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
 #: Seconds between two looks at the link; there is no bell on a disk.
 _POLL_S: Final = 0.05
+
+
+class CheckpointPlace(NamedTuple):
+    """Where a version lies.
+
+    Attributes
+    ----------
+    path : Path
+        Its directory, which an engine reads as a checkpoint.
+    version : int
+        The publisher's number of it.
+    """
+
+    path: Path
+    version: int
 
 
 class CheckpointWriter:
@@ -335,6 +357,42 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:
+    """Find the version that `latest` leads to, and the one that was published before it.
+
+    Parameters
+    ----------
+    directory : path
+        As the writer's.
+
+    Returns
+    -------
+    (CheckpointPlace, CheckpointPlace or None)
+
+    Raises
+    ------
+    WeightsError
+        Nothing was published there.
+    """
+    newest = (
+        directory / os.readlink(directory / _LINK) if (directory / _LINK).is_symlink() else None
+    )
+    there = [path for _, path in _published(directory)] if newest is not None else []
+    if newest is None or newest not in there:
+        raise WeightsError(
+            f"{directory}: expected the link {_LINK!r} to a version, as a WeightPublisher with "
+            "carrier='checkpoint' makes it; publish first. Nothing was touched"
+        )
+    older = there[: there.index(newest)]
+    return _place(newest), _place(older[-1]) if older else None
+
+
+def _place(path: Path) -> CheckpointPlace:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return CheckpointPlace(path=path, version=int(found[1]))
 
 
 def _published(directory: Path) -> list[tuple[int, Path]]:

@@ -1,4 +1,4 @@
-"""vLLM's own trainer-side interface and client, against a real server, by the name "shmbus"."""
+"""A real vLLM server by ways other than the fleet's: vLLM's own trainer side, and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineError
+from trainer_adapter.engines import EngineError, EngineFleet, VllmServer
 from trainer_adapter.engines.vllm_trainer import ShmbusTrainerInitInfo
-from trainer_adapter.weights import ModuleSource
+from trainer_adapter.weights import ModuleSource, WeightPublisher
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -81,5 +81,35 @@ def test_a_model_that_the_server_cannot_load_is_named_and_not_said_to_be_in_forc
             engine.send_weights()
         assert bus.policy_version != 1
         engine.shutdown()
+    finally:
+        server.end()
+
+
+@pytest.mark.timeout(900)
+async def test_a_server_reads_checkpoints_by_their_path(
+    folders: dict[int, Path], bus: Bus, tmp_path: Path
+) -> None:
+    size = SIZES[-1]
+    expected = {
+        seed: await fresh_outputs(folders[seed], tmp_path / f"fresh-{seed}.log", size)
+        for seed in (1, 2)
+    }
+    server = Server(folders[0], tmp_path / "server.log", size)
+    directory = tmp_path / "checkpoints"
+    try:
+        await server.started()
+        model = tiny.build(0)
+        with WeightPublisher(
+            bus.name, ModuleSource(model), carrier="checkpoint", directory=directory
+        ) as publisher:
+            async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
+                for number in range(1, UPDATES + 1):
+                    seed = 1 + number % 2
+                    model.load_state_dict(tiny.build(seed).state_dict())
+                    publisher.publish(number)
+                    report = await fleet.reload(directory)
+                    assert report.servers[0].version == number
+                    assert await server.greedy() == expected[seed], f"reload {number}"
+                    assert bus.policy_version == number
     finally:
         server.end()
