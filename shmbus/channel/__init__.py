@@ -23,7 +23,7 @@ from shmbus.channel.errors import (
     StepOrderError,
     StepSkippedError,
 )
-from shmbus.channel.lifecycle import unlink_channel
+from shmbus.channel.lifecycle import living_statement, unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
 from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
 from shmbus_ext._core import ChannelForm
@@ -45,5 +45,6 @@ __all__ = [
     "StepFailedError",
     "StepOrderError",
     "StepSkippedError",
+    "living_statement",
     "unlink_channel",
 ]

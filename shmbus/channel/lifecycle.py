@@ -14,10 +14,11 @@ import stat
 import time
 
 from shmbus import errors
+from shmbus.channel.errors import ChannelDamagedError
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus_ext import _core
 
-__all__ = ["channel_path", "create_handle", "open_handle", "unlink_channel"]
+__all__ = ["channel_path", "create_handle", "living_statement", "open_handle", "unlink_channel"]
 
 #: What the files of channels are called: ``shmbus-channel.NAME``.
 KIND = "channel"
@@ -109,6 +110,47 @@ def _open_once(name: str, path: str, read_only: bool) -> _core.Channel | tuple[i
         opened.close()
         return _core.CHANNEL_UNFINISHED, 0
     return opened
+
+
+def living_statement(name: str) -> bytes | None:
+    """Return what the living sender of a channel has stated, without being a side of it.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+
+    Returns
+    -------
+    bytes or None
+        Empty where it has stated nothing; None where there is no channel, or no living sender.
+
+    Raises
+    ------
+    ChannelDamagedError
+        The statement does not match its checksum.
+    LayoutMismatchError, PermissionError
+        What is there is no channel of this version, or of another user.
+    """
+    try:
+        handle = open_handle(name, read_only=True)
+    except errors.BusNotFoundError:
+        return None
+    try:
+        life = handle.look(_core.CHANNEL_SENDER)[0]
+        found = handle.statement(_core.CHANNEL_SENDER)
+    finally:
+        handle.close()
+    if life != _core.CHANNEL_ALIVE:
+        return None
+    if isinstance(found, tuple):
+        return found[1]
+    if found == _core.CHANNEL_NOTHING:
+        return b""
+    raise ChannelDamagedError(
+        f"channel {name!r}: the sender's statement does not match its checksum; remove the channel "
+        f"with shmbus.channel.unlink_channel({name!r}), and resume both sides from a checkpoint"
+    )
 
 
 def _layout_error(name: str, path: str, status: int, found: int) -> errors.LayoutMismatchError:

@@ -21,6 +21,7 @@ from shmbus.channel import (
     StepFailedError,
     StepOrderError,
     StepSkippedError,
+    living_statement,
     unlink_channel,
 )
 from shmbus.channel.lifecycle import channel_path
@@ -46,6 +47,23 @@ def test_steps_come_in_order_with_their_meta_and_the_last_to_leave_removes_the_f
             receiver.ack()
             assert (sender.acked_step, receiver.acked_step) == (turn, turn)
     assert not Path(channel_path(bus_name)).exists()
+
+
+def test_what_a_living_sender_states_is_read_without_being_a_side(bus_name: str) -> None:
+    assert living_statement(bus_name) is None, "no channel"
+    sender = ChannelSender(bus_name)
+    assert living_statement(bus_name) == b""
+    sender.state(b"eight ranks")
+    with ChannelReceiver(bus_name):
+        assert living_statement(bus_name) == b"eight ranks", "beside the receiver"
+        path = Path(channel_path(bus_name))
+        with path.open("r+b") as file:
+            file.seek(file.read(1 << 20).index(b"eight ranks"))
+            file.write(b"E")
+        with pytest.raises(ChannelDamagedError, match="does not match its checksum"):
+            living_statement(bus_name)
+        sender.close()
+        assert living_statement(bus_name) is None, "it has left"
 
 
 def test_a_step_waits_only_for_the_one_that_has_its_slot(bus_name: str) -> None:

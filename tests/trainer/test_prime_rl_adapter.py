@@ -7,6 +7,7 @@ import contextlib
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,9 @@ from conftest import Spawner
 from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, SamplingMask, installed
 
 import shmbus
-from shmbus.channel import PeerGoneError, StepOrderError, unlink_channel
+from shmbus.channel import ChannelBusyError, PeerGoneError, StepOrderError, unlink_channel
 from trainer_adapter.adapters import prime_rl
+from trainer_adapter.adapters.prime_rl import transport
 
 RANKS = 2
 
@@ -182,6 +184,94 @@ def test_a_killed_orchestrator_ends_the_wait_by_an_error(
         with pytest.raises(PeerGoneError):
             receiver.receive()
         receiver.close()
+
+
+def receiver(run: str, kind: Any, rank: int, reader: int = 0) -> Any:
+    return prime_rl.ShmbusBatchReceiver(run, rank, micro_batch=kind, reader=reader)
+
+
+def test_a_trainer_that_asks_for_a_slice_that_is_not_sent_is_refused(run: str) -> None:
+    with installed("0f59b24") as theirs:
+        kind = theirs.MicroBatch
+        early = receiver(run, kind, 2)
+        assert not early.can_receive(), "nobody says yet what is sent"
+        sender = prime_rl.ShmbusBatchSender(run, RANKS, readers_per_rank=1, micro_batch=kind)
+        wrong = [early, receiver(run, kind, 2), receiver(run, kind, 1, reader=1)]
+        for each in wrong:
+            with pytest.raises(ValueError, match="sends to 2 data ranks with 1 readers each"):
+                each.wait()
+        with pytest.raises(ValueError, match="data_rank, reader: expected 0 or more, got -1 and 0"):
+            receiver(run, kind, -1)
+        right = [receiver(run, kind, rank) for rank in range(RANKS)]
+        asyncio.run(sender.send([[small(kind, rank)] for rank in range(RANKS)]))
+        assert [int(each.receive()[0].input_ids[0]) for each in right] == [0, 1]
+        for end in (sender, *right, *wrong):
+            end.close()
+
+
+def test_two_trainers_of_one_slice_are_not_both_served(run: str) -> None:
+    with installed("0f59b24") as theirs:
+        sender = prime_rl.ShmbusBatchSender(run, 1)
+        first, second = (receiver(run, theirs.MicroBatch, 0) for _ in range(2))
+        assert not first.can_receive()
+        with pytest.raises(ChannelBusyError, match="has a living receiver"):
+            second.wait()
+        for end in (sender, first, second):
+            end.close()
+
+
+def test_a_run_before_with_other_ranks_refuses_nobody(
+    run: str, spawn: Spawner, request: pytest.FixtureRequest
+) -> None:
+    child = spawn.script(DYING.format(tests=str(request.path.parent), run=run))
+    child.expect("sent")
+    child.send_signal(signal.SIGKILL)
+    child.popen.wait()
+    with installed("0f59b24") as theirs:
+        mine = receiver(run, theirs.MicroBatch, 1)
+        assert not mine.can_receive()
+        unlink_channel(f"{run}.rank0.0")
+        sender = prime_rl.ShmbusBatchSender(run, RANKS)
+        asyncio.run(sender.send([[small(theirs.MicroBatch, rank)] for rank in range(RANKS)]))
+        assert int(mine.receive()[0].input_ids[0]) == 1
+        for end in (sender, mine):
+            end.close()
+
+
+def test_micro_batches_of_another_version_are_refused_by_their_fields(run: str) -> None:
+    kinds = []
+    for commit in ("0f59b24", "559b447"):
+        with installed(commit) as theirs:
+            kinds.append(theirs.MicroBatch)
+    sender = prime_rl.ShmbusBatchSender(run, 1, micro_batch=kinds[0])
+    other = receiver(run, kinds[1], 0)
+    with pytest.raises(
+        ValueError, match="has branch_indices, payload, sampling_mask, trace_ids; run both"
+    ):
+        other.wait()
+    for end in (sender, other):
+        end.close()
+
+
+def test_the_log_says_what_a_trainer_waits_for(
+    run: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_NOTE_S", 0.0)
+    monkeypatch.setattr(transport, "_LOOK_S", 0.02)
+    with installed("0f59b24") as theirs:
+        lost = receiver(run, theirs.MicroBatch, 0)
+        sending = threading.Timer(0.2, lambda: senders.append(prime_rl.ShmbusBatchSender(run, 1)))
+        senders: list[Any] = []
+        sending.start()
+        waiting = threading.Thread(target=lost.wait)
+        waiting.start()
+        sending.join()
+        asyncio.run(senders[0].send([[small(theirs.MicroBatch, 3)]]))
+        waiting.join(30)
+        assert lost.receive()[0].input_ids.tolist() == [3]
+        for end in (*senders, lost):
+            end.close()
+    assert f"step 0 of data rank 0 has not come: its channel '{run}.rank0.0' is not" in caplog.text
 
 
 def test_the_page_replaces_the_transport(commit: str, run: str) -> None:

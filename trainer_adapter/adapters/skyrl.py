@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 import shmbus
+from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.parted import Parted, part_row
 from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.stack import Stack
@@ -105,6 +106,8 @@ class GenerateByBus:
         ------
         TimeoutError
             Groups are missing; says which, and what workers there are.
+        RuntimeError
+            The bus dropped a group of this call, as stale or failed; says which.
         ValueError
             There are no trajectory_ids, or a sample is not what the trainer can take.
         """
@@ -121,6 +124,7 @@ class GenerateByBus:
         if metadata is not None and metadata.global_step > consumer.policy_version:
             consumer.policy_version = metadata.global_step
         deadline = time.monotonic() + self._timeout_s
+        ended = EndedGroups(consumer)
         places: dict[str, list[int]] = {}
         for place, each in enumerate(ids):
             places.setdefault(str(each.instance_id), []).append(place)
@@ -134,7 +138,7 @@ class GenerateByBus:
                 await self._offer(key, input_batch, of_group, split, deadline)
             found: dict[int, _Output] = {}
             for key, of_group in keys.items():
-                outputs = await self._group(key, split, deadline)
+                outputs = await self._group(key, split, deadline, ended)
                 found |= dict(zip(of_group, outputs, strict=True))
         finally:
             self._wanted -= set(keys)
@@ -183,11 +187,12 @@ class GenerateByBus:
                 await self._take(split)
 
     async def _group(
-        self, key: tuple[str, int | None], split: str, deadline: float
+        self, key: tuple[str, int | None], split: str, deadline: float, ended: EndedGroups
     ) -> list[_Output]:
         while key not in self._arrived:
             self._check(key, deadline)
-            await self._take(split)
+            if not await self._take(split) and key not in self._arrived:
+                ended.raise_for([key])
         found = self._arrived.pop(key)
         if isinstance(found, Exception):
             raise found
@@ -203,8 +208,8 @@ class GenerateByBus:
             "shows the workers"
         )
 
-    async def _take(self, split: str) -> None:
-        """Take what is there, for whoever waits for it."""
+    async def _take(self, split: str) -> bool:
+        """Take what is there, for whoever waits for it; whether anything was."""
         async with self._taking:
             consumer, groups = await asyncio.to_thread(
                 self._attached().take, split, _TAKE_GROUPS, _LOOK_S
@@ -222,6 +227,7 @@ class GenerateByBus:
                     consumer.drop(group)
                     continue
                 consumer.ack(group)
+            return bool(groups)
 
     def _output(self, found: list[_Output], ids: list[Any]) -> dict[str, Any]:
         experts = [each.experts for each in found]

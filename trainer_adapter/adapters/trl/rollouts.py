@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
@@ -110,6 +111,8 @@ class ShmbusRollouts:
         ------
         TimeoutError
             Groups are missing; says which, and what workers there are.
+        RuntimeError
+            The bus dropped a group, as stale or failed; says which.
         ValueError
             A group or a sample is not what the trainer can take.
         """
@@ -228,6 +231,7 @@ class ShmbusRollouts:
             )
         expected = Expected(size, int(trainer.max_completion_length), None)
         deadline = time.monotonic() + self._timeout_s
+        ended = EndedGroups(self._attached().consumer)
         wanted: dict[tuple[str, int], int] = {}
         found: dict[int, list[tuple[RowArrays, float | None]]] = {}
         for slot in range(0, len(prompts), size):
@@ -242,7 +246,8 @@ class ShmbusRollouts:
                 self._receive(split, wanted, found, expected, 0.1, deadline)
             wanted[key] = slot
         while wanted:
-            self._receive(split, wanted, found, expected, _TAKE_S, deadline)
+            if not self._receive(split, wanted, found, expected, _TAKE_S, deadline):
+                ended.raise_for(wanted)
         answer: dict[str, list[Any]] = {key: [] for key in _KEYS}
         for slot in sorted(found):
             for arrays, score in found[slot]:
@@ -270,7 +275,8 @@ class ShmbusRollouts:
         expected: Expected,
         timeout_s: float,
         deadline: float,
-    ) -> None:
+    ) -> bool:
+        """Take what is there; whether anything was."""
         if time.monotonic() > deadline:
             requests = self._attached().consumer.stats().requests
             raise TimeoutError(
@@ -298,6 +304,7 @@ class ShmbusRollouts:
             found[slot] = list(zip(rows, scores, strict=True))
             del wanted[group.instance_id, epoch]
             consumer.ack(group)
+        return bool(groups)
 
 
 def _one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:

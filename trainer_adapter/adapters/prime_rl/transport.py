@@ -1,30 +1,14 @@
-"""prime-rl on shared memory: its batch sender and receiver over a channel for each data rank.
+"""The two ends of a data rank's channels, as prime-rl's BatchSender and BatchReceiver are called.
 
-::
-
-    from trainer_adapter.adapters import prime_rl
-    prime_rl.install("run1")          # in the orchestrator and in each trainer, before they start
-
-prime-rl chooses its transport by name in a factory, without a hook: `install` puts another factory
-in its place. Both sets of names are served: ``transports.rollouts`` with MicroBatchSender, and
-``transports.batch`` with BatchSender, as it is called since August 2026.
-
-Invariants:
-
-- What is received equals what was sent, value for value and type for type; what is as long as the
-  tokens comes as a read-only array in place of a list, routed experts as bytes in place.
-- A step is acknowledged when the trainer asks for the next: one that died gets its step again.
-- Importing this loads neither torch nor prime-rl.
+Invariant: a step that one rank could not take is sent again to that rank alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
-import sys
+import logging
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -32,27 +16,20 @@ import numpy as np
 
 from shmbus import BusNotFoundError
 from shmbus.channel import ChannelReceiver, ChannelSender, ChannelTimeoutError
-from trainer_adapter.adapters.micro_batches import decode, encode
+from trainer_adapter.adapters.prime_rl.micro_batches import decode, encode
+from trainer_adapter.adapters.prime_rl.slices import channel_name, check_slice, sent_of
 
-__all__ = ["TESTED", "ShmbusBatchReceiver", "ShmbusBatchSender", "install"]
+__all__ = ["ShmbusBatchReceiver", "ShmbusBatchSender"]
 
-#: What it was written against: nothing of prime-rl can be installed without CUDA.
-TESTED: Final = "prime-rl 559b447 (MicroBatchSender) and 0f59b24 (BatchSender), by their interfaces"
+_LOG: Final = logging.getLogger("shmbus.prime_rl")
 #: Steps that the orchestrator may be ahead.
 _SLOTS: Final = 2
 #: Seconds that a sender waits for a trainer: longer than a step and a checkpoint.
 STEP_TIMEOUT_S: Final = 3600.0
 #: Seconds of one look; between two of them Ctrl-C is seen to.
 _LOOK_S: Final = 1.0
-#: Where its interface may be, newest first: package, and the ends of the names there.
-_NAMES: Final = (
-    ("prime_rl.transports.batch", "batch"),
-    ("prime_rl.transports.rollouts", "micro_batch"),
-)
-
-
-def _channel(name: str, rank: int, reader: int) -> str:
-    return f"{name}.rank{rank}.{reader}"
+#: Seconds between two lines of the log about a step that does not come.
+_NOTE_S: Final = 60.0
 
 
 class ShmbusBatchSender:
@@ -68,6 +45,8 @@ class ShmbusBatchSender:
         The first step to be sent: the channel goes on there.
     readers_per_rank : int
         Trainer processes that share a data rank, as with context parallelism. Each gets all.
+    micro_batch : type, optional
+        prime-rl's MicroBatch: a trainer with another one is then refused.
     timeout : float
         Seconds to wait for a trainer that is two steps behind.
 
@@ -84,19 +63,22 @@ class ShmbusBatchSender:
         current_step: int = 0,
         *,
         readers_per_rank: int = 1,
+        micro_batch: type[Any] | None = None,
         timeout: float = STEP_TIMEOUT_S,
     ) -> None:
         self.data_world_size = data_world_size
         self.current_step = current_step
         self._channels = [
             [
-                ChannelSender(_channel(name, rank, reader), slots=_SLOTS, timeout=timeout)
+                ChannelSender(channel_name(name, rank, reader), slots=_SLOTS, timeout=timeout)
                 for reader in range(readers_per_rank)
             ]
             for rank in range(data_world_size)
         ]
+        sent = sent_of(data_world_size, readers_per_rank, micro_batch)
         for channel in self._all():
             channel.resume_after(current_step - 1)
+            channel.state(sent)
 
     def _all(self) -> Iterator[ChannelSender]:
         return (channel for of_rank in self._channels for channel in of_rank)
@@ -153,12 +135,18 @@ class ShmbusBatchReceiver:
     name : str
         As for the sender.
     data_rank : int
+        From 0.
     current_step : int
         The first step to be received.
     micro_batch : type
         prime-rl's MicroBatch.
     reader : int
-        Which of the rank's processes this is.
+        Which of the rank's processes this is, from 0.
+
+    Raises
+    ------
+    ValueError
+        A rank or reader is negative.
     """
 
     def __init__(
@@ -170,17 +158,27 @@ class ShmbusBatchReceiver:
         micro_batch: type[Any],
         reader: int = 0,
     ) -> None:
+        if data_rank < 0 or reader < 0:
+            raise ValueError(
+                f"data_rank, reader: expected 0 or more, got {data_rank} and {reader}; give the "
+                "position of this process among those that train on other data"
+            )
         self.data_rank = data_rank
         self.current_step = current_step
-        self._name = _channel(name, data_rank, reader)
+        self._place = name, data_rank, reader, micro_batch
+        self._name = channel_name(name, data_rank, reader)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(micro_batch)
         self._channel: ChannelReceiver | None = None
         self._held: Any = None
         self._used = False
+        self._check_at_s = self._note_at_s = 0.0
 
     def _look(self, seconds: float) -> bool:
         if self._held is not None:
             return True
+        if time.monotonic() >= self._check_at_s:
+            check_slice(*self._place)
+            self._check_at_s = time.monotonic() + _LOOK_S
         try:
             if self._channel is None:
                 self._channel = ChannelReceiver(self._name, wait=seconds)
@@ -194,9 +192,27 @@ class ShmbusBatchReceiver:
         return True
 
     def wait(self) -> None:
-        """Wait for the next step, for ever; PeerGoneError where the orchestrator has died."""
+        """Wait for the next step, for ever; each minute the log says what for.
+
+        Raises
+        ------
+        ValueError
+            The orchestrator does not send to this rank or reader, or sends other micro batches.
+        ChannelBusyError
+            Another living process receives for this rank and reader.
+        PeerGoneError
+            The orchestrator has died.
+        """
+        self._note_at_s = time.monotonic() + _NOTE_S
         while not self._look(_LOOK_S):
-            pass
+            if time.monotonic() >= self._note_at_s:
+                self._note_at_s += _NOTE_S
+                where = "is there" if self._channel is not None else "is not there yet"
+                _LOG.warning(
+                    "step %d of data rank %d has not come: its channel %r %s; look whether the "
+                    "orchestrator of this run works, on this machine",
+                    self.current_step, self.data_rank, self._name, where,
+                )  # fmt: skip
 
     def can_receive(self) -> bool:
         """Whether the next step is here; raises as `wait` does."""
@@ -230,68 +246,3 @@ class ShmbusBatchReceiver:
         """Leave. A step that was received and not followed by another is delivered again."""
         if self._channel is not None:
             self._channel.close()
-
-
-def install(name: str, *, readers_per_rank: int = 1) -> str:
-    """Have prime-rl's factories return these senders and receivers, in this process.
-
-    Parameters
-    ----------
-    name : str
-        Of the run, the same in all processes.
-    readers_per_rank : int
-        Trainer processes that share a data rank: context times pipeline parallelism.
-
-    Returns
-    -------
-    str
-        The package whose factories were replaced.
-
-    Raises
-    ------
-    ImportError
-        prime-rl is not installed, or has other names; says which are missing.
-    """
-    tried = []
-    for package, middle in _NAMES:
-        wanted = (f"setup_{middle}_sender", f"setup_{middle}_receiver", "MicroBatch")
-        try:
-            module = importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name is None or not package.startswith(error.name):
-                raise
-            tried.append(f"{package} is not there")
-            continue
-        missing = [each for each in wanted if not hasattr(module, each)]
-        if missing:
-            tried.append(f"{package} has no {', '.join(missing)}")
-            continue
-        sender, receiver = _factories(name, readers_per_rank, module.MicroBatch)
-        for attribute, ours in ((wanted[0], sender), (wanted[1], receiver)):
-            _replace(getattr(module, attribute), attribute, ours)
-        return package
-    raise ImportError(
-        f"the prime-rl adapter needs its batch transport: {'; '.join(tried)}; written for {TESTED}"
-    )
-
-
-def _factories(name: str, readers: int, micro_batch: type[Any]) -> tuple[Any, Any]:
-    """Make the factories, with the arguments of prime-rl's."""
-
-    def sender(output_dir: Path, data_world_size: int, current_step: int, transport: Any) -> Any:
-        return ShmbusBatchSender(name, data_world_size, current_step, readers_per_rank=readers)
-
-    def receiver(output_dir: Path, data_rank: int, current_step: int, transport: Any) -> Any:
-        reader = int(os.environ.get("RANK", "0")) % readers
-        return ShmbusBatchReceiver(
-            name, data_rank, current_step, micro_batch=micro_batch, reader=reader
-        )
-
-    return sender, receiver
-
-
-def _replace(theirs: Any, attribute: str, ours: Any) -> None:
-    """Put a factory in place of prime-rl's wherever a module has it by that name."""
-    for loaded, module in list(sys.modules.items()):
-        if loaded.startswith("prime_rl.") and getattr(module, attribute, None) is theirs:
-            setattr(module, attribute, ours)

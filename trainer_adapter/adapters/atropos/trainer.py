@@ -1,132 +1,23 @@
-"""Atropos without HTTP: environments put their groups into the bus, trainers take batches from it.
+"""A trainer's batches of Atropos' groups, from a bus in place of `GET /batch`.
 
-Everything that an environment sends goes through one method of BaseEnv; `ShmbusEnv` has it. The
-groups and batches are those of the HTTP gateway, so environments and trainers of both kinds share
-one bus.
-
-Invariants:
-
-- Importing this needs no atroposlib: the mix-in knows one name of BaseEnv, and no other.
-- What `_send_scored_data_to_api` was given is put whole, also where its task is cancelled.
-- A batch of `AtroposTrainer` is leased until the next one is asked for, or `ack`.
+Invariant: a batch is leased until the next one is asked for, or `ack`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import shmbus
-from shmbus.peers.atropos import env_id_of, group_of, is_atropos, records_of
+from shmbus.peers.atropos import env_id_of, group_of, is_atropos
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
-from trainer_adapter.adapters.stack import BUS_VARIABLE
 
-__all__ = ["AtroposTrainer", "ShmbusEnv"]
+__all__ = ["AtroposTrainer"]
 
-logger = logging.getLogger(__name__)
-
-#: Seconds that one try waits for room, in a thread that a process at its end waits for.
-_TRY_S: Final = 0.5
 #: Groups that one take leases.
 _TAKE_GROUPS: Final = 256
-
-#: What is under way; a loop keeps no reference of its own.
-_putting: set[asyncio.Future[None]] = set()
-
-
-class ShmbusEnv:
-    """Sends the groups of an Atropos environment through a bus of this machine.
-
-    Name it before BaseEnv in the class statement. The bus is the class's `shmbus_bus`, or that of
-    the variable SHMBUS_BUS. Registration and throttling go on over HTTP: they ask the gateway of
-    the same bus.
-
-    Attributes
-    ----------
-    shmbus_bus : str or None
-        The bus.
-
-    Examples
-    --------
-    An environment that sends through the ring::
-
-        class MyEnv(ShmbusEnv, BaseEnv):
-            shmbus_bus = "run1"
-    """
-
-    shmbus_bus: ClassVar[str | None] = None
-    _shmbus_producer: shmbus.Producer | None = None
-    _shmbus_groups: int = 0
-
-    def _shmbus(self) -> shmbus.Producer:
-        if self._shmbus_producer is None:
-            name = self.shmbus_bus or os.environ.get(BUS_VARIABLE)
-            if not name:
-                raise ValueError(
-                    f"shmbus_bus: expected the name of a bus, got none; set it in "
-                    f"{type(self).__name__}, or the variable {BUS_VARIABLE}"
-                )
-            label = str(getattr(self, "name", None) or type(self).__name__)
-            self._shmbus_producer = shmbus.Producer(name, label=label)
-        return self._shmbus_producer
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Put one group or several; waits while the bus is full.
-
-        Parameters
-        ----------
-        scored_data : dict or list of dict
-            ScoredDataGroups. Each is given this environment's ``env_id``, as BaseEnv does.
-
-        Raises
-        ------
-        ValueError
-            A group has something that no batch can have; the message names it, and nothing of
-            this call was put.
-        RecordTooLargeError, BusRemovedError, BusClosedError
-            As for `shmbus.Producer.put`.
-        """
-        producer = self._shmbus()
-        groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        put = []
-        for group in groups:
-            group["env_id"] = getattr(self, "env_id", None)
-            key = f"atropos-{producer.producer_id}-{self._shmbus_groups}"
-            self._shmbus_groups += 1
-            put.append(records_of(group, key, policy_version=producer.policy_version))
-        putting = asyncio.ensure_future(_put_all(producer, put))
-        _putting.add(putting)
-        putting.add_done_callback(_putting.discard)
-        # An environment cancels its workers; half a group would wait in the bus for ever.
-        await asyncio.shield(putting)
-
-
-async def _put_all(producer: shmbus.Producer, groups: list[list[dict[str, Any]]]) -> None:
-    for records in groups:
-        await _put_whole(producer, records)
-
-
-async def _put_whole(producer: shmbus.Producer, records: list[dict[str, Any]]) -> None:
-    """Put the records of one group; once the first is in the bus, all of them follow."""
-    left = records
-    try:
-        producer.put_many(left, timeout=0)
-        return
-    except shmbus.BusFullError as error:
-        left = left[error.accepted :]
-    while left:
-        try:
-            await asyncio.to_thread(producer.put_many, left, timeout=_TRY_S)
-            return
-        except shmbus.BusFullError as error:
-            left = left[error.accepted :]
-            if error.accepted == 0:
-                logger.debug("bus %r is full: a group waits", producer.name)
 
 
 class AtroposTrainer:

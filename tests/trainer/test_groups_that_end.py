@@ -1,0 +1,126 @@
+"""What trainers that ask for groups do where workers have other weights, or a group fails.
+
+Without the stacks: TRL's rollout function and SkyRL's generator, as their trainers call them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shmbus
+from trainer_adapter.adapters.skyrl import GenerateByBus
+from trainer_adapter.adapters.trl import ShmbusRollouts
+
+#: Of the trainer, and how far a sample may be behind.
+VERSION, LAG = 5, 1
+GOOD = {"tokens": [3, 4], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
+
+Answer = Callable[[shmbus.Producer, shmbus.Request], None]
+
+
+@contextmanager
+def answering(bus: str, answer: Answer) -> Iterator[None]:
+    """Answer requests until the block ends."""
+    over = threading.Event()
+
+    def work() -> None:
+        with shmbus.Producer(bus) as producer:
+            while not over.is_set():
+                request = producer.next_request(timeout=0.05)
+                if request is not None:
+                    answer(producer, request)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def of_version(version: int) -> Answer:
+    return lambda producer, request: (
+        producer.put_for(request, score=request.index, policy_version=version, **GOOD) and None
+    )
+
+
+def fail(producer: shmbus.Producer, request: shmbus.Request) -> None:
+    producer.fail_for(request, "the sandbox is gone")
+
+
+def by_trl(bus: str, **options: Any) -> list[float]:
+    """Have TRL's rollout function sample a prompt twice; return the scores."""
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True), num_generations=2, max_completion_length=8,
+        accelerator=SimpleNamespace(num_processes=1), processing_class=None,
+    )  # fmt: skip
+    rollouts = ShmbusRollouts(bus, timeout=60.0, tokenize=False, **options)
+    try:
+        scores: list[float] = rollouts(["a", "a"], trainer)["bus_score"]
+        return scores
+    finally:
+        rollouts.close()
+
+
+def by_skyrl(bus: str, **options: Any) -> list[float]:
+    """The same by SkyRL's generator."""
+    ids = [SimpleNamespace(instance_id="a", repetition_id=index) for index in range(2)]
+    batch = {"prompts": ["a"] * 2, "env_classes": ["echo"] * 2, "trajectory_ids": ids}
+    generator = GenerateByBus(bus, timeout=60.0, **options)
+    try:
+        rewards: list[float] = asyncio.run(generator.generate(batch))["rewards"]
+        return rewards
+    finally:
+        generator.close()
+
+
+@pytest.fixture(params=[by_trl, by_skyrl], ids=["trl", "skyrl"])
+def ask(request: pytest.FixtureRequest) -> Callable[..., list[float]]:
+    found: Callable[..., list[float]] = request.param
+    return found
+
+
+def test_a_worker_with_older_weights_than_allowed_ends_the_step_by_name(
+    bus: shmbus.Bus, ask: Callable[..., list[float]]
+) -> None:
+    bus.policy_version = VERSION
+    named = pytest.raises(RuntimeError, match=r"the group \('\w+', \d+\) was asked for.*as stale")
+    with answering(bus.name, of_version(VERSION - LAG - 1)), named:
+        ask(bus.name, max_policy_lag=LAG)
+    assert bus.stats().dropped["stale"] == 2 and bus.stats().acknowledged == 0
+
+
+@pytest.mark.parametrize("version", [VERSION - LAG, VERSION, VERSION + 7])
+def test_a_worker_within_the_bound_or_with_newer_weights_is_taken(
+    version: int, bus: shmbus.Bus, ask: Callable[..., list[float]]
+) -> None:
+    bus.policy_version = VERSION
+    with answering(bus.name, of_version(version)):
+        assert ask(bus.name, max_policy_lag=LAG) == [0.0, 1.0]
+    assert bus.stats().acknowledged == 2
+    assert bus.policy_version == VERSION, "a worker's version is not the trainer's"
+
+
+def test_a_group_that_failed_for_good_ends_the_step_by_name(
+    bus: shmbus.Bus, ask: Callable[..., list[float]]
+) -> None:
+    named = pytest.raises(RuntimeError, match=r"it dropped 2 samples as failed.*sample_retries")
+    with answering(bus.name, fail), named:
+        ask(bus.name)
+
+
+def test_a_step_goes_on_after_one_that_ended(
+    bus: shmbus.Bus, ask: Callable[..., list[float]]
+) -> None:
+    with answering(bus.name, fail), pytest.raises(RuntimeError, match="dropped it"):
+        ask(bus.name)
+    with answering(bus.name, of_version(0)):
+        assert ask(bus.name) == [0.0, 1.0]

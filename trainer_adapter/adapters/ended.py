@@ -1,0 +1,98 @@
+"""Groups that were asked for and never come: the bus has dropped them.
+
+Invariants:
+
+- A group is called ended only where its request is over and the caller has not had it.
+- What is open is read only after something was dropped: it has every prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Final
+
+import shmbus
+
+__all__ = ["EndedGroups", "Key"]
+
+#: Instance id and epoch.
+Key = tuple[str, int | None]
+#: Seconds after a drop in which a request may still be on its way to its end.
+_SETTLE_S: Final = 10.0
+
+
+class EndedGroups:
+    """Finds out which of the groups that a trainer waits for will not come.
+
+    Parameters
+    ----------
+    consumer : Consumer
+        That asked for them.
+    """
+
+    def __init__(self, consumer: shmbus.Consumer) -> None:
+        self._consumer: Final = consumer
+        self._before: Final = dict(consumer.stats().dropped)
+        self._dropped = sum(self._before.values())
+        self._look_until_s = 0.0
+
+    def among(self, wanted: Iterable[Key]) -> list[Key]:
+        """Return which groups have ended.
+
+        Parameters
+        ----------
+        wanted : iterable of (str, int | None)
+            Asked for, and not delivered to the caller.
+
+        Returns
+        -------
+        list of (str, int | None)
+            A group that was dropped a moment ago may be missing; one of the next calls has it.
+        """
+        dropped = sum(self._consumer.stats().dropped.values())
+        now_s = time.monotonic()
+        if dropped != self._dropped:
+            self._dropped = dropped
+            self._look_until_s = now_s + _SETTLE_S
+        if now_s > self._look_until_s:
+            return []
+        state = self._consumer.requests_state()
+        is_open = {(each["instance_id"], each["epoch"]) for each in state["open"]}
+        return [key for key in wanted if key not in is_open]
+
+    def raise_for(self, wanted: Iterable[Key]) -> None:
+        """Raise where a group has ended that a step cannot do without.
+
+        Parameters
+        ----------
+        wanted : iterable of (str, int | None)
+            As for `among`.
+
+        Raises
+        ------
+        RuntimeError
+            Names the first, and what the bus has dropped since this object was made.
+        """
+        ended = self.among(wanted)
+        if ended:
+            raise RuntimeError(
+                f"bus {self._consumer.name!r}: the group {ended[0]!r} was asked for, and the bus "
+                f"dropped it ({len(ended)} such groups; since then it dropped {self.why()}); the "
+                "log names each. Stale: have workers load the weights before they sample, or raise "
+                "max_policy_lag. Failed: raise sample_retries. Then ask for the step again"
+            )
+
+    def why(self) -> str:
+        """Say what was dropped since this object was made.
+
+        Returns
+        -------
+        str
+            Such as "4 samples as stale".
+        """
+        counts = {
+            reason: count - self._before.get(reason, 0)
+            for reason, count in self._consumer.stats().dropped.items()
+        }
+        return ", ".join(f"{n} samples as {reason}" for reason, n in counts.items() if n > 0)
