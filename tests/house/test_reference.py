@@ -16,6 +16,7 @@ PACKAGES = {
     "trainer_adapter",
     "trainer_adapter.adapters.atropos",
     "trainer_adapter.adapters.prime_rl",
+    "trainer_adapter.adapters.torchtitan",
     "trainer_adapter.adapters.trl",
     "trainer_adapter.attention",
     "trainer_adapter.engines",

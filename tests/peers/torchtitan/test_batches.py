@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import doc_pages
+import numpy as np
 import pytest
 import torch
 import torchtitan
@@ -156,3 +157,75 @@ def test_forks_are_samples_and_equal_scores_teach_nothing(rl: Any, bus_name: str
         with pytest.raises(ValueError, match="group 'bare', sample 0, field 'logprobs'"):
             sample_group(bare, 9)
         assert isinstance(made[0], types.TrainingSample)
+
+
+def test_lists_of_a_row_are_those_of_whole_arrays(rl: Any, seed: int, bus_name: str) -> None:
+    dice = np.random.default_rng(seed)
+    with (
+        shmbus.Bus.create(bus_name, capacity="1MiB"),
+        shmbus.Producer(bus_name) as producer,
+        shmbus.Consumer(bus_name) as consumer,
+    ):
+        for number in range(30):
+            rows = []
+            for _ in range(4):
+                length = int(dice.integers(1, 60))
+                mask = dice.integers(0, 2, length)
+                if dice.random() < 0.5:
+                    mask = np.sort(mask)
+                logprobs = np.where(mask, -dice.random(length), np.nan).astype(np.float32)
+                rows.append({"tokens": dice.integers(0, 9, length), "loss_mask": mask,
+                             "logprobs": logprobs, "score": dice.random()})  # fmt: skip
+            if number % 2:
+                for row in rows:
+                    row["advantages"] = dice.random(len(row["tokens"])).astype(np.float32)
+            producer.put_group(f"q{number}", rows)
+            [group] = consumer.take(1, 5.0)
+            mean = np.mean([row["score"] for row in rows])
+            for sample, row in zip(sample_group(group, 0).training_samples, rows, strict=True):
+                sampled = row["loss_mask"] != 0
+                credit = row.get("advantages", np.full(len(sampled), row["score"] - mean))
+                assert sample.token_ids == row["tokens"].tolist()
+                assert sample.loss_mask == sampled.tolist()
+                assert sample.logprobs == np.where(sampled, row["logprobs"], 0.0).tolist()
+                assert sample.advantage == pytest.approx(np.where(sampled, credit, 0.0))
+            consumer.ack(group)
+
+
+def test_a_worker_with_older_weights_than_allowed_is_left_out_and_newer_ones_are_shown(
+    rl: Any, bus_name: str
+) -> None:
+    row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0]}
+    with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
+        bus.policy_version = 5
+        with shmbus.Producer(bus_name) as producer:
+            for version in (3, 9, 4):
+                producer.put_group(
+                    f"q{version}",
+                    [{"score": float(i), "policy_version": version, **row} for i in range(2)],
+                )
+        batches = ShmbusBatches(bus_name, batcher_of(rl, 2), max_policy_lag=1)
+        batch = batches.next(timeout=5.0)
+        # Its trainer computes their age from these.
+        assert sorted(batch.min_policy_versions) == [4, 4, 9, 9]
+        assert bus.stats().dropped["stale"] == 2
+        batches.close()
+
+
+def test_what_its_batcher_leaves_out_is_what_it_leaves_out_of_its_own_rollouts(
+    rl: Any, bus_name: str
+) -> None:
+    """Samples longer than seq_len, and sampled tokens whose logprob is not finite."""
+    row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0]}
+    long = {"tokens": [1] * 18, "loss_mask": [0] + [1] * 17, "logprobs": [-1.0] * 18}
+    unknown = {**row, "logprobs": [0.0, -1.0, float("nan")]}
+    with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
+        with shmbus.Producer(bus_name) as producer:
+            producer.put_group("q", [{"score": 0.0, **long}, {"score": 1.0, **row}])
+            producer.put_group("r", [{"score": 0.0, **unknown}, {"score": 1.0, **row}])
+        batches = ShmbusBatches(bus_name, batcher_of(rl, 2))
+        batch = batches.next(timeout=5.0)
+        assert batch.num_global_valid_tokens == 2 + 2 + 1
+        batches.ack()
+        assert bus.stats().acknowledged == 4
+        batches.close()

@@ -1,18 +1,7 @@
-"""torchtitan on a bus: groups of any processes for its RL batcher, and for its fork's data handler.
+"""Groups of a bus as torchtitan's training samples, and the batches that its batcher makes of them.
 
-::
-
-    batches = ShmbusBatches("run1", Batcher.Config(...).build(...))     # torchtitan.experiments.rl
-    batch = batches.next(timeout=60.0); train(batch); batches.ack()
-
-    use_bus(torchtitan.grpo.data_handling, "run1")                      # the fork with Atropos
-    handler = torchtitan.grpo.data_handling.OnlineDataHandler()         # its own, without HTTP
-
-Invariants:
-
-- torchtitan packs: what comes out is what its Batcher makes of its own TrainingSampleGroup.
-- A group is acknowledged when the caller has trained on the batch that has its last sample.
-- Importing this loads neither torch nor torchtitan.
+Invariant: a group is acknowledged only after `ShmbusBatches.ack`; what was collected for a batch
+that never was full stays leased.
 """
 
 from __future__ import annotations
@@ -23,14 +12,13 @@ from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 import shmbus
 from trainer_adapter.adapters.stack import Stack
 
-__all__ = ["TESTED", "ShmbusBatches", "sample_group", "use_bus"]
+__all__ = ["ShmbusBatches", "sample_group"]
 
-#: What the tests ran with. The package's own ``__init__`` imports vLLM; its batcher does not.
-TESTED: Final = "torchtitan 0.3.0 (RL batcher), NousResearch/torchtitan 26870b6 by its interface"
 _TORCHTITAN: Final = Stack("torchtitan", {"torchtitan": "0.3.0"}, "torchtitan==0.3.0")
 #: Seconds of one wait for groups; between two of them Ctrl-C is seen to.
 _LOOK_S: Final = 1.0
@@ -86,14 +74,15 @@ def sample_group(
             "compares within a group"
         )
     kind: Any = advantages
-    values = np.asarray(group_advantages(scores, kind), np.float64)
+    of_group = np.asarray(group_advantages(scores, kind), np.float64)
     samples = []
-    for t, advantage in zip(group, values.tolist(), strict=True):
+    for t, advantage in zip(group, of_group.tolist(), strict=True):
         for place, row in enumerate(t.rows):
             tokens, mask, logprobs = (_field(t, row, name) for name in _FIELDS)
-            sampled = mask != 0
-            own = row.get("advantages")
-            credit = np.full(len(tokens), advantage) if own is None else np.asarray(own, np.float64)
+            sampled, own = mask != 0, row.get("advantages")
+            loss_mask, values, credit = _lists(sampled, logprobs, advantage)
+            if own is not None:
+                credit = np.where(sampled, own, 0.0).astype(np.float64).tolist()
             samples.append(
                 found.TrainingSample(
                     min_policy_version=t.policy_version,
@@ -102,9 +91,9 @@ def sample_group(
                         group_id=group_id, rollout_id=t.index, turn_id=place
                     ),
                     token_ids=tokens.tolist(),
-                    loss_mask=sampled.tolist(),
-                    logprobs=np.where(sampled, logprobs, 0.0).tolist(),
-                    advantage=np.where(sampled, credit, 0.0).tolist(),
+                    loss_mask=loss_mask,
+                    logprobs=values,
+                    advantage=credit,
                 )
             )
     return found.TrainingSampleGroup(group_id=group_id, training_samples=samples, metrics=[])
@@ -114,9 +103,36 @@ _KINDS: Final = ("dr_grpo", "grpo", "rloo", "none")
 _FIELDS: Final = ("tokens", "loss_mask", "logprobs")
 
 
+def _lists(
+    sampled: NDArray[np.bool_], logprobs: NDArray[Any], advantage: float
+) -> tuple[list[bool], list[float], list[float]]:
+    """Make a row's mask, logprobs and advantages, 0 where nothing was sampled, run by run.
+
+    Lists are most of what a sample costs; those of equal values are made without an array.
+    """
+    mask: list[bool] = []
+    values: list[float] = []
+    credit: list[float] = []
+    begin = 0
+    edges = np.flatnonzero(sampled[1:] != sampled[:-1]) + 1
+    for end in (*edges.tolist(), len(sampled)):
+        count, on = end - begin, bool(sampled[begin])
+        mask += [on] * count
+        values += logprobs[begin:end].tolist() if on else [0.0] * count
+        credit += [advantage if on else 0.0] * count
+        begin = end
+    return mask, values, credit
+
+
 def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:
     array, tokens = row.get(name), row.get("tokens")
-    if array is None or tokens is None or array.ndim != 1 or len(array) != len(tokens):
+    if (
+        array is None
+        or tokens is None
+        or array.ndim != 1
+        or len(array) != len(tokens)
+        or not len(array)
+    ):
         got = "none" if array is None else f"shape {array.shape}"
         raise ValueError(
             f"group {t.instance_id!r}, sample {t.index}, field {name!r}: expected one value a "
@@ -228,65 +244,3 @@ class ShmbusBatches:
     def close(self) -> None:
         """Leave the bus; what was not acknowledged is delivered to the next trainer."""
         self._consumer.close()
-
-
-def use_bus(data_handling: ModuleType, bus: str, **options: Any) -> None:
-    """Have the fork's OnlineDataHandler take its batches from a bus in place of HTTP.
-
-    Its handler asks an Atropos server by the module's ``requests``: this puts an object there that
-    answers from the bus, so everything else of the handler is its own. The environments send
-    through `trainer_adapter.adapters.atropos.ShmbusEnv`, or the gateway.
-
-    Parameters
-    ----------
-    data_handling : module
-        ``torchtitan.grpo.data_handling`` of NousResearch/torchtitan.
-    bus : str
-    **options : object
-        Of `trainer_adapter.adapters.atropos.AtroposTrainer`.
-
-    Raises
-    ------
-    ImportError
-        The module has no OnlineDataHandler, or no requests.
-    """
-    missing = [n for n in ("OnlineDataHandler", "requests") if not hasattr(data_handling, n)]
-    if missing:
-        raise ImportError(
-            f"use_bus: expected torchtitan.grpo.data_handling of the fork, got "
-            f"{data_handling.__name__} without {', '.join(missing)}; written for {TESTED}"
-        )
-    vars(data_handling)["requests"] = _BusAnswers(bus, options)
-
-
-class _BusAnswers:
-    """What the handler asks of ``requests``: one registration, and then batches."""
-
-    def __init__(self, bus: str, options: dict[str, Any]) -> None:
-        self._bus = bus
-        self._options = options
-        self._trainer: Any = None
-
-    def post(self, url: str, json: dict[str, Any]) -> None:
-        from trainer_adapter.adapters.atropos import AtroposTrainer
-
-        if not url.endswith("/register"):
-            raise ValueError(f"use_bus: expected /register, got {url}; {TESTED}")
-        if self._trainer is not None:
-            self._trainer.close()
-        self._trainer = AtroposTrainer(self._bus, int(json["batch_size"]), **self._options)
-
-    def get(self, url: str) -> _Answer:
-        if not url.endswith("/batch"):
-            raise ValueError(f"use_bus: expected /batch, got {url}; {TESTED}")
-        if self._trainer is None:
-            raise RuntimeError("use_bus: expected register_atropos first, and it was not called")
-        return _Answer(self._trainer.get_batch(timeout=_LOOK_S))
-
-
-class _Answer:
-    def __init__(self, content: dict[str, Any]) -> None:
-        self._content = content
-
-    def json(self) -> dict[str, Any]:
-        return self._content
