@@ -3,7 +3,8 @@
     tiny_policy.py PAGE WORDS BUS DIRECTORY
 
 The worker is a block of a documentation page (see `pages`). It answers requests with the model
-until the bus is gone. Reward: the share of sampled tokens that are the prompt's word.
+until the bus is gone. Reward: the share of sampled tokens that are the prompt's word. What every
+trainer must have done with it is checked here: its ledger, and its parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ from typing import Any
 import doc_pages
 import torch
 
+import shmbus
+
 VOCABULARY = 16
 PAD, EOS, FIRST_WORD = 0, 1, 2
 COMPLETION_TOKENS = 6
+#: What a trainer of the tests takes: steps, prompts of each, samples of each prompt.
+STEPS, PROMPTS, ROLLOUTS = 3, 4, 4
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def make(directory: Path, prompts: int) -> None:
+def make(directory: Path, prompts: int = PROMPTS * STEPS) -> None:
     """Write a model of 8,000 parameters, its tokenizer, and ``prompts.json``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -68,6 +73,25 @@ def sampling(page: str, words: str, bus: str, directory: Path, count: int) -> It
         for process in processes:
             process.kill()
             process.wait()
+
+
+def check_ledger(stats: shmbus.BusStats) -> None:
+    """Each sample of each step was trained once, and nothing else was put."""
+    count = STEPS * PROMPTS * ROLLOUTS
+    assert stats.acknowledged == stats.committed == count, stats
+    assert not sum(stats.dropped.values()) and not stats.undelivered, stats
+
+
+def check_moved(directory: Path, trained: Mapping[str, Any]) -> None:
+    """Each parameter of the model is finite, and another one than `make` wrote."""
+    from safetensors.torch import load_file
+
+    before = load_file(directory / "model" / "model.safetensors")
+    assert set(before) == set(trained)
+    for name, tensor in before.items():
+        after = trained[name]
+        after = (after.full_tensor() if hasattr(after, "full_tensor") else after).float()
+        assert torch.isfinite(after).all() and not torch.equal(after, tensor), name
 
 
 def main() -> None:

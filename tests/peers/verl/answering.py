@@ -1,8 +1,9 @@
 """A rollout worker of the tests: it answers requests, until the bus is gone. No Ray, no verl.
 
-    answering.py BUS [own]
+    answering.py BUS [own | version N | fail]
 
-With "own" it puts groups of prompts of its own instead.
+With "own" it puts groups of prompts of its own instead; with "version" it says that it samples with
+these weights; with "fail" it reports each sample as failed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def main() -> None:
             assert request is not None
             word = int(request.meta["raw_prompt"][0]["content"])
             version = producer.policy_version
-            if request.index == 1 and request.meta.get("fork"):
+            if sys.argv[2:3] == ["version"]:
+                version = int(sys.argv[3])
+            if sys.argv[2:] == ["fail"]:
+                producer.fail_for(request, "the sandbox is gone")
+            elif request.index == 1 and request.meta.get("fork"):
                 row = sample(word, 1)
                 score = row.pop("score")
                 other = {**row, "loss_mask": [0, 0, 0, 1]}

@@ -30,7 +30,13 @@ def queue() -> Iterator[Any]:
     import transfer_queue as tq
 
     memory = 200 * 2**20
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=memory)
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=memory,
+    )
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     yield tq
     tq.close()
@@ -53,6 +59,7 @@ def config_of(bus: str, n: int = 3) -> Any:
     return OmegaConf.create({
         "actor_rollout_ref": {"rollout": {
             "n": n, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+            "prompt_length": 4, "response_length": 6,
             "val_kwargs": {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1},
         }},
         "trainer": {"v1": {"sampler": {"sampler_kwargs": {"bus": bus}}}},
@@ -155,6 +162,85 @@ def test_groups_that_nobody_asked_for_are_prompts_of_their_own(
     queue.kv_clear(keys=batch.keys, partition_id="train")
 
 
+def statuses(queue: Any, uids: list[str]) -> list[str]:
+    known = queue.kv_list(partition_id="train")["train"]
+    return [known[uid]["status"] for uid in uids]
+
+
+def submitted(
+    queue: Any, bus_name: str, manager: Any, words: list[int], step: int, *worker: str
+) -> list[str]:
+    """Have prompts answered by one worker process; return their uids."""
+    with shmbus.Bus.open(bus_name) as bus, workers(bus_name, 1, *worker):
+        answered = bus.stats().committed + 3 * len(words)
+        uids = submit(queue, manager, words, step)
+        wait_until(lambda: bus.stats().committed >= answered)
+    return uids
+
+
+def test_a_worker_with_weights_older_than_verls_bound_is_replaced_as_stale(
+    queue: Any, bus_name: str, parts: Callable[..., tuple[Any, Any]]
+) -> None:
+    manager, sampler = parts("ShmbusSamplerAsync")
+    submitted(queue, bus_name, manager, [5], 9, "version", "3")
+    refilled: list[str] = []
+
+    def refill(count: int) -> None:
+        assert count == 1
+        refilled.extend(submitted(queue, bus_name, manager, [6], 9, "version", "11"))
+
+    sampler.refill_fn = refill
+    batch, metrics = sampler.sample(global_steps=9, partition_id="train", batch_size=1)
+    assert {key.split("_")[0] for key in batch.keys} == set(refilled), "of newer weights"
+    # Made by version 3, which verl samples with in step 4: the sixth step, and 4 are allowed.
+    assert metrics["training/off_policy/evicted_samples_staleness/max"] == 6
+    assert {tag["min_global_steps"] for tag in batch.tags} == {11}
+    queue.kv_clear(keys=batch.keys, partition_id="train")
+
+
+@pytest.mark.parametrize(
+    ("options", "worker"), [({"max_policy_lag": 1}, ("version", "3")), ({}, ("fail",))]
+)
+def test_a_prompt_whose_group_the_bus_dropped_ends_as_failed(
+    options: dict[str, Any], worker: tuple[str, ...], queue: Any, bus_name: str,
+    parts: Callable[..., tuple[Any, Any]],
+) -> None:  # fmt: skip
+    manager, sampler = parts("ShmbusSampler", **options)
+    with shmbus.Bus.open(bus_name) as bus:
+        bus.policy_version = 8
+    uids = submitted(queue, bus_name, manager, [5, 6], 9, *worker)
+
+    def ended() -> bool:
+        sampler._sync_metadata_from_transfer_queue()
+        return statuses(queue, uids) == ["failure"] * 2
+
+    wait_until(ended)
+    queue.kv_clear(keys=uids, partition_id="train")
+
+
+def test_samples_with_and_without_a_field_each_keep_theirs(
+    queue: Any, bus_name: str, parts: Callable[..., tuple[Any, Any]]
+) -> None:
+    _manager, sampler = parts("ShmbusSamplerAsync")
+    row = {"tokens": [1, 2, 3], "loss_mask": [0, 0, 1], "logprobs": [0.0, 0.0, -0.5]}
+    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    with shmbus.Producer(bus_name) as producer:
+        producer.put_group("q", [{"score": 0.0, **row}, {"score": 1.0, **row}])
+        producer.put_group("r", [{"score": 0.0, **row, "routed_experts": experts}])
+    batch, _ = sampler.sample(global_steps=1, partition_id="train", batch_size=2)
+    assert sorted(key.split("_", 1)[1] for key in batch.keys) == ["0_0", "0_0", "1_0"]
+    by_size = {}
+    for key in batch.keys:
+        by_size.setdefault(key.split("_")[0], []).append(key)
+    [mixed] = [keys for keys in by_size.values() if len(keys) == 1]
+    data = queue.kv_batch_get(
+        keys=mixed, partition_id="train", select_fields=["routed_experts", "rollout_log_probs"]
+    )
+    assert np.asarray(data["routed_experts"][0]).tolist() == experts.tolist()
+    assert data["rollout_log_probs"][0].tolist() == [-0.5]
+    queue.kv_clear(keys=batch.keys, partition_id="train")
+
+
 def test_what_verl_cannot_take_is_named_or_a_failed_prompt(
     queue: Any, bus_name: str, parts: Callable[..., tuple[Any, Any]]
 ) -> None:
@@ -165,6 +251,32 @@ def test_what_verl_cannot_take_is_named_or_a_failed_prompt(
         for _ in range(2):  # it comes again: nothing was dropped that nobody decided about
             with pytest.raises(ValueError, match="group 'bare', sample 0, field 'logprobs'"):
                 sampler.sample(global_steps=1, partition_id="train", batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "words"),
+    [
+        (1, 7, r"expected at most 6, data\.max_response_length, got 7"),
+        (6, 5, r"expected at most 10, data\.max_prompt_length and max_response_length, got 11"),
+    ],
+)
+def test_a_row_that_is_longer_than_verl_allows_is_named(
+    prompt: int, response: int, words: str, bus_name: str, parts: Callable[..., tuple[Any, Any]]
+) -> None:
+    _manager, sampler = parts("ShmbusSamplerAsync")
+    tokens = [1] * (prompt + response)
+    mask, logprobs = [0] * prompt + [1] * response, [-0.5] * (prompt + response)
+    with shmbus.Producer(bus_name) as producer:
+        producer.put(
+            "long",
+            group_size=1,
+            index=0,
+            tokens=tokens,
+            loss_mask=mask,
+            logprobs=logprobs,
+        )
+    with pytest.raises(ValueError, match=f"group 'long', sample 0, field 'tokens': {words}"):
+        sampler.sample(global_steps=1, partition_id="train", batch_size=1)
 
 
 def test_a_missing_bus_and_a_wrong_option_are_named(bus_name: str) -> None:

@@ -31,6 +31,10 @@ _LOG: Final = logging.getLogger("shmbus.verl")
 _OFFER_S: Final = 1.0
 #: What the trajectories of a prompt take over from the data set, by uid; the sampler takes it out.
 PROMPTS: Final[dict[str, dict[str, Any]]] = {}
+#: Which of them the bus has.
+OFFERED: Final[set[str]] = set()
+#: verl's limits of tokens, by their names in its configuration, which the sampler does not get.
+LIMITS: Final[dict[str, int]] = {}
 
 (kv_put,) = needed("transfer_queue", "kv_put")
 
@@ -53,6 +57,10 @@ class ShmbusAgentLoopManager:
                 f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
             )
         self._rollout = config.actor_rollout_ref.rollout
+        LIMITS.clear()
+        for name in ("prompt_length", "response_length"):
+            if self._rollout.get(name) is not None:
+                LIMITS[name] = int(self._rollout[name])
         self._feeder = shmbus.Feeder(str(bus))
         self._waiting: queue.SimpleQueue[tuple[dict[str, Any], bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._offer_all, name="shmbus-verl", daemon=True)
@@ -99,8 +107,10 @@ class ShmbusAgentLoopManager:
             uid = str(prompt["uid"])
             partition = "val" if validate else "train"
             try:
-                self._offer(uid, prompt, validate)
+                # First: a worker may answer before anything else is said of the prompt.
                 kv_put(key=uid, partition_id=partition, tag={"status": "running"})
+                self._offer(uid, prompt, validate)
+                OFFERED.add(uid)
             except shmbus.BusClosedError:
                 return
             except Exception:

@@ -28,6 +28,7 @@ def trajectories_of(
     prompt: Mapping[str, Any],
     global_steps: int,
     logprobs: bool = True,
+    limits: Mapping[str, int] | None = None,
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
     """Make the trajectories of a group.
 
@@ -43,6 +44,9 @@ def trajectories_of(
         The step that asked for it.
     logprobs : bool
         Whether the sampler's logprobs are needed, as with ``calculate_log_probs``.
+    limits : mapping of str to int, optional
+        verl's "response_length", and "prompt_length", which count for a whole row together: a later
+        row of a conversation has a longer prompt.
 
     Returns
     -------
@@ -54,7 +58,8 @@ def trajectories_of(
     Raises
     ------
     ValueError
-        A field is missing, does not fit the others, or is not finite; or nothing was sampled.
+        A field is missing, does not fit the others, or is not finite; nothing was sampled; or a
+        row is longer than verl's limits. Its own agent loops cut responses there.
     """
     keys, fields, tags = [], [], []
     for t in group:
@@ -66,6 +71,7 @@ def trajectories_of(
             field["session_id"] = t.index
             field["global_steps"] = global_steps
             prompt_len, response_len = len(field["prompts"]), len(field["responses"])
+            _check_limits(t, prompt_len, response_len, limits or {})
             keys.append(f"{uid}_{t.index}_{number}")
             fields.append(field)
             tags.append({
@@ -74,6 +80,24 @@ def trajectories_of(
                 "min_global_steps": t.policy_version, "max_global_steps": t.newest_policy_version,
             })  # fmt: skip
     return keys, fields, tags
+
+
+def _check_limits(
+    t: shmbus.Trajectory, prompt: int, response: int, limits: Mapping[str, int]
+) -> None:
+    of_response = limits.get("response_length")
+    if of_response is None:
+        return
+    most = {"max_response_length": (response, of_response)}
+    if "prompt_length" in limits:
+        total = limits["prompt_length"] + of_response
+        most["max_prompt_length and max_response_length"] = (prompt + response, total)
+    for name, (got, limit) in most.items():
+        if got > limit:
+            raise ValueError(
+                f"group {t.instance_id!r}, sample {t.index}, field 'tokens': expected at most "
+                f"{limit}, data.{name}, got {got}; raise it, or lower the workers' limit"
+            )
 
 
 def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> dict[str, Any]:
