@@ -8,6 +8,7 @@ the page leaves to its reader. Of the block itself only the name of the bus is r
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ def block(page: str, words: str) -> str:
     """The block of a page that has these words."""
     [found] = [text for _, text in blocks(page) if words in text]
     return found
+
+
+def installs(page: str, words: str) -> set[str]:
+    """What the pip line of a block installs, beside this checkout."""
+    [line] = [each for each in block(page, words).splitlines() if each.startswith("pip install . ")]
+    return set(shlex.split(line, comments=True)[3:])
 
 
 def run(page: str, words: str, bus: str, **names: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What trainers that ask for groups do where workers have other weights, or a group fails.
+"""What trainers that ask for groups do with what they cannot train on, or never get.
 
 Without the stacks: TRL's rollout function and SkyRL's generator, as their trainers call them.
 """
@@ -6,6 +6,7 @@ Without the stacks: TRL's rollout function and SkyRL's generator, as their train
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import pytest
 
 import shmbus
 from trainer_adapter.adapters.skyrl import GenerateByBus
-from trainer_adapter.adapters.trl import ShmbusRollouts
+from trainer_adapter.adapters.trl import ShmbusRollouts, scored
 
 #: Of the trainer, and how far a sample may be behind.
 VERSION, LAG = 5, 1
@@ -50,6 +51,11 @@ def of_version(version: int) -> Answer:
     return lambda producer, request: (
         producer.put_for(request, score=request.index, policy_version=version, **GOOD) and None
     )
+
+
+def of_fields(**changes: Any) -> Answer:
+    fields = {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
+    return lambda producer, request: producer.put_for(request, **fields) and None
 
 
 def fail(producer: shmbus.Producer, request: shmbus.Request) -> None:
@@ -124,3 +130,37 @@ def test_a_step_goes_on_after_one_that_ended(
         ask(bus.name)
     with answering(bus.name, of_version(0)):
         assert ask(bus.name) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logprobs": None}, "field 'logprobs': expected"),
+        ({"logprobs": [0.0, math.nan]}, "field 'logprobs': expected finite numbers"),
+        ({"loss_mask": [0, 0]}, "field 'loss_mask': expected a"),
+        ({"loss_mask": None}, "field 'loss_mask': expected"),
+    ],
+)
+def test_a_sample_that_would_change_the_objective_is_an_error_that_names_it(
+    changes: dict[str, Any], words: str, bus: shmbus.Bus, ask: Callable[..., list[float]]
+) -> None:
+    with (
+        answering(bus.name, of_fields(**changes)),
+        pytest.raises(ValueError, match=rf"group '\w+', sample 0, {words}"),
+    ):
+        ask(bus.name)
+
+
+def test_a_completion_that_is_longer_than_trl_allows_is_named(bus: shmbus.Bus) -> None:
+    long = {"tokens": [3] * 10, "loss_mask": [0] + [1] * 9, "logprobs": [-1.0] * 10}
+    named = pytest.raises(ValueError, match=r"at most 8 sampled in a turn, max_completion_length")
+    with answering(bus.name, of_fields(**long)), named:
+        by_trl(bus.name)
+
+
+def test_what_cannot_be_scored_is_none_to_trls_reward_function(bus: shmbus.Bus) -> None:
+    def answer(producer: shmbus.Producer, request: shmbus.Request) -> None:
+        producer.put_for(request, **GOOD, **scored(math.nan if request.index else 0.5))
+
+    with answering(bus.name, answer):
+        assert by_trl(bus.name) == [0.5, None]

@@ -196,3 +196,9 @@ def test_wrong_arguments_are_named() -> None:
         record.turn([1], [2], [float("nan")])
     with pytest.raises(TypeError, match=r"expected OpenEnv's StepResult, got SimpleNamespace"):
         record.result(SimpleNamespace(reward=1.0))
+
+
+def test_the_page_installs_what_the_tests_ran_with() -> None:
+    wanted = doc_pages.installs("environments.md", "pip install . openenv")
+    given = (Path(__file__).parent / "requirements.txt").read_text().splitlines()
+    assert wanted <= set(given), wanted

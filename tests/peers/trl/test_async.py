@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import queue
 import random
 import subprocess
@@ -146,6 +147,26 @@ def test_stale_groups_are_left_out_by_the_bus_and_none_by_trl(
         assert log[0]["sample/staleness_max"] == 1 and bus.policy_version == 9 + 1 + 6
         lines = (tmp_path / "trained.jsonl").read_text().splitlines()[1:]
         assert min(number for line in lines for number in json.loads(line)[1]) == 40
+
+
+@pytest.mark.slow
+def test_samples_of_newer_weights_than_the_trainers_are_trained_and_shown(
+    bus_name: str, tmp_path: Path
+) -> None:
+    """As after a resume: workers have weights that the checkpoint has not."""
+    with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
+        bus.policy_version = 50
+        put_groups(bus_name, 0, 20)
+        with shmbus.Consumer(bus_name) as consumer:
+            consumer.reset_policy_version(9)
+        done = run(bus_name, tmp_path, 4, "version", max_staleness=8)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert not sum(bus.stats().dropped.values())
+        [log] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        steps = [step for step in log if "loss" in step]
+        # TRL's ratio starts from the sampler's logprobs, and its metrics show the versions ahead.
+        assert len(steps) == 4 and all(math.isfinite(step["loss"]) for step in steps)
+        assert [step["sample/staleness_max"] for step in steps] == [-40, -39, -38, -37]
 
 
 @pytest.mark.slow

@@ -58,8 +58,8 @@ def test_trainer_and_workers_of_the_page_train(
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:
-    install, *examples = doc_pages.block("trl.md", "pip install").splitlines()
-    wanted = set(shlex.split(install)[3:])
+    wanted = doc_pages.installs("trl.md", "pip install")
+    _install, *examples = doc_pages.block("trl.md", "pip install").splitlines()
     assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted
     assert [shlex.split(line, comments=True)[0] for line in examples] == ["python", "python"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,3 +218,9 @@ def test_what_is_not_plain_is_an_error_and_nothing_is_put(bus: str) -> None:
             put_episode(producer, episode(trace(forked())), index=0)
         assert producer.stats().committed == 0
         assert put_episode(producer, both, agent="solver", group_size=1, index=0)
+
+
+def test_the_page_installs_what_the_tests_ran_with() -> None:
+    wanted = doc_pages.installs("environments.md", "pip install . verifiers")
+    given = (Path(__file__).parent / "requirements.txt").read_text().splitlines()
+    assert wanted <= set(given), wanted

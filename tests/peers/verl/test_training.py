@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,5 +133,5 @@ def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Pat
 
 
 def test_the_page_installs_what_the_tests_ran_with() -> None:
-    wanted = set(shlex.split(doc_pages.block("verl.md", "pip install"))[3:])
+    wanted = doc_pages.installs("verl.md", "pip install")
     assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted
