@@ -71,6 +71,7 @@ def measure(steps: int, send: Callable[[], object], receive: Callable[[], list[A
         if number:  # the first one warms up
             received_s += middle_s - began_s
             all_s += time.process_time() - began_s
+        del batches  # as prime-rl's get_batch, which returns tensors
     return tuple(spent / (steps * MICRO_BATCHES) * 1e6 for spent in (received_s, all_s))
 
 
