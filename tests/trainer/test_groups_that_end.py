@@ -115,12 +115,15 @@ def test_a_worker_within_the_bound_or_with_newer_weights_is_taken(
     assert bus.policy_version == VERSION, "a worker's version is not the trainer's"
 
 
+@pytest.mark.parametrize("served", [False, True])
 def test_a_group_that_failed_for_good_ends_the_step_by_name(
-    bus: shmbus.Bus, ask: Callable[..., list[float]]
+    served: bool, bus_name: str, daemon: Callable[..., Any], ask: Callable[..., list[float]]
 ) -> None:
+    if served:
+        daemon("--capacity", "1MiB")
     named = pytest.raises(RuntimeError, match=r"it dropped 2 samples as failed.*sample_retries")
-    with answering(bus.name, fail), named:
-        ask(bus.name)
+    with shmbus.Bus.ensure(bus_name, capacity="1MiB"), answering(bus_name, fail), named:
+        ask(bus_name)
 
 
 def test_a_step_goes_on_after_one_that_ended(

@@ -156,7 +156,7 @@ def test_samples_of_newer_weights_than_the_trainers_are_trained_and_shown(
     """As after a resume: workers have weights that the checkpoint has not."""
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         bus.policy_version = 50
-        put_groups(bus_name, 0, 20)
+        put_groups(bus_name, 0, 40)
         with shmbus.Consumer(bus_name) as consumer:
             consumer.reset_policy_version(9)
         done = run(bus_name, tmp_path, 4, "version", max_staleness=8)

@@ -206,9 +206,9 @@ def test_a_prompt_whose_group_the_bus_dropped_ends_as_failed(
     parts: Callable[..., tuple[Any, Any]],
 ) -> None:  # fmt: skip
     manager, sampler = parts("ShmbusSampler", **options)
-    with shmbus.Bus.open(bus_name) as bus:
-        bus.policy_version = 8
     uids = submitted(queue, bus_name, manager, [5, 6], 9, *worker)
+    with shmbus.Bus.open(bus_name) as bus:
+        assert bus.policy_version == 8, "a worker sees it with the prompt"
 
     def ended() -> bool:
         sampler._sync_metadata_from_transfer_queue()

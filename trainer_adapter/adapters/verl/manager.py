@@ -61,6 +61,7 @@ class ShmbusAgentLoopManager:
         for name in ("prompt_length", "response_length"):
             if self._rollout.get(name) is not None:
                 LIMITS[name] = int(self._rollout[name])
+        self._bus = shmbus.Bus.open(str(bus))
         self._feeder = shmbus.Feeder(str(bus))
         self._waiting: queue.SimpleQueue[tuple[dict[str, Any], bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._offer_all, name="shmbus-verl", daemon=True)
@@ -90,6 +91,10 @@ class ShmbusAgentLoopManager:
         prompts : TensorDict
             A batch of verl's data set, with "uid".
         """
+        # Before a worker has one of them, as the sampler does: it may ask which version is current.
+        steps = int(_value(prompts, "global_steps", 0)) if "global_steps" in prompts else 0
+        if steps - 1 > self._bus.policy_version:
+            self._bus.policy_version = steps - 1
         validate = bool(_value(prompts, "validate", 0)) if "validate" in prompts else False
         for place in range(len(prompts)):
             prompt = {str(name): _value(prompts, name, place) for name in list(prompts.keys())}
@@ -100,6 +105,7 @@ class ShmbusAgentLoopManager:
         self._waiting.put(None)
         self._feeder.close()
         self._thread.join()
+        self._bus.close()
 
     def _offer_all(self) -> None:
         while (given := self._waiting.get()) is not None:
