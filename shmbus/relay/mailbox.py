@@ -56,7 +56,13 @@ class Mailbox(Protocol):
     def send(
         self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
     ) -> None:
-        """Send a message, or lose it where nobody has that address now."""
+        """Send a message, or lose it where nobody has that address now.
+
+        It may wait for `flush`. A payload has been read once this returns.
+        """
+
+    def flush(self) -> None:
+        """Let go what waits to be sent with what comes after it."""
 
     def receive(self, timeout_s: float) -> list[Envelope]:
         """Return what has come, after at most so long where nothing has."""
@@ -104,6 +110,9 @@ class LocalMailbox:
             if box is not None:
                 box.append((pack(self.address, message), bytes(payload)))
                 self._exchange.changed.notify_all()
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
     def receive(self, timeout_s: float) -> list[Envelope]:
         """Return what has come, after at most so long where nothing has."""

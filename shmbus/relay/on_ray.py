@@ -53,7 +53,9 @@ class _Carrier:
         self._actors: dict[str, Any] = {}
         self._absent: dict[str, float] = {}
 
-    def __call__(self, to: str, packed: bytes, payload: bytes | bytearray | memoryview) -> None:
+    def __call__(
+        self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
+    ) -> None:
         actor = self._actors.get(to) or self._look_up(to)
         if actor is None:
             return
@@ -89,8 +91,8 @@ class RelayActor:
     def __init__(self, plan: bytes) -> None:
         self._host = Host(plan, _Carrier())
 
-    def deliver(self, packed: bytes, block: Any = None) -> None:
-        """Take a message, with the records that it carries."""
+    def deliver(self, packed: list[bytes], block: Any = None) -> None:
+        """Take messages, with the records that the last one carries."""
         self._host.deliver(packed, b"" if block is None else memoryview(block))
 
     def describe(self) -> dict[str, Any]:

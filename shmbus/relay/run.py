@@ -72,4 +72,7 @@ def _work(party: Party, mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
     while goes_on():
         for envelope in mailbox.receive(wait_s):
             party.take(envelope)
+        # Before the round, which may put a block: others are to work meanwhile.
+        mailbox.flush()
         wait_s = party.round()
+        mailbox.flush()

@@ -6,6 +6,7 @@ Invariants:
   counter before it, which tells how many of the intent are there.
 - The journal forgets a record only when its source has said that it does not hold it any more.
 - A group that was begun is put to its end here, by this sink or its successor.
+- What is put next is what was asked for first; what is asked for meanwhile is bounded.
 - It takes assignments of the newest coordinator only, and those that were meant for itself.
 """
 
@@ -31,11 +32,15 @@ from shmbus.relay.messages import (
     SinkStateWanted,
 )
 
-__all__ = ["Journal", "Sink"]
+__all__ = ["Batch", "Journal", "Sink"]
 
 #: Bytes that are fetched at a time: groups are put together until they are as many. A transfer then
 #: costs little beside its bytes, and a few of them fit a small bus.
 BLOCK_BYTES = 16 << 20
+
+#: How many such blocks are under way at a time: one that is put, one that crosses the network, and
+#: one that its sources copy.
+BLOCKS_UNDER_WAY = 3
 
 #: The reason of a release on put: what becomes of the record is not known to its source.
 RELAYED = "relayed"
@@ -72,6 +77,21 @@ class Journal(NamedTuple):
         done = self.intent[: committed - self.before]
         rest = self.intent[len(done) :]
         return Journal(self.settled.union(done), rest, self.before + len(done), self.ended)
+
+
+class Batch(NamedTuple):
+    """Groups whose bytes are asked for together, and put together.
+
+    Attributes
+    ----------
+    groups : tuple
+        Their assignments; empty of what an earlier sink has begun.
+    origins : tuple
+        Their records, in the order in which they are put.
+    """
+
+    groups: tuple[Assignment, ...]
+    origins: tuple[Origin, ...]
 
 
 class Sink:
@@ -116,12 +136,12 @@ class Sink:
         self.ended.update(journal.ended)
         #: Assignments that were taken and not begun, in order.
         self.waiting: list[Assignment] = []
-        #: Those whose bytes are being fetched, unless an earlier sink has begun them.
-        self.batch: list[Assignment] = []
+        self._waiting_bytes = 0
+        #: Those whose bytes are asked for, in the order in which they are put.
+        self.batches: list[Batch] = []
         #: What of them is missing still.
         self.wanted: set[Origin] = set()
-        self.fetching: tuple[Origin, ...] = ()
-        #: What it has taken on and not put: of `intent`, `fetching` and `waiting`.
+        #: What it has taken on and not put: of `intent`, `batches` and `waiting`.
         self.owed: set[Origin] = set(journal.intent)
         self._gone: dict[Origin, Mark] = {}
         self._block_bytes = block_bytes
@@ -160,6 +180,7 @@ class Sink:
         if not self._is_meant(message):
             return []
         self.waiting.append(message)
+        self._waiting_bytes += message.nbytes
         self.owed.update(message.origins)
         return self._next()
 
@@ -176,25 +197,30 @@ class Sink:
         self.dropped.update(dict.fromkeys(origins, message.reason))
         return [Settled(self.name, origins), *self.end(origins, message.reason)]
 
-    # -- a block's worth of groups at a time -----------------------------------------------------
+    # -- blocks of groups, a few under way at a time ---------------------------------------------
+
+    @property
+    def fetching(self) -> tuple[Origin, ...]:
+        """What is put next, once all of it is here."""
+        return self.batches[0].origins if self.batches else ()
 
     def _next(self) -> list[Message]:
-        """Ask for the bytes of what was begun, else of the next groups."""
-        if self.fetching:
-            return []
-        if self.intent:
-            self.fetching = self.intent
-        elif self.waiting:
-            self.batch = self._next_batch()
-            # Of one bus behind each other: what is put then lies so in its block.
-            self.fetching = tuple(
-                origin for group in self.batch for origin in sorted(group.origins)
-            )
-        self.wanted = set(self.fetching)
-        self._gone = {}
-        return self.ask_again()
+        """Ask for the bytes of what was begun, and of as many groups as may be under way."""
+        said: list[Message] = []
+        while (batch := self._next_batch()) is not None:
+            self.batches.append(batch)
+            self.wanted.update(batch.origins)
+            said += self._fetch(batch.origins)
+        return said
 
-    def _next_batch(self) -> list[Assignment]:
+    def _next_batch(self) -> Batch | None:
+        if self.intent and not self.batches:
+            return Batch((), self.intent)
+        if not self.waiting or len(self.batches) >= BLOCKS_UNDER_WAY:
+            return None
+        # Beside another one only a whole block is worth its transfer; more groups may come.
+        if self.batches and self._waiting_bytes < self._block_bytes:
+            return None
         nbytes = count = taken = 0
         for group in self.waiting:
             nbytes += group.nbytes
@@ -202,57 +228,73 @@ class Sink:
             if taken and (nbytes > self._block_bytes or count > BLOCK_RECORDS):
                 break
             taken += 1
-        batch, self.waiting = self.waiting[:taken], self.waiting[taken:]
-        return batch
+        groups = tuple(self.waiting[:taken])
+        self._wait(self.waiting[taken:])
+        # Of one bus behind each other: what is put then lies so in its block.
+        origins = tuple(origin for group in groups for origin in sorted(group.origins))
+        return Batch(groups, origins)
 
-    def ask_again(self) -> list[Message]:
-        """Ask for what is missing: at first, and after an answer was lost."""
+    def _wait(self, groups: list[Assignment]) -> None:
+        """Let these be what waits, in this order."""
+        self.waiting = groups
+        self._waiting_bytes = sum(group.nbytes for group in groups)
+
+    def _fetch(self, origins: Iterable[Origin]) -> list[Message]:
         by_bus: dict[str, list[Origin]] = {}
-        for origin in self.fetching:
-            if origin in self.wanted:
-                by_bus.setdefault(origin[0], []).append(origin)
+        for origin in origins:
+            by_bus.setdefault(origin[0], []).append(origin)
         return [
             Fetch(bus, self.name, self.incarnation, tuple(by_bus[bus])) for bus in sorted(by_bus)
         ]
 
+    def ask_again(self) -> list[Message]:
+        """Ask for what is missing, after an answer was lost."""
+        said: list[Message] = []
+        for batch in self.batches:
+            said += self._fetch(origin for origin in batch.origins if origin in self.wanted)
+        return said
+
     def fetched(self, message: Fetched) -> list[Message]:
-        """Take an answer. With the last one the groups can be put, or some are given back."""
+        """Take an answer. With a block's last one it can be put, or some of it is given back."""
         if message.incarnation != self.incarnation:
             return []
         here = self.wanted.intersection(message.origins)
         gone = self.wanted.intersection(message.gone)
         self._gone.update(dict.fromkeys(gone, message.mark))
         self.wanted -= here | gone
-        if not self.fetching or self.wanted or not self._gone:
-            return []
-        return self._give_back()
+        return self._give_back() if self._gone else []
 
     def _give_back(self) -> list[Message]:
-        """Nobody holds a part of a group. One that was begun goes on without that part."""
-        gone = frozenset(self._gone.items())
-        self.owed.difference_update(self._gone)
-        if self.intent:
-            left = tuple(origin for origin in self.fetching if origin not in self._gone)
-            self.intent = self.fetching = left
-            self._gone = {}
-            said: list[Message] = [Returned(self.name, gone, frozenset())]
-            return said if left else [*said, *self._next()]
-        whole = [group for group in self.batch if self._gone.keys().isdisjoint(group.origins)]
-        self.waiting = whole + self.waiting
-        rest = frozenset(self.fetching).difference(self._gone, *(group.origins for group in whole))
-        self.owed -= rest
-        self._drop_batch()
-        return [Returned(self.name, gone, rest), *self._next()]
+        """Give back groups of which nobody holds a part, once all about their block is known."""
+        said: list[Message] = []
+        for batch in list(self.batches):
+            gone = {origin: self._gone[origin] for origin in batch.origins if origin in self._gone}
+            if gone and self.wanted.isdisjoint(batch.origins):
+                said += self._give_back_of(batch, gone)
+        return [*said, *self._next()]
 
-    def _drop_batch(self) -> None:
-        self.fetching = ()
-        self.batch = []
-        self._gone = {}
+    def _give_back_of(self, batch: Batch, gone: dict[Origin, Mark]) -> list[Message]:
+        """Give back what of a block cannot be put. What was begun goes on without that part."""
+        at = self.batches.index(batch)
+        for origin in gone:
+            del self._gone[origin]
+            self.owed.discard(origin)
+        marks = frozenset(gone.items())
+        if self.intent and at == 0:
+            self.intent = tuple(origin for origin in batch.origins if origin not in gone)
+            self.batches[:1] = [Batch((), self.intent)] if self.intent else []
+            return [Returned(self.name, marks, frozenset())]
+        whole = [group for group in batch.groups if gone.keys().isdisjoint(group.origins)]
+        self._wait(whole + self.waiting)
+        rest = frozenset(batch.origins).difference(gone, *(group.origins for group in whole))
+        self.owed -= rest
+        del self.batches[at]
+        return [Returned(self.name, marks, rest)]
 
     @property
     def ready(self) -> bool:
         """Whether all bytes of the next groups are there."""
-        return bool(self.fetching) and not self.wanted and not self._gone
+        return bool(self.batches) and self.wanted.isdisjoint(self.fetching)
 
     def intend(self, committed: int) -> Journal:
         """Return the journal that must be in the segment before the first record is put.
@@ -272,7 +314,7 @@ class Sink:
         self.settled |= origins
         self.owed -= origins
         self.intent, self.before = (), 0
-        self._drop_batch()
+        del self.batches[0]
         said: list[Message] = [Settled(self.name, origins)]
         if self.release_on == "put":
             said += self.end(origins, RELAYED)
@@ -318,7 +360,7 @@ class Sink:
         """Forget a source that will not come back: no answer of it can be awaited."""
         self._forget([origin for origin in self.settled if origin[0] == bus])
         lost = [group for group in self.waiting if any(each[0] == bus for each in group.origins)]
-        self.waiting = [group for group in self.waiting if group not in lost]
+        self._wait([group for group in self.waiting if group not in lost])
         said: list[Message] = []
         for group in lost:
             self.owed.difference_update(group.origins)
@@ -329,5 +371,5 @@ class Sink:
         if awaited:
             self._gone.update(dict.fromkeys(awaited, _LONG_AGO))
             self.wanted -= awaited
-            said += [] if self.wanted else self._give_back()
+            said += self._give_back()
         return said

@@ -46,8 +46,11 @@ _log = logging.getLogger("shmbus.relay")
 
 #: Seconds until the bus is tried again that was full.
 FULL_PAUSE_S = 0.002
-#: Seconds between checks of what the trainer has ended.
-ENDS_S = 0.005
+#: Seconds between rounds with nothing to put.
+IDLE_S = 0.01
+#: Seconds between checks of what the trainer has ended: a source's space is free so much later, and
+#: three messages are sent each time.
+ENDS_S = 0.05
 #: Seconds after which a release that no source has confirmed is asked for again.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
@@ -211,10 +214,14 @@ class SinkParty:
         said = self.sink.fetched(message)
         if message.gone:
             self._write()
-        if not self.sink.fetching or self.sink.wanted:
-            # Nothing, or the rest of it is to come; what was given back needs no bytes.
-            self._blocks = self._blocks if self.sink.wanted else []
+            self._keep_blocks()
         self._say(said)
+
+    def _keep_blocks(self) -> None:
+        """Let go of blocks of which nothing is to be put: it was, or was given back."""
+        coming = {origin for batch in self.sink.batches for origin in batch.origins}
+        coming -= self.sink.wanted
+        self._blocks = [each for each in self._blocks if not coming.isdisjoint(each[0])]
 
     def _refuse(self, message: Fetched, payload: bytes | memoryview) -> str:
         """Say what is wrong with a block; empty where nothing is."""
@@ -259,7 +266,7 @@ class SinkParty:
             The bus was removed.
         """
         now = time.monotonic()
-        busy = self._step()
+        wait_s = self._step()
         if self._tracks_ends and now >= self._next_ends_s:
             self._next_ends_s = now + ENDS_S
             self._tell_ends()
@@ -274,7 +281,7 @@ class SinkParty:
         if now >= self._next_hello_s:
             self._segment.require_name()
             self._hello()
-        return FULL_PAUSE_S if busy else ENDS_S
+        return wait_s
 
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
@@ -283,29 +290,29 @@ class SinkParty:
             if new:
                 self._say(self.sink.end(new, reason))
 
-    def _step(self) -> bool:
-        """Put what can be put of what is there; True where more is to be put."""
+    def _step(self) -> float:
+        """Put what can be put of the next block; return the seconds until more may be put."""
         sink = self.sink
         if not self._order:
             if not sink.ready:
-                return False
+                return IDLE_S
             if not self.journal.intend(self.producer, sink.fetching):
-                return True  # the journal is full: until sources have let go
+                return FULL_PAUSE_S  # the journal is full: until sources have let go
             sink.intend(self.producer.stats().committed)
             self._order, self._put = sink.fetching, 0
         while self._put < len(self._order):
             done = self._put_some()
             if not done:
-                return True
+                return FULL_PAUSE_S
             self._put += done
             self.records += done
         self.journal.settle(self.producer, self._order)
         for origin in self._order:
             self._checks.pop(origin, None)
-        self._order, self._blocks = (), []
-        said = sink.settle()
-        self._say(said)
-        return True
+        self._order = ()
+        self._say(sink.settle())
+        self._keep_blocks()
+        return 0.0 if sink.ready else IDLE_S
 
     def _put_some(self) -> int:
         """Put the next records that lie behind each other in one block; 0 on a full bus."""

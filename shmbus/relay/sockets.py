@@ -180,6 +180,9 @@ class SocketMailbox:
                 return
             self._forget(to)
 
+    def flush(self) -> None:
+        """Nothing waits but what a peer does not take."""
+
     def _connect(self, to: str) -> _Outgoing | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

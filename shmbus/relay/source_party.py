@@ -34,8 +34,14 @@ _log = logging.getLogger("shmbus.relay")
 #: Seconds for which heads are gathered before they are announced: little beside a rollout, and the
 #: coordinator hears each source at most so often.
 LINGER_S = 0.01
-#: Heads that are announced without waiting for more.
-LINGER_HEADS = 256
+#: The same after an announcement of many heads: what comes so fast waits for its block anyway, and
+#: a message costs its sender, its receiver and those that answer it as much as many heads do.
+BUSY_LINGER_S = 0.04
+#: How many heads are many.
+MANY_HEADS = 64
+#: Records that are polled in a round: what a fast bus gets meanwhile, and few beside the messages
+#: that wait.
+_POLL_AT_ONCE = 4096
 #: Seconds between words that it is there.
 HELLO_S = 1.0
 #: What a pause begins with that came from the trainers' side.
@@ -123,10 +129,11 @@ class SourceParty:
             The bus was removed.
         """
         now = time.monotonic()
-        self._new += self._relayable(self.reader.poll())
-        if self._new and (now >= self._next_announcement_s or len(self._new) >= LINGER_HEADS):
+        self._new += self._relayable(self.reader.poll(_POLL_AT_ONCE))
+        if self._new and now >= self._next_announcement_s:
             new, self._new = self._new, []
-            self._next_announcement_s = now + LINGER_S
+            busy = len(new) >= MANY_HEADS
+            self._next_announcement_s = now + (BUSY_LINGER_S if busy else LINGER_S)
             self._send_all(self.source.poll(new))
         if now >= self._next_hello_s:
             self.reader.require_bus()

@@ -78,6 +78,7 @@ class System:
             source.held = dict(source.held)
         other.sink = copy.copy(self.sink)
         other.sink.waiting = list(self.sink.waiting)
+        other.sink.batches = list(self.sink.batches)
         other.sink.wanted = set(self.sink.wanted)
         other.sink._gone = dict(self.sink._gone)
         other.sink.ended = dict(self.sink.ended)
@@ -102,7 +103,7 @@ class System:
             self.journal,
             tuple(sorted(map(hash, self.network))),
             tuple((x.mark, x.asked, tuple(sorted(x.held))) for x in self.sources.values()),
-            (s.incarnation, s.epoch, s.journal, tuple(s.waiting), s.fetching),
+            (s.incarnation, s.epoch, s.journal, tuple(s.waiting), tuple(s.batches)),
             (frozenset(s.wanted), frozenset(s._gone.items()), frozenset(s.ended.items())),
             (c.epoch, view.incarnation, view.heard, frozenset(view.leases)),
             tuple(sorted(c.newest.items())),

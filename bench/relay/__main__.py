@@ -1,0 +1,39 @@
+"""Measure what was named, or all of it, and print it: ``python -m bench.relay [PART...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from bench.relay.bounds import ray_bounds, tcp
+from bench.relay.cluster import cluster
+from bench.relay.hop import hop
+
+PARTS = ("bounds", "ray")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all where none is named")
+    parts = parser.parse_args().parts or PARTS
+    said: dict[str, Any] = {"load_before": os.getloadavg()[0]}
+    with cluster() as made:
+        if "bounds" in parts:
+            said |= ray_bounds(made) | {"tcp_gb_per_s": tcp() / 1e9}
+        if "ray" in parts:
+            said["relay_by_ray"] = hop(made)
+    sys.stdout.write(json.dumps(_rounded(said), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What bounds a relay: Ray's objects alone, one ray.put a trajectory, and a loopback socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+import ray
+
+from bench.relay.cluster import Account, on_side, pid_of
+
+__all__ = ["BLOCK", "RECORD", "SIZE", "ray_bounds", "tcp"]
+
+BLOCK: Final = 16 << 20
+#: What a trajectory of 2,048 tokens with mask and logprobs takes on a bus.
+RECORD: Final = 18_816
+SIZE: Final = 8
+BLOCKS: Final = 40
+PUTS: Final = 400
+TCP_BYTES: Final = 1 << 30
+
+
+class Sink:
+    """Takes blocks, or references."""
+
+    def pid(self) -> int:
+        """Return its process."""
+        return os.getpid()
+
+    def take(self, block: Any) -> int:
+        """Return a block's size."""
+        return len(block)
+
+    def take_each(self, refs: list[Any]) -> int:
+        """Return the size of what these refer to."""
+        return sum(len(ray.get(each)) for each in refs)
+
+
+class Source:
+    """Sends blocks, or references."""
+
+    def pid(self) -> int:
+        """Return its process."""
+        return os.getpid()
+
+    def send(self, sink: Any, count: int, at_once: int) -> float:
+        """Send blocks, so many at a time; return bytes per second."""
+        block = np.zeros(BLOCK, np.uint8)
+        began, under_way = time.perf_counter(), []
+        for _ in range(count):
+            under_way.append(sink.take.remote(block))
+            if len(under_way) == at_once:
+                ray.get(under_way.pop(0))
+        ray.get(under_way)
+        return count * BLOCK / (time.perf_counter() - began)
+
+    def put_each(self, sink: Any, count: int) -> float:
+        """Put each trajectory; return how many per second."""
+        record = np.zeros(RECORD, np.uint8)
+        began = time.perf_counter()
+        for _ in range(0, count, SIZE):
+            ray.get(sink.take_each.remote([ray.put(record) for _ in range(SIZE)]))
+        return count / (time.perf_counter() - began)
+
+
+def ray_bounds(made: Any) -> dict[str, Any]:
+    """Measure Ray alone: blocks of the relay's size, and one ray.put a trajectory."""
+    sink, source = on_side(Sink, "right"), on_side(Source, "left")
+    account = Account(made, {pid_of(source): "sender", pid_of(sink): "receiver"})
+    # Until all of both stores has been touched: a page's first use costs as much as its copy.
+    ray.get(source.send.remote(sink, BLOCKS, 3))
+    rates = {}
+    said: dict[str, Any] = {}
+    for at_once in (2, 3):
+        rates[at_once], spent = account.over(
+            BLOCKS * BLOCK, lambda many=at_once: ray.get(source.send.remote(sink, BLOCKS, many))
+        )
+        said[f"ray_blocks_{at_once}_at_once_gb_per_s"] = rates[at_once] / 1e9
+        said[f"ray_blocks_{at_once}_at_once_cpu_s_per_gb"] = spent
+    said["ray_blocks_gb_per_s"] = max(rates.values()) / 1e9
+    said["ray_put_each_per_s"] = ray.get(source.put_each.remote(sink, PUTS))
+    for actor in (sink, source):
+        ray.kill(actor)
+    return said
+
+
+def tcp(total: int = TCP_BYTES) -> float:
+    """Return bytes per second through a socket of this machine."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def send() -> None:
+        with socket.create_connection(listener.getsockname()) as connection:
+            chunk = bytes(1 << 20)
+            for _ in range(total >> 20):
+                connection.sendall(chunk)
+
+    thread = threading.Thread(target=send)
+    began = time.perf_counter()
+    thread.start()
+    connection, _ = listener.accept()
+    room, got = bytearray(1 << 20), 0
+    while count := connection.recv_into(room):
+        got += count
+    thread.join()
+    connection.close()
+    listener.close()
+    return got / (time.perf_counter() - began)
