@@ -12,7 +12,7 @@ from bench.relay.bounds import ray_bounds, tcp
 from bench.relay.cluster import cluster
 from bench.relay.hop import hop
 
-PARTS = ("bounds", "ray")
+PARTS = ("bounds", "ray", "direct")
 
 
 def _rounded(value: Any) -> Any:
@@ -30,8 +30,9 @@ def main() -> None:
     with cluster() as made:
         if "bounds" in parts:
             said |= ray_bounds(made) | {"tcp_gb_per_s": tcp() / 1e9}
-        if "ray" in parts:
-            said["relay_by_ray"] = hop(made)
+        for transport in ("ray", "direct"):
+            if transport in parts:
+                said[f"relay_by_{transport}"] = hop(made, transport=transport)
     sys.stdout.write(json.dumps(_rounded(said), indent=1) + "\n")
 
 

@@ -26,6 +26,7 @@ def start(
     trainers: Sequence[str],
     *,
     release: Literal["acknowledged", "put"] = "acknowledged",
+    transport: Literal["ray", "direct"] = "ray",
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -45,6 +46,10 @@ def start(
         When a source lets go of a record: once the trainer has acknowledged its group, so that the
         death of a trainer's node loses nothing; or once it is on the trainer's bus, which frees its
         space earlier.
+    transport : "ray" | "direct"
+        How bytes go: as objects and calls of Ray, or over TCP connections of the actors' own, which
+        take less of the processors. Those begin by calls of Ray, and fall back on them; what goes
+        over them is authenticated and not encrypted, and a node must let others connect to it.
     address : str, optional
         Of the Ray cluster; None for the one that this process is connected to, or the local one.
     **policy : object
@@ -67,4 +72,6 @@ def start(
     """
     from shmbus.relay.on_ray import start as start_on_ray
 
-    return start_on_ray(source, trainers, release=release, address=address, **policy)
+    return start_on_ray(
+        source, trainers, release=release, transport=transport, address=address, **policy
+    )

@@ -55,6 +55,8 @@ class PartyPlan(msgspec.Struct, frozen=True):
         Addresses; of a coordinator.
     policy : StashPolicy
         The same.
+    transport : "ray" | "direct"
+        How messages go to the others.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class PartyPlan(msgspec.Struct, frozen=True):
     sources: list[str] = []
     sinks: list[str] = []
     policy: StashPolicy = StashPolicy()
+    transport: str = "ray"
 
     def make(self, mailbox: Mailbox) -> Party:
         """Make the party."""
@@ -146,18 +149,21 @@ class Host:
 
     Parameters
     ----------
-    plan : bytes
-        A PartyPlan, as JSON.
+    plan : PartyPlan
+        What the party is.
     carry : Carry
         Takes messages away.
     """
 
-    def __init__(self, plan: bytes, carry: Carry) -> None:
-        self.plan = msgspec.json.decode(plan, type=PartyPlan)
+    def __init__(self, plan: PartyPlan, carry: Carry) -> None:
+        self.plan = plan
         self._mailbox = HostMailbox(self.plan.address, carry)
         self._party: Any = None
         self._superseded = ""
         self._thread = threading.Thread(target=self._work, name="shmbus relay", daemon=True)
+
+    def start(self) -> None:
+        """Begin, once what comes can be delivered."""
         self._thread.start()
 
     def _make(self) -> Party:

@@ -58,7 +58,7 @@ class Mailbox(Protocol):
     ) -> None:
         """Send a message, or lose it where nobody has that address now.
 
-        It may wait for `flush`. A payload has been read once this returns.
+        It may wait for `flush`. A payload may be read later, and must not change meanwhile.
         """
 
     def flush(self) -> None:

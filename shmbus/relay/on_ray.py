@@ -19,6 +19,7 @@ import numpy as np
 
 from shmbus import errors
 from shmbus.relay.coordinator_party import RelayNote
+from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
 from shmbus.segment.names import bus_names
 from shmbus.stash.stash import StashPolicy
@@ -47,9 +48,10 @@ _PREFIX: Final = "relay"
 
 
 class _Carrier:
-    """Takes messages to named actors."""
+    """Takes messages to named actors, with the endpoint of their sender, where it has one."""
 
     def __init__(self) -> None:
+        self.endpoint: Endpoint | None = None
         self._actors: dict[str, Any] = {}
         self._absent: dict[str, float] = {}
 
@@ -62,7 +64,9 @@ class _Carrier:
         # An array is read in place at the other end; bytes would be copied out of the store.
         block = np.frombuffer(payload, np.uint8) if len(payload) else None
         try:
-            actor.deliver.options(enable_task_events=False).remote(packed, block)
+            actor.deliver.options(enable_task_events=False).remote(
+                packed, block, self.endpoint and tuple(self.endpoint)
+            )
         except ray.exceptions.RayError:
             self._actors.pop(to, None)
 
@@ -89,10 +93,25 @@ class RelayActor:
     """
 
     def __init__(self, plan: bytes) -> None:
-        self._host = Host(plan, _Carrier())
+        made = msgspec.json.decode(plan, type=PartyPlan)
+        by_ray = _Carrier()
+        self._direct: Direct | None = None
+        if made.transport == "direct":
+            host = ray.util.get_node_ip_address()
+            self._direct = Direct(made.address, host, by_ray, self._take)
+            by_ray.endpoint = self._direct.endpoint
+        self._host = Host(made, self._direct or by_ray)
+        self._host.start()
 
-    def deliver(self, packed: list[bytes], block: Any = None) -> None:
-        """Take messages, with the records that the last one carries."""
+    def _take(self, packed: list[bytes], payload: bytes | memoryview) -> None:
+        self._host.deliver(packed, payload)
+
+    def deliver(
+        self, packed: list[bytes], block: Any = None, endpoint: tuple[Any, ...] | None = None
+    ) -> None:
+        """Take messages, with the records that the last one carries, and whom they are from."""
+        if endpoint is not None and self._direct is not None:
+            self._direct.learn(Endpoint(*endpoint))
         self._host.deliver(packed, b"" if block is None else memoryview(block))
 
     def describe(self) -> dict[str, Any]:
@@ -179,6 +198,7 @@ def start(
     trainers: Sequence[str],
     *,
     release: str = "acknowledged",
+    transport: str = "ray",
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -188,6 +208,8 @@ def start(
         raise TypeError("relay: expected a bus of rollout workers, and a list of trainers' buses")
     if release not in ("acknowledged", "put"):
         raise ValueError(f"release: expected 'acknowledged' or 'put', got {release!r}")
+    if transport not in ("ray", "direct"):
+        raise ValueError(f"transport: expected 'ray' or 'direct', got {transport!r}")
     stash_policy = _policy(policy)
     _connect(address)
     from_places = _find_all("rollout workers' bus", sources)
@@ -207,8 +229,8 @@ def start(
         [place.address(name) for place in to_places], stash_policy,
     )  # fmt: skip
     for place, plan in plans:
-        _start_actor(plan, {place.resource: _A_LITTLE})
-    _start_actor(lead, {to_places[0].resource: _A_LITTLE})
+        _start_actor(plan, transport, {place.resource: _A_LITTLE})
+    _start_actor(lead, transport, {to_places[0].resource: _A_LITTLE})
     return Relay(name, [plan.address for _, plan in plans] + [coordinator])
 
 
@@ -217,13 +239,13 @@ def _connect(address: str | None) -> None:
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
 
 
-def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:
+def _start_actor(plan: PartyPlan, transport: str, resources: dict[str, float]) -> None:
     kind = ray.remote(RelayActor)
     kind.options(
         name=plan.address, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
         max_restarts=-1, max_task_retries=0, max_pending_calls=_MOST_PENDING, num_cpus=0,
         resources=resources,
-    ).remote(msgspec.json.encode(plan))  # fmt: skip
+    ).remote(msgspec.json.encode(msgspec.structs.replace(plan, transport=transport)))  # fmt: skip
 
 
 def find(name: str, address: str | None = None) -> Relay:

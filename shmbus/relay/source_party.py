@@ -22,7 +22,9 @@ from shmbus.relay.messages import (
     Steering,
     Subscription,
 )
+from shmbus.relay.rooms import Rooms
 from shmbus.relay.source import Source
+from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from shmbus.relay.mailbox import Mailbox
@@ -81,7 +83,7 @@ class SourceParty:
         self._new: list[RecordHead] = []
         self._next_announcement_s = 0.0
         self._next_hello_s = 0.0
-        self._room = bytearray()
+        self._rooms = Rooms()
         self.released = 0
         heads: list[RecordHead] = []
         while found := self.reader.poll():
@@ -171,14 +173,10 @@ class SourceParty:
             payload: bytes | memoryview = b""
             if message.origins:
                 ids = [origin[1:] for origin in message.origins]
-                payload = self.reader.export(ids, self._room_for(message))
+                size = _core.BLOCK_HEADER_BYTES
+                size += sum(self.source.held[origin].nbytes for origin in message.origins)
+                payload = self.reader.export(ids, self._rooms.take(size))
             self._mailbox.send(sink, message, payload)
-
-    def _room_for(self, message: Fetched) -> bytearray:
-        size = 64 + sum(self.source.held[origin].nbytes for origin in message.origins)
-        if len(self._room) < size:
-            self._room = bytearray(size)
-        return self._room
 
     def _release(self, asker: str, asked: Release) -> None:
         ids = [origin[1:] for origin in asked.origins if origin in self.source.held]

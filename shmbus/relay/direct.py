@@ -1,0 +1,373 @@
+"""Messages straight from process to process over TCP, with another way for what it cannot take.
+
+Each process listens at an endpoint, which others learn by the other way, or from a connection that
+comes from there. Blocking sockets and a thread for each direction, since one system call then moves
+a whole block without the interpreter's lock.
+
+Invariants:
+
+- Both ends of a connection prove that they know the listener's key, which only the other way has
+  carried, before anything else is sent or read. Nothing is encrypted.
+- What no connection takes goes the other way, or is lost: parties ask again.
+- Lengths from a peer are bounded before anything is allocated by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from shmbus.relay.rooms import Rooms
+
+__all__ = ["Carry", "Deliver", "Direct", "Endpoint"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Takes messages to an address, or loses them; the payload is the last one's.
+Carry: TypeAlias = Callable[[str, list[bytes], bytes | bytearray | memoryview], None]
+#: Takes messages that have come, with the payload of the last one.
+Deliver: TypeAlias = Callable[[list[bytes], bytes | memoryview], None]
+
+#: Bytes of messages that come together: the heads of all that a source holds, a million and more.
+_MOST_PACKED: Final = 256 << 20
+#: Bytes of a block.
+_MOST_PAYLOAD: Final = 1 << 30
+#: Bytes that may wait for one peer: several blocks. What comes beyond is lost.
+_MOST_WAITING: Final = 256 << 20
+#: Seconds for a connection and its proofs.
+_MEET_S: Final = 5.0
+#: Seconds between attempts to connect: at first, and at most.
+_RETRY_S: Final = 0.2
+_MOST_RETRY_S: Final = 15.0
+#: Milliseconds after which a peer that acknowledges nothing counts as cut off.
+_SILENT_MS: Final = 10_000
+_LENGTHS: Final = struct.Struct("<QQ")
+_NONCE_BYTES: Final = 16
+_PROOF_BYTES: Final = 32
+_KEY_BYTES: Final = 32
+_MOST_ENDPOINT_BYTES: Final = 4096
+_BACKLOG: Final = 64
+
+
+class Endpoint(NamedTuple):
+    """Where a process listens.
+
+    Attributes
+    ----------
+    address : str
+        Its name among the relay's processes.
+    host, port : str, int
+        Where.
+    key : bytes
+        What whoever connects must know; new in each process.
+    """
+
+    address: str
+    host: str
+    port: int
+    key: bytes
+
+
+def _proof(key: bytes, who: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, who + nonces, "sha256")
+
+
+def _receive(connection: socket.socket, room: memoryview) -> None:
+    """Fill a room; ConnectionError at the end of the connection."""
+    done = 0
+    while done < len(room):
+        count = connection.recv_into(room[done:], len(room) - done, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionError("it was closed")
+        done += count
+
+
+def _receive_bytes(connection: socket.socket, count: int) -> bytes:
+    room = bytearray(count)
+    _receive(connection, memoryview(room))
+    return bytes(room)
+
+
+def _send(connection: socket.socket, parts: list[bytes | bytearray | memoryview]) -> None:
+    left = [memoryview(part).cast("B") for part in parts if len(part)]
+    while left:
+        count = connection.sendmsg(left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+
+
+def _require_open(connection: socket.socket) -> None:
+    """Notice that a peer has gone, before a message is lost to it: it never says anything here."""
+    try:
+        said = connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+    except BlockingIOError:
+        return
+    raise ConnectionError("it said something" if said else "it was closed")
+
+
+class _Link:
+    """A connection to one endpoint, made again when it ends, and what waits for it.
+
+    Parameters
+    ----------
+    to, own : Endpoint
+        The peer's, and this process's.
+    otherwise : Carry
+        Takes what was under way when a connection ended.
+    """
+
+    def __init__(self, to: Endpoint, own: Endpoint, otherwise: Carry) -> None:
+        self.to = to
+        self._own = own
+        self._otherwise = otherwise
+        self._waiting: queue.SimpleQueue[
+            tuple[list[bytes], bytes | bytearray | memoryview] | None
+        ] = queue.SimpleQueue()
+        self._nbytes = 0
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="shmbus relay send", daemon=True)
+        self._thread.start()
+
+    def send(self, packed: list[bytes], payload: bytes | bytearray | memoryview) -> bool:
+        """Take messages; False without a connection."""
+        with self._lock:
+            if self._connection is None or self._over.is_set():
+                return False
+            if self._nbytes > _MOST_WAITING:
+                return True  # lost: the peer takes nothing
+            self._nbytes += len(payload)
+            self._waiting.put((packed, payload))
+            return True
+
+    def _work(self) -> None:
+        retry_s = _RETRY_S
+        while not self._over.is_set():
+            try:
+                connection = self._meet()
+            except (OSError, ValueError) as error:
+                _log.debug("relay: no connection to %s: %s", self.to.address, error)
+                self._over.wait(retry_s)
+                retry_s = min(2 * retry_s, _MOST_RETRY_S)
+                continue
+            retry_s = _RETRY_S
+            with self._lock:
+                self._connection = connection
+            try:
+                self._send_all(connection)
+            except OSError as error:
+                _log.warning(
+                    "relay: the connection to %s ended (%s); it is made again, and messages go "
+                    "another way meanwhile", self.to.address, error,
+                )  # fmt: skip
+            finally:
+                connection.close()
+                self._divert()
+
+    def _meet(self) -> socket.socket:
+        """Connect, and prove both ends."""
+        connection = socket.create_connection((self.to.host, self.to.port), _MEET_S)
+        try:
+            _tune(connection)
+            own = msgspec.msgpack.encode(self._own)
+            nonces = _receive_bytes(connection, _NONCE_BYTES) + secrets.token_bytes(_NONCE_BYTES)
+            proof = _proof(self.to.key, b"from", nonces)
+            length = len(own).to_bytes(4, "little")
+            _send(connection, [nonces[_NONCE_BYTES:], proof, length, own])
+            answer = _receive_bytes(connection, _PROOF_BYTES)
+            if not hmac.compare_digest(answer, _proof(self.to.key, b"to", nonces)):
+                raise ConnectionError("somebody else listens there")
+            connection.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _send_all(self, connection: socket.socket) -> None:
+        while (item := self._waiting.get()) is not None:
+            packed, payload = item
+            try:
+                _require_open(connection)
+                together = msgspec.msgpack.encode(packed)
+                lengths = _LENGTHS.pack(len(together), len(payload))
+                _send(connection, [lengths, together, payload])
+            except OSError:
+                self._otherwise(self.to.address, packed, payload)
+                raise
+            finally:
+                self._nbytes -= len(payload)
+                # The room is to be free once the block has gone, and not with the next one.
+                del item, packed, payload
+
+    def _divert(self) -> None:
+        """Send what waits another way."""
+        with self._lock:
+            self._connection = None
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._waiting.get_nowait()
+                if item is not None:
+                    self._nbytes -= len(item[1])
+                    self._otherwise(self.to.address, *item)
+
+    def cut(self) -> None:
+        """End the connection, as a network may."""
+        with self._lock:
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it for good."""
+        self._over.set()
+        self._waiting.put(None)
+        self.cut()
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
+
+
+class Direct:
+    """A way to others by TCP; called with an address, messages and the last one's payload.
+
+    Parameters
+    ----------
+    address : str
+        This process's name among the relay's.
+    host : str
+        The network address at which it listens.
+    otherwise : Carry
+        Takes what no connection takes. It has to carry `endpoint` too, to where `learn` is called.
+    deliver : Deliver
+        Takes what comes, in threads of this object.
+
+    Attributes
+    ----------
+    endpoint : Endpoint
+        Where it listens.
+    refused : int
+        Connections that were refused.
+    """
+
+    def __init__(self, address: str, host: str, otherwise: Carry, deliver: Deliver) -> None:
+        self._otherwise = otherwise
+        self._deliver = deliver
+        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        port = self._listener.getsockname()[1]
+        self.endpoint = Endpoint(address, host, port, secrets.token_bytes(_KEY_BYTES))
+        self.refused = 0
+        self._links: dict[str, _Link] = {}
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="shmbus relay listen", daemon=True).start()
+
+    def learn(self, endpoint: Endpoint) -> None:
+        """Take the endpoint of a peer that has proved who it is."""
+        with self._lock:
+            link = self._links.get(endpoint.address)
+            if link is not None and link.to == endpoint:
+                return
+            if link is not None:
+                link.close()
+            self._links[endpoint.address] = _Link(endpoint, self.endpoint, self._otherwise)
+
+    def __call__(
+        self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
+    ) -> None:
+        """Take messages to an address. The payload is read later: it must not be changed."""
+        link = self._links.get(to)
+        if link is None or not link.send(packed, payload):
+            self._otherwise(to, packed, payload)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            threading.Thread(
+                target=self._read, args=(connection,), name="shmbus relay receive", daemon=True
+            ).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        self._connections.add(connection)
+        try:
+            self.learn(self._greet(connection))
+            self._read_all(connection)
+        except (OSError, ValueError) as error:
+            _log.debug("relay: a connection to %s ended: %s", self.endpoint.address, error)
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    def _greet(self, connection: socket.socket) -> Endpoint:
+        """Prove both ends of a connection that has come, and return whose it is."""
+        connection.settimeout(_MEET_S)
+        _tune(connection)
+        nonce, key = secrets.token_bytes(_NONCE_BYTES), self.endpoint.key
+        _send(connection, [nonce])
+        nonces = nonce + _receive_bytes(connection, _NONCE_BYTES)
+        proof = _receive_bytes(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(key, b"from", nonces)):
+            self.refused += 1
+            raise ConnectionError("whoever connects does not know the key")
+        length = int.from_bytes(_receive_bytes(connection, 4), "little")
+        if length > _MOST_ENDPOINT_BYTES:
+            raise ConnectionError(f"an endpoint of {length} bytes")
+        endpoint = msgspec.msgpack.decode(_receive_bytes(connection, length), type=Endpoint)
+        _send(connection, [_proof(key, b"to", nonces)])
+        connection.settimeout(None)
+        return endpoint
+
+    def _read_all(self, connection: socket.socket) -> None:
+        rooms, lengths = Rooms(), memoryview(bytearray(_LENGTHS.size))
+        while True:
+            _receive(connection, lengths)
+            packed, nbytes = _LENGTHS.unpack(lengths)
+            if packed > _MOST_PACKED or nbytes > _MOST_PAYLOAD:
+                raise ConnectionError(f"messages of {packed} bytes with {nbytes} of payload")
+            together = _receive_bytes(connection, packed)
+            payload: memoryview | bytes = b""
+            if nbytes:
+                payload = rooms.take(nbytes)
+                _receive(connection, payload)
+                payload = payload.toreadonly()
+            self._deliver(msgspec.msgpack.decode(together, type=list[bytes]), payload)
+            del payload
+
+    def cut(self) -> None:
+        """End all connections, as a network may; they are made again."""
+        for link in list(self._links.values()):
+            link.cut()
+        self._cut_incoming()
+
+    def _cut_incoming(self) -> None:
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all connections, and listen no more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+        self._cut_incoming()

@@ -1,0 +1,235 @@
+"""Messages over TCP connections of the relay's own: cut ones, strangers, and a whole relay."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from conftest import wait_until
+from relay.local import COORDINATOR, put_group, take
+
+import shmbus
+from shmbus.relay.direct import Direct, Endpoint
+from shmbus.relay.host import Host, PartyPlan
+from shmbus.relay.mailbox import Mailbox
+from shmbus.relay.rooms import Rooms
+from shmbus.relay.run import run_party
+
+HOST = "127.0.0.1"
+
+
+class Pair:
+    """Two ends, and what came at the second one by either way."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[list[bytes], bytes]] = []
+        self.otherwise: list[tuple[list[bytes], bytes]] = []
+        self.left = Direct("left", HOST, self._other_way, lambda packed, payload: None)
+        self.right = Direct("right", HOST, self._other_way, self._take)
+
+    def _take(self, packed: list[bytes], payload: bytes | memoryview) -> None:
+        self.came.append((packed, bytes(payload)))
+
+    def _other_way(
+        self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
+    ) -> None:
+        self.otherwise.append((packed, bytes(payload)))
+
+    def meet(self) -> None:
+        """Have the left end send to the right one directly."""
+        self.left.learn(self.right.endpoint)
+        wait_until(lambda: self.left._links["right"]._connection is not None)
+
+
+@contextmanager
+def pair() -> Iterator[Pair]:
+    """Two ends for a while."""
+    made = Pair()
+    try:
+        yield made
+    finally:
+        made.left.close()
+        made.right.close()
+
+
+def block(number: int, rooms: Rooms) -> memoryview:
+    """A block of which each byte follows from its number."""
+    room = rooms.take(200_000 + number)
+    np.frombuffer(room, np.uint8)[:] = number % 251
+    return room
+
+
+def test_what_is_known_goes_directly_and_what_is_not_goes_the_other_way() -> None:
+    with pair() as both:
+        both.left("right", [b"one"], b"payload")
+        assert both.otherwise == [([b"one"], b"payload")]
+        both.meet()
+        both.left("right", [b"two", b"three"], b"more")
+        both.left("nobody", [b"four"], b"")
+        wait_until(lambda: len(both.came) == 1)
+        assert both.came == [([b"two", b"three"], b"more")]
+        assert both.otherwise[1:] == [([b"four"], b"")]
+        # The left end's name and place came with its connection.
+        wait_until(lambda: "left" in both.right._links)
+
+
+def test_blocks_are_whole_whenever_a_connection_is_cut_and_it_is_made_again() -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng, rooms, cuts = random.Random(seed), Rooms(), 0
+    with pair() as both:
+        both.meet()
+        for number in range(300):
+            both.left("right", [str(number).encode()], block(number, rooms))
+            if rng.random() < 0.05:
+                rng.choice([both.left, both.right]).cut()
+                cuts += 1
+                time.sleep(rng.choice([0.0, 0.3]))
+        assert cuts
+        both.meet()
+        both.left("right", [b"last"], b"")
+        wait_until(lambda: any(packed == [b"last"] for packed, _ in both.came))
+        for (packed,), payload in both.came + both.otherwise:
+            if packed != b"last":
+                number = int(packed)
+                assert payload == bytes([number % 251]) * (200_000 + number), "torn"
+        print(f"{cuts} cuts, {len(both.came)} directly, {len(both.otherwise)} the other way")
+
+
+def test_whoever_does_not_know_the_key_is_refused_and_told_nothing() -> None:
+    with pair() as both:
+        endpoint = both.right.endpoint
+        with socket.create_connection((endpoint.host, endpoint.port)) as stranger:
+            stranger.settimeout(10.0)
+            nonce = stranger.recv(16)
+            stranger.sendall(bytes(16) + bytes(32))
+            assert len(nonce) == 16 and stranger.recv(1) == b""
+        assert both.right.refused == 1 and not both.came
+        wrong = endpoint._replace(key=bytes(32))
+        both.left.learn(wrong)
+        wait_until(lambda: both.right.refused >= 2)
+        both.left("right", [b"one"], b"")
+        assert not both.came and both.otherwise == [([b"one"], b"")]
+        # The next process under that name has another endpoint.
+        both.meet()
+
+
+def test_who_listens_without_the_key_gets_nothing() -> None:
+    with socket.create_server((HOST, 0)) as listener, pair() as both:
+        both.left.learn(Endpoint("right", HOST, listener.getsockname()[1], b"k" * 32))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(bytes(16))
+            connection.settimeout(10.0)
+            while len(connection.recv(4096)) < 16:
+                pass
+            connection.sendall(bytes(32))
+            both.left("right", [b"secret"], b"records")
+            assert connection.recv(4096) == b""
+        assert both.otherwise == [([b"secret"], b"records")]
+
+
+def test_lengths_that_no_block_has_end_the_connection_before_anything_is_allocated() -> None:
+    with pair() as both:
+        both.meet()
+        connection = both.left._links["right"]._connection
+        assert connection is not None
+        connection.sendall((1 << 62).to_bytes(8, "little") * 2)
+        wait_until(lambda: not both.right._connections)
+        both.left("right", [b"one"], b"")
+        wait_until(lambda: both.otherwise == [([b"one"], b"")])
+        both.meet()
+        assert not both.came
+
+
+def test_a_room_that_is_read_is_not_given_out_again() -> None:
+    rooms = Rooms()
+    first = rooms.take(1000)
+    part = first[10:20]
+    assert not np.shares_memory(
+        np.frombuffer(rooms.take(900), np.uint8), np.frombuffer(first, "u1")
+    )
+    place = np.frombuffer(first, np.uint8).ctypes.data
+    del first
+    assert np.frombuffer(rooms.take(1000), np.uint8).ctypes.data != place
+    del part
+    assert np.frombuffer(rooms.take(1000), np.uint8).ctypes.data == place
+
+
+class DirectRelay:
+    """A whole relay whose hosts speak over TCP, in one process; the other way is a call."""
+
+    def __init__(self, sources: list[str], sinks: list[str]) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.directs: dict[str, Direct] = {}
+        self.directly = 0
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        plans = [PartyPlan("source", name, COORDINATOR, name) for name in sources]
+        plans += [PartyPlan("sink", name, COORDINATOR, name) for name in sinks]
+        plans += [PartyPlan("coordinator", COORDINATOR, COORDINATOR, "", "", sources, sinks)]
+        for plan in plans:
+            self._start(plan)
+
+    def _start(self, plan: PartyPlan) -> None:
+        def otherwise(to: str, packed: list[bytes], payload: Any) -> None:
+            if to in self.hosts:
+                self.directs[to].learn(self.directs[plan.address].endpoint)
+                self.hosts[to].deliver(packed, bytes(payload))
+
+        def deliver(packed: list[bytes], payload: bytes | memoryview) -> None:
+            self.directly += len(packed)
+            self.hosts[plan.address].deliver(packed, payload)
+
+        self.directs[plan.address] = Direct(plan.address, HOST, otherwise, deliver)
+        host = self.hosts[plan.address] = Host(plan, self.directs[plan.address])
+        mailbox: Mailbox = host._mailbox
+        # Host.start would run for as long as the process does.
+        thread = threading.Thread(
+            target=run_party, args=(host._make, mailbox, lambda: not self._over.is_set())
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def stop(self) -> None:
+        """End all of it."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        for direct in self.directs.values():
+            direct.close()
+
+
+def test_a_relay_over_connections_that_are_cut_loses_doubles_and_tears_nothing(
+    bus_name: str,
+) -> None:
+    names = [f"{bus_name}.{each}" for each in "abt"]
+    buses = [shmbus.Bus.create(name, "4MiB") for name in names]
+    made = DirectRelay(names[:2], names[2:])
+    try:
+        with shmbus.Consumer(names[2]) as consumer:
+            put_group(names[:2], 0)
+            take(consumer, 1)[0].ack()
+            wait_until(lambda: made.directly > 0)
+            for round_ in range(3):
+                for group in range(1, 21):
+                    put_group(names[:2], 100 * round_ + group, values=5000)
+                for direct in made.directs.values():
+                    direct.cut()
+                for group in take(consumer, 20):
+                    for t in group:
+                        number = int(group.instance_id[1:])
+                        assert (t["tokens"] == np.full(5000, number, np.int32)).all(), "torn"
+                    group.ack()
+            wait_until(lambda: all(bus.stats().undelivered == 0 for bus in buses))
+            assert buses[2].stats().committed == 61 * 4
+    finally:
+        made.stop()
+        for bus in buses:
+            bus.unlink()
