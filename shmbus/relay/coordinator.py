@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -41,6 +40,9 @@ __all__ = ["Coordinator", "OriginHead"]
 #: while one is put.
 WINDOW_BYTES = 128 << 20
 
+#: Groups that are placed together, the heaviest first: so many make sums nearly equal.
+PLACED_AT_ONCE = 256
+
 #: More groups than any stash has.
 _ALL = 1 << 30
 
@@ -53,7 +55,10 @@ class _SinkView(msgspec.Struct):
 
     incarnation: int = -1
     heard: bool = False
+    #: Bytes that are assigned and not put, and those of all groups that were placed here; the
+    #: latter count as at most a window behind those of others.
     bytes: int = 0
+    placed: int = 0
     #: Bytes of a record and of a group that its bus takes, and records of a group.
     largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
     leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
@@ -94,8 +99,8 @@ class Coordinator:
         self.known: dict[Origin, OriginHead] = {}
         #: Placed for good, or dropped; with the mark of its release once that is known.
         self.taken: dict[Origin, Mark | None] = {}
-        #: The same by bus, the oldest mark first.
-        self._due: dict[str, list[tuple[Mark, Origin]]] = {}
+        #: The same by bus and mark.
+        self._due: dict[str, dict[Mark, list[Origin]]] = {}
         #: Of what is assigned, the sink and the group.
         self.assigned: dict[Origin, tuple[str, frozenset[Origin]]] = {}
         #: Dropped by a policy, and not in a sink's journal yet.
@@ -157,9 +162,10 @@ class Coordinator:
             if head.origin not in self.known and not self._is_taken(head.origin)
         ]
         # After that: this announcement may be as old as a release, and name what was released.
-        due = self._due.get(bus, [])
-        while due and due[0][0] <= mark:
-            self._forget_if_old(heapq.heappop(due)[1])
+        due = self._due.get(bus, {})
+        for old in [each for each in due if each <= mark]:
+            for origin in due.pop(old):
+                self._forget_if_old(origin)
         self.known.update((head.origin, head) for head in new)
         self.stash.add(new, now_s)
         return [*self.drop_discards(), *self.place()]
@@ -198,7 +204,7 @@ class Coordinator:
         if mark is not None or origin not in self.taken:
             self.taken[origin] = mark
         if mark is not None:
-            heapq.heappush(self._due.setdefault(origin[0], []), (mark, origin))
+            self._due.setdefault(origin[0], {}).setdefault(mark, []).append(origin)
         self._forget_if_old(origin)
 
     def _forget_if_old(self, origin: Origin) -> None:
@@ -309,12 +315,14 @@ class Coordinator:
         has = message.settled | message.owed
         orphans, view.owed = view.owed - has, message.owed
         for origins in list(view.leases):
+            weight = _weight(view.leases[origins])
             samples = self._end_lease(view, origins)
             if origins & has or len(samples) < len(origins):
                 # A group is put as a whole: what was confirmed or is there tells of the others.
                 for sample in samples:
                     self._take(sample.origin, None)
             else:
+                view.placed -= weight
                 self._put_back(samples, now_s)
         self._withdraw(has.intersection(self.known), now_s)
         for origin in has:
@@ -381,6 +389,7 @@ class Coordinator:
         gone = dict(message.gone)
         samples: list[OriginHead] = []
         for origins in self._groups_at(message.sink, gone):
+            view.placed -= _weight(view.leases[origins])
             samples += self._end_lease(view, origins)
         self._withdraw(self._unassigned(gone), now_s)
         for origin, mark in gone.items():
@@ -401,22 +410,37 @@ class Coordinator:
     # -- placing ---------------------------------------------------------------------------------
 
     def place(self) -> list[Message]:
-        """Assign complete groups, the heaviest first, each to the sink with the least under way."""
+        """Assign complete groups, the heaviest first, each to the sink that has got the least.
+
+        What is under way would tell nothing at a low rate: each group is put before the next comes.
+        """
         if not all(view.heard for view in self.sinks.values()):
             return []
         open_ = {name for name, view in self.sinks.items() if self._has_room(view)}
         said: list[Message] = []
-        while open_ and (groups := self.stash.lease(len(open_), self.policy_version)):
+        while open_ and (groups := self._lease_for(open_)):
             for group in sorted(groups, key=_weight, reverse=True):
                 takers = [name for name in self.sinks if self._takes(name, group)]
                 if not takers:
                     said += self._refuse(group)
                     continue
-                takers = [name for name in takers if name in open_] or takers
-                name = min(takers, key=lambda each: (self.sinks[each].bytes, each))
+                takers = [name for name in takers if self._has_room(self.sinks[name])] or takers
+                name = min(takers, key=lambda each: (self.sinks[each].placed, each))
                 said.append(self._assign(name, group))
             open_ = {name for name in open_ if self._has_room(self.sinks[name])}
         return [*said, *self.drop_discards()]
+
+    def _lease_for(self, open_: Iterable[str]) -> list[GroupEntry[OriginHead]]:
+        """Take so many complete groups as these sinks have room for, and one that is too much."""
+        room = sum(self._window - self.sinks[name].bytes for name in open_)
+        groups: list[GroupEntry[OriginHead]] = []
+        while len(groups) < PLACED_AT_ONCE and (not groups or room > 0):
+            found = self.stash.lease(1, self.policy_version)
+            if not found:
+                break
+            groups += found
+            room -= _weight(found[0])
+        return groups
 
     def _takes(self, name: str, group: GroupEntry[OriginHead]) -> bool:
         """Whether a sink's bus ever has room for the group."""
@@ -457,6 +481,11 @@ class Coordinator:
         view.leases[origins] = group
         self.assigned.update(dict.fromkeys(origins, (name, origins)))
         view.bytes += _weight(group)
+        view.placed += _weight(group)
+        # One that took nothing for long does not get all there is once it takes again.
+        behind = view.placed - self._window
+        for each in self.sinks.values():
+            each.placed = max(each.placed, behind)
         return self._assignment(name, group)
 
     def _assignment(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:

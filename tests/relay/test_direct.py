@@ -148,18 +148,21 @@ def test_lengths_that_no_block_has_end_the_connection_before_anything_is_allocat
         assert not both.came
 
 
-def test_a_room_that_is_read_is_not_given_out_again() -> None:
+def test_a_room_that_is_read_is_not_given_out_again_and_a_free_one_is() -> None:
     rooms = Rooms()
     first = rooms.take(1000)
+    first[:] = bytes([7]) * 1000
     part = first[10:20]
-    assert not np.shares_memory(
-        np.frombuffer(rooms.take(900), np.uint8), np.frombuffer(first, "u1")
-    )
-    place = np.frombuffer(first, np.uint8).ctypes.data
     del first
-    assert np.frombuffer(rooms.take(1000), np.uint8).ctypes.data != place
+    for _ in range(5):
+        rooms.take(900)[:] = bytes([8]) * 900
+    assert part == bytes([7]) * 10 and len(rooms._kept) == 2
     del part
-    assert np.frombuffer(rooms.take(1000), np.uint8).ctypes.data == place
+    views = [rooms.take(1000) for _ in range(2)]
+    assert len(rooms._kept) == 2
+    for i, view in enumerate(views):
+        view[:] = bytes([i]) * 1000
+    assert views[0][0] == 0
 
 
 class DirectRelay:
