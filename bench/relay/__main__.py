@@ -11,8 +11,10 @@ from typing import Any
 from bench.relay.bounds import ray_bounds, tcp
 from bench.relay.cluster import cluster
 from bench.relay.hop import hop
+from bench.relay.parts import parts as core_parts
+from bench.relay.skew import skew
 
-PARTS = ("bounds", "ray", "direct")
+PARTS = ("bounds", "ray", "direct", "skew", "parts")
 
 
 def _rounded(value: Any) -> Any:
@@ -21,18 +23,37 @@ def _rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
+def _ratios(said: dict[str, Any]) -> dict[str, float]:
+    """Compare each way of the relay with its bounds, where both were measured."""
+    found = {}
+    for transport in ("ray", "direct"):
+        hopped = said.get(f"relay_by_{transport}")
+        if hopped and "tcp_gb_per_s" in said:
+            found |= {
+                f"{transport}_to_ray_blocks": hopped["gb_per_s"] / said["ray_blocks_gb_per_s"],
+                f"{transport}_to_put_each": hopped["per_s"] / said["ray_put_each_per_s"],
+                f"{transport}_to_tcp": hopped["gb_per_s"] / said["tcp_gb_per_s"],
+            }
+    return found
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all where none is named")
     parts = parser.parse_args().parts or PARTS
     said: dict[str, Any] = {"load_before": os.getloadavg()[0]}
+    if "parts" in parts:
+        said["a_record"] = core_parts()
     with cluster() as made:
         if "bounds" in parts:
             said |= ray_bounds(made) | {"tcp_gb_per_s": tcp() / 1e9}
         for transport in ("ray", "direct"):
             if transport in parts:
                 said[f"relay_by_{transport}"] = hop(made, transport=transport)
+        if "skew" in parts:
+            said["skew"] = skew()
+    said["ratios"] = _ratios(said)
     sys.stdout.write(json.dumps(_rounded(said), indent=1) + "\n")
 
 
