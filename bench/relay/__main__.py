@@ -25,7 +25,7 @@ def _rounded(value: Any) -> Any:
 
 def _ratios(said: dict[str, Any]) -> dict[str, float]:
     """Compare each way of the relay with its bounds, where both were measured."""
-    found = {}
+    found: dict[str, float] = {}
     for transport in ("ray", "direct"):
         hopped = said.get(f"relay_by_{transport}")
         if hopped and "tcp_gb_per_s" in said:

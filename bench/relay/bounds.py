@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -67,18 +69,21 @@ class Source:
         return count / (time.perf_counter() - began)
 
 
+def _answer(call: Callable[[], Any]) -> float:
+    return float(ray.get(call()))
+
+
 def ray_bounds(made: Any) -> dict[str, Any]:
     """Measure Ray alone: blocks of the relay's size, and one ray.put a trajectory."""
     sink, source = on_side(Sink, "right"), on_side(Source, "left")
     account = Account(made, {pid_of(source): "sender", pid_of(sink): "receiver"})
     # Until all of both stores has been touched: a page's first use costs as much as its copy.
     ray.get(source.send.remote(sink, BLOCKS, 3))
-    rates = {}
+    rates: dict[int, float] = {}
     said: dict[str, Any] = {}
     for at_once in (2, 3):
-        rates[at_once], spent = account.over(
-            BLOCKS * BLOCK, lambda many=at_once: ray.get(source.send.remote(sink, BLOCKS, many))
-        )
+        send = functools.partial(source.send.remote, sink, BLOCKS, at_once)
+        rates[at_once], spent = account.over(BLOCKS * BLOCK, functools.partial(_answer, send))
         said[f"ray_blocks_{at_once}_at_once_gb_per_s"] = rates[at_once] / 1e9
         said[f"ray_blocks_{at_once}_at_once_cpu_s_per_gb"] = spent
     said["ray_blocks_gb_per_s"] = max(rates.values()) / 1e9
