@@ -82,7 +82,7 @@ build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps sglang==0.5.23
 	@touch $@
 
-test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes on this machine, in an environment of its own
+test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes on this machine, in an environment of its own (ARGS="-m 'not slow'": half a minute)
 	build/peers/ray/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/ray
 
 build/peers/ray/.made: tests/peers/ray/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)

@@ -54,7 +54,9 @@ def start(
         Of the Ray cluster; None for the one that this process is connected to, or the local one.
     **policy : object
         What happens to groups before they cross the network, by the names that a Consumer has:
-        `group_timeout`, `on_timeout`, `max_policy_lag`, `skip_zero_variance`.
+        `group_timeout`, `on_timeout`, `max_policy_lag`, `skip_zero_variance`, `sample_retries`,
+        `retry_timeout`, `on_failure`. Where groups may go without samples, the trainer's Consumer
+        takes them with `on_failure="partial"`.
 
     Returns
     -------

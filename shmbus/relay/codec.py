@@ -41,6 +41,8 @@ _KINDS: Final[tuple[type[Any], ...]] = (
     messages.Hello,
     messages.Steering,
     messages.Peers,
+    messages.Wanted,
+    messages.Unanswered,
 )
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)

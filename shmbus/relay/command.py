@@ -8,16 +8,25 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 from shmbus.cli._show import add_command, print_json, printable, show_count, show_duration, table
 
 if TYPE_CHECKING:
-    from shmbus.relay.coordinator_party import RelayNote
+    from shmbus.relay.notes import RelayNote
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run", "show_nodes"]
+
+#: Of what happens to groups before they cross: option, its type, and what it says.
+_POLICY: Final = (
+    ("group-timeout", float, "seconds that a group may stay incomplete"),
+    ("max-policy-lag", int, "versions that a group may be behind"),
+    ("sample-retries", int, "how often producers are asked again for a sample that failed"),
+    ("retry-timeout", float, "seconds that they may take for it"),
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -47,6 +56,17 @@ def add_parser(commands: Commands) -> None:
         help="a trainer's bus; once for each",
     )  # fmt: skip
     parser.add_argument("--ray", metavar="ADDRESS", help="of the cluster (default: this node's)")
+    for option, kind, meaning in _POLICY:
+        parser.add_argument(f"--{option}", type=kind, metavar=kind.__name__.upper(), help=meaning)
+    for option in ("on-timeout", "on-failure"):
+        choices = ("wait", "drop", "partial") if option == "on-timeout" else ("drop", "partial")
+        parser.add_argument(
+            f"--{option}", choices=choices, help=f"as a Consumer's {option.replace('-', '_')}"
+        )
+    parser.add_argument(
+        "--skip-zero-variance", action="store_true", default=None,
+        help="drop groups whose scores are all equal, at their sources",
+    )  # fmt: skip
     parser.add_argument(
         "--release", choices=("acknowledged", "put"), default="acknowledged",
         help="when a source lets go of a record (default: acknowledged)",
@@ -65,11 +85,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; 1 with a hint where the extra is not installed, 2 where a trainer is missing."""
-    if importlib.util.find_spec("ray") is None:
-        print(
-            "shmbus relay needs Ray; install the extra on every node: pip install 'shmbus[ray]'",
-            file=sys.stderr,
-        )
+    if not _has_ray():
         return 1
     from shmbus.relay import on_ray
 
@@ -90,16 +106,71 @@ def run(arguments: argparse.Namespace) -> int:
         print("shmbus relay: expected --trainer NAME, where groups go", file=sys.stderr)
         return 2
     else:
+        names = [each.replace("-", "_") for each, _, _ in _POLICY]
+        names += ["on_timeout", "on_failure", "skip_zero_variance"]
+        given = {each: getattr(arguments, each) for each in names}
         relay = on_ray.start(
-            arguments.name,
-            arguments.trainer,
-            release=arguments.release,
-            transport=arguments.transport,
-            address=arguments.ray,
-        )
+            arguments.name, arguments.trainer, release=arguments.release,
+            transport=arguments.transport, address=arguments.ray,
+            **{each: value for each, value in given.items() if value is not None},
+        )  # fmt: skip
         print(f"relay of bus {name} relays by {len(relay.addresses)} actors:")
         print("\n".join(f"  {address}" for address in relay.addresses))
     return 0
+
+
+def _has_ray() -> bool:
+    found = importlib.util.find_spec("ray") is not None
+    if not found:
+        print(
+            "shmbus relay needs Ray; install the extra on every node: pip install 'shmbus[ray]'",
+            file=sys.stderr,
+        )
+    return found
+
+
+def show_nodes(name: str, address: str | None, *, json: bool) -> int:
+    """Print the ledgers of all buses of a relay; 1 where one does not balance, or is silent."""
+    if not _has_ray():
+        return 1
+    from shmbus.relay import on_ray
+
+    nodes = on_ray.find(name, address).ledgers()
+    if json:
+        print_json(nodes)
+    else:
+        print(ledgers_text(name, nodes))
+    return 0 if all(each["balanced"] for each in nodes) else 1
+
+
+def ledgers_text(name: str, nodes: list[dict[str, Any]]) -> str:
+    """Return the ledgers of all buses of a relay as text, with the sums of both sides."""
+    lines = [f"relay of bus {name}: the ledgers of {show_count(len(nodes))} buses"]
+    kinds = ("committed", "acknowledged", "leased", "stashed", "in_ring", "dropped")
+    rows, sums = [], {"source": dict.fromkeys(kinds, 0), "sink": dict.fromkeys(kinds, 0)}
+    reasons: dict[str, Counter[str]] = {"source": Counter(), "sink": Counter()}
+    silent = []
+    for each in nodes:
+        ledger = each["ledger"]
+        if ledger is None:
+            silent.append(f"{each['address']} does not say its ledger: {each['error']}")
+            continue
+        counts = {kind: ledger[kind] for kind in kinds[:-1]}
+        counts["dropped"] = sum(ledger["dropped"].values())
+        for kind in kinds:
+            sums[each["kind"]][kind] += counts[kind]
+        reasons[each["kind"]].update(ledger["dropped"])
+        rows.append((each["kind"], each["bus"], *(show_count(counts[k]) for k in kinds),
+                     "yes" if each["balanced"] else "NO", each["address"]))  # fmt: skip
+    for kind in sums:
+        rows.append((kind, "all", *(show_count(sums[kind][k]) for k in kinds), "", ""))
+    head = ("", "bus", *(f"{kind.replace('_', ' ')}>" for kind in kinds), "balances", "address")
+    lines += [table(head, rows, indent="")]
+    for kind, counted in reasons.items():
+        if counted:
+            said = ", ".join(f"{show_count(n)} {reason}" for reason, n in sorted(counted.items()))
+            lines.append(f"dropped by {kind}s: {said}")
+    return "\n".join(lines + silent)
 
 
 def show_relay(name: str, note: RelayNote) -> str:
@@ -111,11 +182,27 @@ def show_relay(name: str, note: RelayNote) -> str:
     dropped = ", ".join(f"{show_count(n)} {reason}" for reason, n in sorted(note.dropped.items()))
     if dropped:
         lines.append(f"dropped before they crossed: {dropped}")
+    if note.asked or note.given_up:
+        lines.append(
+            f"failures: {show_count(note.asked)} samples are asked for again, "
+            f"{show_count(note.given_up)} groups were given up"
+        )
     if note.lost:
         lines.append(f"lost with buses that have gone: {show_count(note.lost)}")
     if note.refused:
         lines.append(f"refused: {show_count(note.refused)}; the coordinator's log says why")
-    head = ("", "bus", "held>", "under way>", "settled>", "version>", "heard>", "clock>", "address")
+    head = (
+        "",
+        "bus",
+        "held>",
+        "under way>",
+        "settled>",
+        "oldest>",
+        "version>",
+        "heard>",
+        "clock>",
+        "address",
+    )
     rows = [
         (
             "trainer" if peer.is_sink else "source",
@@ -123,6 +210,7 @@ def show_relay(name: str, note: RelayNote) -> str:
             show_count(peer.held),
             show_count(peer.moving),
             show_count(peer.settled),
+            "" if peer.oldest_s is None else show_duration(peer.oldest_s),
             str(peer.policy_version),
             show_duration(peer.heard_s),
             f"{peer.clock_offset_s:+.3g} s",
@@ -131,6 +219,20 @@ def show_relay(name: str, note: RelayNote) -> str:
         for peer in note.peers
     ]
     lines += ["", table(head, rows, indent="")]
+    if note.waiting:
+        groups = [
+            (
+                printable(each.instance_id)
+                + ("" if each.epoch is None else f" epoch {each.epoch}"),
+                f"{each.here} of {each.size}",
+                show_duration(each.age_s),
+                ", ".join(map(str, each.missing)),
+                ", ".join(each.at),
+            )
+            for each in note.waiting
+        ]
+        titles = ("waits longest", "there>", "for>", "missing", "at")
+        lines += ["", table(titles, groups, indent="")]
     lines += [f"{address} has not answered" for address in note.missing]
     lines += [
         f"bus {printable(peer.name)} is paused: {printable(peer.paused)}"

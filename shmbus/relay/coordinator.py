@@ -12,10 +12,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
+from shmbus.relay.grouped_heads import GroupedHeads, find_missing
 from shmbus.relay.messages import (
     Announcement,
     Assignment,
@@ -29,9 +28,13 @@ from shmbus.relay.messages import (
     SinkState,
     SinkStateWanted,
     Subscription,
+    Unanswered,
+    Wanted,
 )
 from shmbus.relay.origin_head import OriginHead
-from shmbus.stash.stash import Stash, StashPolicy
+from shmbus.relay.retry_requests import RetryRequests
+from shmbus.relay.sink_view import SinkView
+from shmbus.stash.stash import StashPolicy
 from shmbus_ext._core import GroupEntry
 
 __all__ = ["Coordinator", "OriginHead"]
@@ -43,30 +46,11 @@ WINDOW_BYTES = 128 << 20
 #: Groups that are placed together, the heaviest first: so many make sums nearly equal.
 PLACED_AT_ONCE = 256
 
-#: More groups than any stash has.
-_ALL = 1 << 30
-
 #: Before the first announcement.
 _NEVER: Mark = (-1, -1)
 
 
-class _SinkView(msgspec.Struct):
-    """What the coordinator knows of a sink."""
-
-    incarnation: int = -1
-    heard: bool = False
-    #: Bytes that are assigned and not put, and those of all groups that were placed here; the
-    #: latter count as at most a window behind those of others.
-    bytes: int = 0
-    placed: int = 0
-    #: Bytes of a record and of a group that its bus takes, and records of a group.
-    largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
-    leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
-    #: What it owes to an earlier coordinator: it is written down nowhere else.
-    owed: frozenset[Origin] = frozenset()
-
-
-class Coordinator:
+class Coordinator(GroupedHeads):
     """Groups the heads of all sources, and has each complete group put by one sink.
 
     Parameters
@@ -93,10 +77,8 @@ class Coordinator:
     ) -> None:
         self.epoch = epoch
         self.buses = tuple(buses)
-        self.stash: Stash[OriginHead] = Stash(policy)
+        super().__init__(policy)
         self.newest: dict[str, Mark] = {}
-        #: Heads in the stash, those under lease too.
-        self.known: dict[Origin, OriginHead] = {}
         #: Placed for good, or dropped; with the mark of its release once that is known.
         self.taken: dict[Origin, Mark | None] = {}
         #: The same by bus and mark.
@@ -109,11 +91,13 @@ class Coordinator:
         self.drops: Counter[str] = Counter()
         #: Taken, and whose release may never be confirmed: a sink has died, or this has just begun.
         self.doubtful: set[Origin] = set()
-        self.sinks = {name: _SinkView(leases={}) for name in sinks}
+        self.sinks = {name: SinkView(leases={}) for name in sinks}
         #: Taken, since a sink that has died had owed them to an earlier coordinator, or gave them
         #: back; with the question whose answer tells whether their source has them still.
         self.orphans: dict[Origin, int] = {}
         self._question = 0
+        #: Samples that failed, and which source's producers are asked for them again.
+        self.retries = RetryRequests(self.stash.failures)
         self.policy_version = 0
         self._too_large: list[GroupEntry[OriginHead]] = []
         self._window = window_bytes
@@ -142,7 +126,8 @@ class Coordinator:
         if not message.whole and mark != (newest[0], newest[1] + 1):
             return self._ask([bus])  # one before it was lost
         self.newest[bus] = mark
-        heads = [OriginHead(bus, head) for head in message.heads]
+        clock_ns = self.clocks_ns.get(bus, 0)
+        heads = [OriginHead(bus, head, clock_ns) for head in message.heads]
         named = {head.origin for head in heads}
         if message.whole:
             self._withdraw(
@@ -232,7 +217,12 @@ class Coordinator:
         frozenset
             What nobody had fetched, as `source_lost` returns it.
         """
+        samples = [
+            head for head in self.known.values()
+            if head.origin[0] == bus and head.origin not in self.assigned and not head.failed
+        ]  # fmt: skip
         lost = self.source_lost(bus, now_s)
+        self._fail_lost(samples, now_s)
         self.newest.pop(bus, None)
         self._due.pop(bus, None)
         self.orphans = {o: question for o, question in self.orphans.items() if o[0] != bus}
@@ -245,26 +235,6 @@ class Coordinator:
             if left:
                 self.dropped[left] = reason
         return lost
-
-    def _withdraw(self, gone: Iterable[Origin], now_s: float) -> None:
-        """Take heads out of open and ready groups; what is left of those waits again."""
-        lost = {origin: self.known.pop(origin) for origin in gone}
-        if not lost:
-            return
-        table = self.stash.table
-        rest: list[OriginHead] = []
-        for key in {head.key for head in lost.values()}:
-            entry = table.take(key)
-            if entry is not None:
-                rest += [sample for sample in entry.samples if sample.origin not in lost]
-        # In reverse, since what is given back comes first again.
-        for group in reversed(table.lease(_ALL)):
-            if any(sample.origin in lost for sample in group.samples):
-                table.end_lease(group)
-                rest += [sample for sample in group.samples if sample.origin not in lost]
-            else:
-                table.give_back(group)
-        self._regroup(rest, now_s)
 
     def drop_discards(self) -> list[Message]:
         """Have sources let go what a policy has dropped: its payload goes nowhere."""
@@ -315,7 +285,7 @@ class Coordinator:
         has = message.settled | message.owed
         orphans, view.owed = view.owed - has, message.owed
         for origins in list(view.leases):
-            weight = _weight(view.leases[origins])
+            weight = self._weight(view.leases[origins])
             samples = self._end_lease(view, origins)
             if origins & has or len(samples) < len(origins):
                 # A group is put as a whole: what was confirmed or is there tells of the others.
@@ -338,12 +308,13 @@ class Coordinator:
         self.doubtful &= {origin for origin, mark in self.taken.items() if mark is None}
         return self._ask({origin[0] for origin in (*self.doubtful, *self.orphans)})
 
-    def _end_lease(self, view: _SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
+    def _end_lease(self, view: SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
         entry = view.leases.pop(origins)
         for origin in origins:
             self.assigned.pop(origin, None)
-        view.bytes -= _weight(entry)
+        view.bytes -= self._weight(entry)
+        self.stash.reports.pop(entry, None)  # they are among the origins
         self.stash.end_lease(entry)
         found = (self.known.pop(origin, None) for origin in origins)
         return [sample for sample in found if sample is not None]
@@ -362,12 +333,6 @@ class Coordinator:
         again = [sample for sample in samples if not self._is_taken(sample.origin)]
         self.known.update((sample.origin, sample) for sample in again)
         self._regroup(again, now_s)
-
-    def _regroup(self, samples: list[OriginHead], now_s: float) -> None:
-        """Group samples again, whose group was complete before and was not delivered."""
-        for key in {sample.key for sample in samples}:
-            self.stash.table.recent.pop(key, None)
-        self.stash.add(samples, now_s)
 
     def settled(self, message: Settled, now_s: float) -> list[Message]:
         """Note that a sink has put these."""
@@ -389,7 +354,7 @@ class Coordinator:
         gone = dict(message.gone)
         samples: list[OriginHead] = []
         for origins in self._groups_at(message.sink, gone):
-            view.placed -= _weight(view.leases[origins])
+            view.placed -= self._weight(view.leases[origins])
             samples += self._end_lease(view, origins)
         self._withdraw(self._unassigned(gone), now_s)
         for origin, mark in gone.items():
@@ -407,6 +372,45 @@ class Coordinator:
             self._take(origin, message.mark)
         return []
 
+    def lacks_news(self, bus: str, mark: Mark) -> bool:
+        """Whether an announcement with this mark, or one after it, has not come."""
+        return mark > self.newest.get(bus, _NEVER)
+
+    def ask_source(self, bus: str) -> list[Message]:
+        """Have a source say all that it holds."""
+        return self._ask([bus])
+
+    def ask_who_holds_less(self, held: Mapping[str, int]) -> list[Message]:
+        """Have those sources say what they hold that hold less than is believed here.
+
+        Such a source has released what was taken, and the word of that was lost.
+        """
+        believed = Counter(origin[0] for origin in self.known)
+        believed.update(origin[0] for origin, mark in self.taken.items() if mark is None)
+        return self._ask({bus for bus, count in believed.items() if count > held.get(bus, count)})
+
+    # -- samples that failed ---------------------------------------------------------------------
+
+    def ask_producers(self, now_s: float) -> list[Message]:
+        """Have producers asked for what has failed since, and not for what has come."""
+        heard = [bus for bus in self.buses if bus in self.newest]
+        changed = self.retries.update(heard, now_s)
+        return [self.retries.wanted(bus, self.epoch) for bus in sorted(changed)]
+
+    def wanted_of(self, bus: str, confirmed: tuple[int, int]) -> list[Wanted]:
+        """Say a source's list once more, unless it has said that it took the newest one."""
+        if bus not in self.newest or confirmed == (self.epoch, self.retries.number(bus)):
+            return []
+        return [self.retries.wanted(bus, self.epoch)]
+
+    def unanswered(self, message: Unanswered, now_s: float) -> list[Message]:
+        """Count an attempt as failed: who had the sample has died, and put nothing before."""
+        request = self.retries.find(message.bus, message.sample)
+        if request is None:
+            return []
+        self.stash.fail_request(request, message.sample.reason, now_s)
+        return [*self.drop_discards(), *self.ask_producers(now_s), *self.place()]
+
     # -- placing ---------------------------------------------------------------------------------
 
     def place(self) -> list[Message]:
@@ -416,18 +420,21 @@ class Coordinator:
         """
         if not all(view.heard for view in self.sinks.values()):
             return []
-        open_ = {name for name, view in self.sinks.items() if self._has_room(view)}
+        open_ = {name for name, view in self.sinks.items() if view.has_room(self._window)}
         said: list[Message] = []
         while open_ and (groups := self._lease_for(open_)):
-            for group in sorted(groups, key=_weight, reverse=True):
-                takers = [name for name in self.sinks if self._takes(name, group)]
+            for group in sorted(groups, key=self._weight, reverse=True):
+                records = self._records(group)
+                takers = [name for name, view in self.sinks.items() if view.takes(records)]
                 if not takers:
                     said += self._refuse(group)
                     continue
-                takers = [name for name in takers if self._has_room(self.sinks[name])] or takers
+                takers = [
+                    name for name in takers if self.sinks[name].has_room(self._window)
+                ] or takers
                 name = min(takers, key=lambda each: (self.sinks[each].placed, each))
                 said.append(self._assign(name, group))
-            open_ = {name for name in open_ if self._has_room(self.sinks[name])}
+            open_ = {name for name in open_ if self.sinks[name].has_room(self._window)}
         return [*said, *self.drop_discards()]
 
     def _lease_for(self, open_: Iterable[str]) -> list[GroupEntry[OriginHead]]:
@@ -439,24 +446,16 @@ class Coordinator:
             if not found:
                 break
             groups += found
-            room -= _weight(found[0])
+            room -= self._weight(found[0])
         return groups
-
-    def _takes(self, name: str, group: GroupEntry[OriginHead]) -> bool:
-        """Whether a sink's bus ever has room for the group."""
-        record, whole, count = self.sinks[name].largest
-        samples = group.samples
-        return (
-            len(samples) <= count
-            and _weight(group) <= whole
-            and max(sample.nbytes for sample in samples) <= record
-        )
 
     def _refuse(self, group: GroupEntry[OriginHead]) -> list[Message]:
         """Drop a group that no bus takes: waiting for room would be for ever."""
+        origins = [sample.origin for sample in self._records(group)]
+        self.stash.reports.pop(group, None)
         self.stash.end_lease(group)
         self._too_large.append(group)
-        return self._drop([sample.origin for sample in group.samples], "malformed")
+        return self._drop(origins, "malformed")
 
     def take_too_large(self) -> list[GroupEntry[OriginHead]]:
         """Return the groups that were dropped since no sink's bus takes them, and forget them."""
@@ -472,16 +471,14 @@ class Coordinator:
             for group in self.sinks[name].leases.values()
         ]
 
-    def _has_room(self, view: _SinkView) -> bool:
-        return not view.leases or view.bytes < self._window
-
     def _assign(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
         view = self.sinks[name]
-        origins = frozenset(sample.origin for sample in group.samples)
+        origins = frozenset(sample.origin for sample in self._records(group))
         view.leases[origins] = group
         self.assigned.update(dict.fromkeys(origins, (name, origins)))
-        view.bytes += _weight(group)
-        view.placed += _weight(group)
+        weight = self._weight(group)
+        view.bytes += weight
+        view.placed += weight
         # One that took nothing for long does not get all there is once it takes again.
         behind = view.placed - self._window
         for each in self.sinks.values():
@@ -489,12 +486,10 @@ class Coordinator:
         return self._assignment(name, group)
 
     def _assignment(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
-        samples = group.samples
+        samples = self._records(group)
         origins = tuple(sample.origin for sample in samples)
         checks = tuple(sample.head.check for sample in samples)
         incarnation = self.sinks[name].incarnation
-        return Assignment(name, incarnation, self.epoch, origins, _weight(group), checks)
-
-
-def _weight(group: GroupEntry[OriginHead]) -> int:
-    return sum(sample.nbytes for sample in group.samples)
+        missing = find_missing(group, samples) if len(group.samples) < group.need else ()
+        weight = self._weight(group)
+        return Assignment(name, incarnation, self.epoch, origins, weight, checks, missing)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from shmbus import errors
+from shmbus._keys import split_key
+from shmbus.relay.clocks import Clocks
 from shmbus.relay.codec import Envelope
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import (
@@ -28,6 +29,7 @@ from shmbus.relay.messages import (
     Drop,
     Hello,
     HelloWanted,
+    Mark,
     Message,
     Peers,
     Returned,
@@ -36,14 +38,17 @@ from shmbus.relay.messages import (
     SinkStateWanted,
     Steering,
     Subscription,
+    Unanswered,
+    Wanted,
 )
+from shmbus.relay.notes import PeerNote, RelayNote, WaitingNote
 from shmbus.relay.patience import Patience
 from shmbus.stash.stash import StashPolicy
 
 if TYPE_CHECKING:
     from shmbus.relay.mailbox import Mailbox
 
-__all__ = ["CoordinatorParty", "PeerNote", "RelayNote"]
+__all__ = ["CoordinatorParty"]
 
 _log = logging.getLogger("shmbus.relay")
 
@@ -56,74 +61,9 @@ SILENT_S = 3.0
 ROUND_S = 0.05
 #: Bits of an epoch below its number: two coordinators that begin at once differ in them.
 _RANDOM_BITS = 16
-
-
-class PeerNote(msgspec.Struct, frozen=True):
-    """What the coordinator knows of a source or a sink, for people.
-
-    Attributes
-    ----------
-    address, name, bus : str
-        Where it is, its bus's name, and that bus's identity.
-    is_sink : bool
-        Whether a trainer is there.
-    heard_s : float
-        Seconds since it last said something.
-    clock_offset_s : float
-        Its CLOCK_MONOTONIC minus the coordinator's, the way here included.
-    held, moving, settled : int
-        Records: in a source's ring; under way to a sink; on its bus, and at their source too.
-    policy_version : int
-        Of its bus.
-    paused : str or None
-        Why its bus is paused.
-    """
-
-    address: str
-    name: str
-    bus: str
-    is_sink: bool
-    heard_s: float
-    clock_offset_s: float
-    held: int
-    moving: int
-    settled: int
-    policy_version: int
-    paused: str | None
-
-
-class RelayNote(msgspec.Struct, frozen=True):
-    """A relay at one instant, for people.
-
-    Attributes
-    ----------
-    epoch : int
-        Of this coordinator.
-    peers : list[PeerNote]
-        Sources and sinks that have said who they are.
-    missing : list[str]
-        Addresses of those that have not.
-    announced : int
-        Heads in incomplete groups.
-    ready, assigned : int
-        Records of complete groups that wait for a sink, and of those that were given to one.
-    dropped : dict[str, int]
-        Records that never crossed the network, by reason.
-    lost : int
-        Records that were announced by buses that have gone, and that nobody had fetched.
-    refused : int
-        Messages that were refused.
-    """
-
-    epoch: int
-    peers: list[PeerNote]
-    missing: list[str]
-    announced: int
-    ready: int
-    assigned: int
-    dropped: dict[str, int]
-    lost: int
-    refused: int
+#: Groups that wait, in a note; and of each, samples that are missing.
+_MOST_WAITING = 5
+_SHOWN = 16
 
 
 class CoordinatorParty:
@@ -150,11 +90,14 @@ class CoordinatorParty:
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self._mailbox = mailbox
+        #: Held by its own thread at work, and by another one that shows what there is.
+        self._lock = threading.Lock()
         self.sources = list(sources)
         self.sinks = list(sinks)
         self._policy = policy
         self._window = window_bytes
         self.hellos: dict[str, tuple[Hello, float]] = {}
+        self.clocks = Clocks()
         self._bus_of: dict[str, str] = {}
         self.pure: Coordinator | None = None
         self._next_ask_s = 0.0
@@ -166,7 +109,11 @@ class CoordinatorParty:
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Patience] = {}
         self._drops = Patience()
+        self._news: dict[str, Patience] = {}
+        self._releases = Patience()
         self.refused = 0
+        #: Senders that are no peers, each of which is told once.
+        self._strangers: set[str] = set()
         self._ask_who()
 
     def _ask_who(self) -> None:
@@ -192,6 +139,7 @@ class CoordinatorParty:
                 "for the same trainers; this one ends"
             )
         before = self._bus_of.get(address)
+        earlier = self.hellos.get(address)
         double = [a for a, b in self._bus_of.items() if b == hello.bus and a != address]
         if double:
             self._count_refused(
@@ -201,6 +149,7 @@ class CoordinatorParty:
             return
         self._bus_of[address] = hello.bus
         self.hellos[address] = (hello, time.monotonic())
+        self._note_clock(hello)
         if self.pure is None:
             self._begin_if_all_sinks_are_there()
         elif hello.epoch > self.pure.epoch:
@@ -210,6 +159,10 @@ class CoordinatorParty:
             self._bus_changed(hello, before)
         elif not hello.is_sink and hello.bus not in self.pure.buses:
             self._meet_source(hello.bus)
+        if not hello.is_sink and self.pure is not None:
+            self._say(self.pure.wanted_of(hello.bus, hello.asked))
+            if earlier is not None:
+                self._ask_for_news(hello.bus, earlier[0].mark)
         if hello.is_sink and self.pure is not None:
             self._note_limits(hello)
             view = self.pure.sinks[address]
@@ -218,6 +171,27 @@ class CoordinatorParty:
                 self._say([SinkStateWanted(address, self.pure.epoch)])
         self._tell_peers()
         self._steer()
+
+    def _ask_for_news(self, bus: str, mark: Mark) -> None:
+        """Ask a source for all, where one of its announcements was lost, and none came after it.
+
+        `mark` is what the source had said of itself a while ago, so that it is not under way still.
+        """
+        assert self.pure is not None
+        patience = self._news.setdefault(bus, Patience())
+        newest = self.pure.newest.get(bus)
+        if self.pure.lacks_news(bus, mark) and patience.is_over(newest, time.monotonic()):
+            self._say(self.pure.ask_source(bus))
+
+    def _note_clock(self, hello: Hello) -> None:
+        jump_s = self.clocks.note(hello.address, hello.clock_ns, time.monotonic_ns())
+        if jump_s:
+            _log.warning(
+                "relay: the clock of %s has jumped by %+.3g s; ages of what bus %r holds are by "
+                "the new one, and nothing else depends on it", hello.address, jump_s, hello.name,
+            )  # fmt: skip
+        if self.pure is not None and not hello.is_sink:
+            self.pure.clocks_ns[hello.bus] = self.clocks.offset_ns(hello.address)
 
     def _begin_if_all_sinks_are_there(self) -> None:
         if not all(address in self.hellos for address in self.sinks):
@@ -234,6 +208,9 @@ class CoordinatorParty:
         self.pure = Coordinator(epoch, buses, self.sinks, self._policy, self._window)
         if drops is not None:
             self.pure.drops = drops
+        for address in self.sources:
+            if address in self._bus_of:
+                self.pure.clocks_ns[self._bus_of[address]] = self.clocks.offset_ns(address)
         for address in self.sinks:
             if address in self.hellos:
                 self._note_limits(self.hellos[address][0])
@@ -330,7 +307,7 @@ class CoordinatorParty:
             match message:
                 case Assignment() | Drop() | SinkStateWanted():
                     self._mailbox.send(message.sink, message)
-                case Subscription():
+                case Subscription() | Wanted():
                     to = address_of.get(message.bus)
                     if to is not None:
                         self._mailbox.send(to, message)
@@ -341,6 +318,17 @@ class CoordinatorParty:
         self.refused += 1
         _log.error("relay: refused: %s", why)
 
+    def _refuse_stranger(self, sender: str, bus: str) -> None:
+        if sender in self._strangers:
+            self.refused += 1
+            return
+        self._strangers.add(sender)
+        self._count_refused(
+            f"{sender} announces bus {bus} to {self._mailbox.address}, and is none of its peers: "
+            "it was forgotten, or belongs to another relay. What it has stays in its ring; start "
+            "the relay again with it"
+        )
+
     def take(self, envelope: Envelope) -> None:
         """Act on a message.
 
@@ -349,6 +337,10 @@ class CoordinatorParty:
         BusBusyError
             Another coordinator has taken over.
         """
+        with self._lock:
+            self._take(envelope)
+
+    def _take(self, envelope: Envelope) -> None:
         message = envelope.message
         if isinstance(message, Hello):
             self._hello(message)
@@ -369,12 +361,20 @@ class CoordinatorParty:
                 self._say(pure.returned(message, now_s))
             case Confirmation() if message.bus in pure.buses:
                 self._say(pure.confirmed(message, now_s))
+            case Unanswered() if message.bus in pure.buses:
+                self._say(pure.unanswered(message, now_s))
+            case Announcement() if envelope.sender not in self.sources:
+                self._refuse_stranger(envelope.sender, message.bus)
             case _:
                 pass  # of somebody that has gone, or is not known yet
 
     def round(self) -> float:
         """Do what time asks for, and return the seconds until it is to be called again."""
-        now_s = time.monotonic()
+        with self._lock:
+            self._round(time.monotonic())
+        return ROUND_S
+
+    def _round(self, now_s: float) -> None:
         while self.forgotten:
             self.peer_lost(self.forgotten.pop())
         pure = self.pure
@@ -382,6 +382,9 @@ class CoordinatorParty:
             pure.stash.expire(now_s)
             pure.stash.expire_failing(now_s)
             self._say(pure.drop_discards())
+            self._say(pure.ask_producers(now_s))
+            # Producers of other machines are not told yet of groups that need nothing more.
+            pure.stash.table.cancelled.clear()
             self._say(pure.place())
             for group in pure.take_too_large():
                 _log.error(
@@ -392,7 +395,6 @@ class CoordinatorParty:
         if now_s >= self._next_ask_s:
             self._next_ask_s = now_s + ASK_AGAIN_S
             self._ask_again()
-        return ROUND_S
 
     def _ask_again(self) -> None:
         self._ask_who()
@@ -401,6 +403,7 @@ class CoordinatorParty:
         self._say(self.pure.ask_sinks())
         self._say(self.pure.ask_sources_again())
         now_s = time.monotonic()
+        self._ask_who_holds_less(now_s)
         late = [name for name in self.sinks if self._lacks(name, now_s)]
         if late:
             self._say(self.pure.assign_again(late))
@@ -411,6 +414,14 @@ class CoordinatorParty:
         self._say([Subscription(bus, epoch) for bus in unheard])
         self._told = ()
         self._tell_peers()
+
+    def _ask_who_holds_less(self, now_s: float) -> None:
+        assert self.pure is not None
+        hellos = [self.hellos[each][0] for each in self.sources if each in self.hellos]
+        held = {hello.bus: hello.held for hello in hellos}
+        believed, total = len(self.pure.known) + len(self.pure.taken), sum(held.values())
+        if self._releases.is_over((believed, total), now_s) and believed > total:
+            self._say(self.pure.ask_who_holds_less(held))
 
     def _lacks(self, sink: str, now_s: float) -> bool:
         """Whether a sink has taken on less than it was assigned, and nothing moves there."""
@@ -425,13 +436,19 @@ class CoordinatorParty:
     # -- seeing ----------------------------------------------------------------------------------
 
     def note(self) -> RelayNote:
-        """Return what there is to see."""
+        """Return what there is to see; from any thread."""
+        with self._lock:
+            return self._note()
+
+    def _note(self) -> RelayNote:
         now_s, pure = time.monotonic(), self.pure
         peers = [
             PeerNote(
                 address, hello.name, hello.bus, hello.is_sink, now_s - heard_s,
-                hello.clock_ns / 1e9 - heard_s, hello.held, hello.moving, hello.settled,
+                self.clocks.offset_ns(address) / 1e9, hello.held, hello.moving, hello.settled,
                 hello.policy_version, hello.paused,
+                now_s - heard_s + (hello.clock_ns - hello.oldest_ns) / 1e9
+                if hello.oldest_ns else None,
             )
             for address, (hello, heard_s) in sorted(self.hellos.items())
         ]  # fmt: skip
@@ -446,7 +463,28 @@ class CoordinatorParty:
             dict(pure.drops) if pure else {},
             self.lost,
             self.refused,
+            pure.retries.open if pure else 0,
+            pure.stash.given_up if pure else 0,
+            self._waiting(pure) if pure else [],
         )
+
+    def _waiting(self, pure: Coordinator) -> list[WaitingNote]:
+        """Return the groups that wait longest, by when their first sample was committed."""
+        now_ns = time.monotonic_ns()
+        address_of = {bus: address for address, bus in self._bus_of.items()}
+        found = []
+        for group in pure.stash.oldest(_MOST_WAITING):
+            if not group.samples:
+                continue  # nothing but reports of failures
+            id_, epoch, _ = split_key(group.key)
+            here = {sample.index for sample in group.samples}
+            age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
+            at = sorted({address_of.get(s.origin[0], s.origin[0]) for s in group.samples})
+            missing = [index for index in range(group.size) if index not in here]
+            found.append(
+                WaitingNote(id_, epoch, group.size, len(here), age_s, at, missing[:_SHOWN])
+            )
+        return found
 
     def close(self) -> None:
         """There is nothing that it holds."""

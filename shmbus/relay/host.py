@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shmbus import errors
+from shmbus.inspect.status import read_status
 from shmbus.relay.codec import Envelope, pack
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.mailbox import Mailbox, Opener
@@ -186,12 +187,23 @@ class Host:
         """Take messages for the party; the payload is the last one's."""
         self._mailbox.put(packed, payload)
 
+    def _ledger(self) -> dict[str, Any] | None:
+        """Return the ledger of the party's bus; None of a coordinator, and while there is none."""
+        if not self.plan.bus:
+            return None
+        try:
+            counts = read_status(self.plan.bus).ledger
+        except errors.BusNotFoundError:
+            return None
+        found: dict[str, Any] = msgspec.to_builtins(counts)
+        return {**found, "balanced": counts.balanced}
+
     def describe(self) -> dict[str, Any]:
         """Say what it is and does, in plain values."""
         said = {
             "address": self.plan.address, "kind": self.plan.kind, "bus": self.plan.bus,
             "pid": os.getpid(), "refused": self._mailbox.opener.refused,
-            "superseded": self._superseded,
+            "superseded": self._superseded, "ledger": self._ledger(),
         }  # fmt: skip
         if self.plan.kind == "coordinator" and self._party is not None:
             said["relay"] = msgspec.to_builtins(self._party.note())

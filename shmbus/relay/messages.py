@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from shmbus import RecordHead
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "HelloWanted",
     "Mark",
     "Message",
+    "MissingSample",
     "Origin",
     "Peers",
     "Release",
@@ -34,6 +37,8 @@ __all__ = [
     "SinkStateWanted",
     "Steering",
     "Subscription",
+    "Unanswered",
+    "Wanted",
 ]
 
 #: A record among all buses: the bus's identity, producer id and sequence.
@@ -89,10 +94,28 @@ class SinkState(NamedTuple):
     owed: frozenset[Origin]
 
 
+class MissingSample(msgspec.Struct, frozen=True, array_like=True):
+    """A sample that failed, or never came: of which group, and why. `attempt` is the next one."""
+
+    instance_id: str
+    epoch: int | None
+    group_size: int
+    need: int
+    index: int
+    attempt: int
+    reason: str
+
+    @property
+    def id(self) -> tuple[str, int | None, int, int]:
+        """What it is known by: the same sample asked for once more is another one."""
+        return (self.instance_id, self.epoch, self.index, self.attempt)
+
+
 class Assignment(NamedTuple):
     """The coordinator to a sink: put these, a group.
 
     `nbytes` is what they take; `checks` are the checksums of the heads by which they were grouped.
+    `missing` are samples of it that will not come: its trainer is told that they failed.
     """
 
     sink: str
@@ -101,6 +124,7 @@ class Assignment(NamedTuple):
     origins: tuple[Origin, ...]
     nbytes: int = 0
     checks: tuple[int, ...] = ()
+    missing: tuple[MissingSample, ...] = ()
 
 
 class Drop(NamedTuple):
@@ -192,7 +216,10 @@ class Hello(NamedTuple):
     `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
     group; 0 of a source. `paused` is why its bus is paused. `clock_ns` is its CLOCK_MONOTONIC, and
     `held`, `moving` and `settled` count records, for messages. `epoch` is that of the newest
-    coordinator that it has heard, and `coordinator` where that one is.
+    coordinator that it has heard, and `coordinator` where that one is. `asked` are epoch and number
+    of the newest Wanted that a source has taken, `mark` is that of its newest announcement: a
+    coordinator that has not got that one asks for all. `oldest_ns` is when the record was committed
+    that it has held for longest, 0 for none.
     """
 
     address: str
@@ -211,6 +238,9 @@ class Hello(NamedTuple):
     held: int
     moving: int
     settled: int
+    asked: tuple[int, int] = (0, 0)
+    mark: Mark = (-1, -1)
+    oldest_ns: int = 0
 
 
 class Steering(NamedTuple):
@@ -218,6 +248,25 @@ class Steering(NamedTuple):
 
     policy_version: int
     paused: str | None
+
+
+class Wanted(NamedTuple):
+    """The coordinator to a source: its producers are asked for these samples, and for no others.
+
+    `number` grows within an epoch; an older list than the newest taken is ignored.
+    """
+
+    bus: str
+    epoch: int
+    number: int
+    samples: tuple[MissingSample, ...]
+
+
+class Unanswered(NamedTuple):
+    """A source to the coordinator: this sample was asked for, and whoever had it died."""
+
+    bus: str
+    sample: MissingSample
 
 
 class Peers(NamedTuple):
@@ -245,4 +294,6 @@ Message: TypeAlias = (
     | Hello
     | Steering
     | Peers
+    | Wanted
+    | Unanswered
 )

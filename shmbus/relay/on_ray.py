@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from shmbus import errors
-from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
+from shmbus.relay.notes import RelayNote
 from shmbus.segment.names import bus_names
 from shmbus.stash.stash import StashPolicy
 
@@ -184,8 +184,11 @@ def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
 
 
 def _policy(options: dict[str, Any]) -> StashPolicy:
-    names = {"group_timeout": "group_timeout_s"}
-    known = {"group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance"}
+    names = {"group_timeout": "group_timeout_s", "retry_timeout": "retry_timeout_s"}
+    known = {
+        "group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance", "sample_retries",
+        "retry_timeout", "on_failure",
+    }  # fmt: skip
     unknown = options.keys() - known
     if unknown:
         raise TypeError(f"relay: expected options among {sorted(known)}, got {sorted(unknown)}")
@@ -311,6 +314,39 @@ class Relay:
             except ray.exceptions.RayError as error:
                 said.append({"address": address, "error": type(error).__name__})
         return said
+
+    def ledgers(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
+        """Return the ledger of each bus of the relay, as its actor counts it.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds for all answers together.
+
+        Returns
+        -------
+        list of dict
+            With "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
+            whether it adds up; and "error".
+        """
+        said = {each["address"]: each for each in self.describe(timeout)}
+        found = []
+        for address in self.addresses:
+            if address == self._coordinator:
+                continue
+            each = said[address]
+            ledger = each.get("ledger")
+            found.append(
+                {
+                    "address": address,
+                    "kind": each.get("kind", ""),
+                    "bus": each.get("bus", ""),
+                    "ledger": ledger,
+                    "balanced": ledger is not None and ledger["balanced"],
+                    "error": each.get("error", "" if ledger else "its bus is not there"),
+                }
+            )
+        return found
 
     def status(self, timeout: float = _ANSWER_S) -> RelayNote:
         """Return what its coordinator knows of all of it.

@@ -9,11 +9,22 @@ __all__ = ["OriginHead"]
 
 
 class OriginHead:
-    """A head as the stash asks for it, with the bus that it is on."""
+    """A head as the stash asks for it, with the bus that it is on.
 
-    __slots__ = ("head", "key", "origin")
+    Parameters
+    ----------
+    bus : str
+        The bus's identity.
+    head : RecordHead
+        As its source announced it.
+    clock_ns : int
+        The clock of its machine minus that of the coordinator's.
+    """
 
-    def __init__(self, bus: str, head: RecordHead) -> None:
+    __slots__ = ("_clock_ns", "head", "key", "origin")
+
+    def __init__(self, bus: str, head: RecordHead, clock_ns: int = 0) -> None:
+        self._clock_ns = clock_ns
         self.origin: Origin = (bus, *head.id)
         self.head = head
         self.key = head.key
@@ -60,5 +71,5 @@ class OriginHead:
 
     @property
     def committed_ns(self) -> int:
-        """When it was committed, by the clock of its own machine."""
-        return self.head.committed_ns
+        """When it was committed, by the coordinator's clock: heads of two machines compare."""
+        return self.head.committed_ns - self._clock_ns

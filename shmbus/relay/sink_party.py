@@ -108,6 +108,8 @@ class SinkParty:
         self._order: tuple[Origin, ...] = ()
         self._put = 0
         self._checks: dict[Origin, int] = {}
+        #: Samples of the next groups that the trainer was told are missing.
+        self._told: set[tuple[str, int | None, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
         self._fetches = Patience()
         #: What sources were to let go at the last time that this was asked for again.
@@ -132,6 +134,7 @@ class SinkParty:
 
     def _hello(self, to: str = "") -> None:
         now = time.monotonic_ns()
+        self._shown = (self._bus.policy_version, self._bus.paused)
         self._next_hello_s = now / 1e9 + HELLO_S
         bus, sink = self._bus, self.sink
         moving, settled = len(sink.owed), len(sink.settled)
@@ -281,6 +284,8 @@ class SinkParty:
         if now >= self._next_hello_s:
             self._segment.require_name()
             self._hello()
+        elif self._shown != (self._bus.policy_version, self._bus.paused):
+            self._hello()  # workers wait for it
         return wait_s
 
     def _tell_ends(self) -> None:
@@ -296,9 +301,12 @@ class SinkParty:
         if not self._order:
             if not sink.ready:
                 return IDLE_S
+            if not self._tell_missing():
+                return FULL_PAUSE_S
             if not self.journal.intend(self.producer, sink.fetching):
                 return FULL_PAUSE_S  # the journal is full: until sources have let go
             sink.intend(self.producer.stats().committed)
+            self._told.clear()
             self._order, self._put = sink.fetching, 0
         while self._put < len(self._order):
             done = self._put_some()
@@ -313,6 +321,25 @@ class SinkParty:
         self._say(sink.settle())
         self._keep_blocks()
         return 0.0 if sink.ready else IDLE_S
+
+    def _tell_missing(self) -> bool:
+        """Report samples that will not come, before the rest of their group; False on a full bus.
+
+        Said twice it does no harm: the trainer's stash keeps one report a sample.
+        """
+        for group in self.sink.batches[0].groups:
+            for sample in group.missing:
+                if sample.id in self._told:
+                    continue
+                try:
+                    self.producer.fail(
+                        sample.instance_id, sample.index, sample.reason, epoch=sample.epoch,
+                        group_size=sample.group_size, need=sample.need, timeout=0.0,
+                    )  # fmt: skip
+                except errors.BusFullError:
+                    return False
+                self._told.add(sample.id)
+        return True
 
     def _put_some(self) -> int:
         """Put the next records that lie behind each other in one block; 0 on a full bus."""

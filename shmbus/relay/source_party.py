@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shmbus import Bus, RecordHead, RecordReader
@@ -21,9 +22,12 @@ from shmbus.relay.messages import (
     Release,
     Steering,
     Subscription,
+    Wanted,
 )
+from shmbus.relay.retry_rows import RetryRows
 from shmbus.relay.rooms import Rooms
 from shmbus.relay.source import Source
+from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -73,6 +77,8 @@ class SourceParty:
     def __init__(self, bus: str, mailbox: Mailbox, coordinator: str) -> None:
         self.reader = RecordReader(bus)
         self._bus = Bus.open(bus)
+        self._segment = lifecycle.open_segment(bus)
+        self.rows = RetryRows(self._segment, self.reader.identity)
         self._mailbox = mailbox
         self._coordinator = coordinator
         self.source = Source(self.reader.identity, self.reader.incarnation)
@@ -105,7 +111,7 @@ class SourceParty:
         self.kept += len(heads) - len(mine)
         return mine
 
-    def _send_all(self, said: list[Message]) -> None:
+    def _send_all(self, said: Sequence[Message]) -> None:
         for message in said:
             self._mailbox.send(self._coordinator, message)
 
@@ -118,9 +124,15 @@ class SourceParty:
                 self.source.incarnation, self.epoch, self._coordinator,
                 self.reader.policy_version, self._bus.paused,
                 0, 0, 0, time.monotonic_ns(), len(self.source.held), 0, self.released,
+                self.rows.mark, self.source.mark, self._oldest_ns(),
             ),
         )  # fmt: skip
         self.reader.note((len(self.source.held), self.kept, self.released, self.source.number))
+
+    def _oldest_ns(self) -> int:
+        """Return when the oldest record was committed, or one that is as old within a poll."""
+        oldest = next(iter(self.source.held.values()), None)
+        return 0 if oldest is None else oldest.committed_ns
 
     def round(self) -> float:
         """Do what time asks for, and return the seconds until it is to be called again.
@@ -131,15 +143,20 @@ class SourceParty:
             The bus was removed.
         """
         now = time.monotonic()
-        self._new += self._relayable(self.reader.poll(_POLL_AT_ONCE))
+        found = self.reader.poll(_POLL_AT_ONCE)
+        self._new += self._relayable(found)
         if self._new and now >= self._next_announcement_s:
             new, self._new = self._new, []
             busy = len(new) >= MANY_HEADS
             self._next_announcement_s = now + (BUSY_LINGER_S if busy else LINGER_S)
             self._send_all(self.source.poll(new))
+        if len(found) < _POLL_AT_ONCE and not self._new:
+            # All that a dead producer had committed is read, and announced before this.
+            self._send_all(self.rows.lost())
         if now >= self._next_hello_s:
             self.reader.require_bus()
             self._say_hello()
+            self.rows.check_claimants()
         return LINGER_S
 
     def take(self, envelope: Envelope) -> None:
@@ -159,6 +176,10 @@ class SourceParty:
                 self._release(envelope.sender, asked)
             case Steering() as steering:
                 self._steer(steering)
+            case Wanted() as wanted if wanted.bus == self.source.bus:
+                if wanted.epoch >= self.epoch:
+                    self.rows.take(wanted)
+                    self._say_hello()
             case _:
                 pass  # for a bus that was here before this one
 
@@ -198,4 +219,5 @@ class SourceParty:
     def close(self) -> None:
         """Leave the bus; what was not released stays for the next relay."""
         self.reader.close()
+        self._segment.close()
         self._bus.close()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Literal, Protocol, TypeVar
 
 from shmbus import limits
+from shmbus_ext._core import GroupEntry
 
 __all__ = ["FailingGroup", "Failures", "FailedIndex", "Reported", "Request"]
 
@@ -208,6 +209,10 @@ class Failures(Generic[S]):
         self.groups[key] = group
         return group
 
+    def begin_with(self, entry: GroupEntry[S], now_s: float) -> FailingGroup[S]:
+        """Do so with one that has left the group table."""
+        return self.begin(entry.key, entry.size, entry.need, entry.samples, entry.born_s, now_s)
+
     def add(self, group: FailingGroup[S], sample: S, now_s: float) -> None:
         """Add a sample to its group, or the report that it failed."""
         if sample.group_size and not group.size:
@@ -359,7 +364,13 @@ class Failures(Generic[S]):
     def fail_missing(self, group: FailingGroup[S], reason: str, now_s: float) -> None:
         """Count missing samples as failed, since the group's time is over."""
         group.overdue = True
-        for index in range(group.size):
+        self.fail_samples(group, range(group.size), reason, now_s)
+
+    def fail_samples(
+        self, group: FailingGroup[S], indexes: Iterable[int], reason: str, now_s: float
+    ) -> None:
+        """Count those of these samples as failed that are not there."""
+        for index in indexes:
             if index not in group.received and index not in group.failed:
                 group.failed[index] = FailedIndex()
                 self._fail(group, index, 0, reason)

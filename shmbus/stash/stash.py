@@ -255,7 +255,7 @@ class Stash(Generic[S]):
                 return
             entry = self.table.take(key)
             if entry is not None:
-                group = self._begin_failing(entry, now_s)
+                group = self.failures.begin_with(entry, now_s)
             elif not self._is_late(sample):
                 group = failures.begin(key, sample.group_size, 0, (), now_s, now_s)
             else:
@@ -263,11 +263,6 @@ class Stash(Generic[S]):
                 return
         failures.add(group, sample, now_s)
         self._apply_failures(group, now_s)
-
-    def _begin_failing(self, entry: GroupEntry[S], now_s: float) -> FailingGroup[S]:
-        return self.failures.begin(
-            entry.key, entry.size, entry.need, entry.samples, entry.born_s, now_s
-        )
 
     def _is_late(self, report: S) -> bool:
         """Whether the report is older than its sample, which is in a complete group."""
@@ -338,6 +333,19 @@ class Stash(Generic[S]):
         if group is not None:
             self._apply_failures(group, now_s)
 
+    def fail_lost(self, lost: Sequence[S], reason: str, now_s: float) -> None:
+        """Count samples of one group as failed, which were here and have gone with their bus."""
+        first = lost[0]
+        group = self.failures.groups.get(first.key)
+        if group is None:
+            if (entry := self.table.take(first.key)) is None:
+                size, need = first.group_size, first.need
+                group = self.failures.begin(first.key, size, need, (), now_s, now_s)
+            else:
+                group = self.failures.begin_with(entry, now_s)
+        self.failures.fail_samples(group, [sample.index for sample in lost], reason, now_s)
+        self._apply_failures(group, now_s)
+
     # -- time -----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
@@ -348,7 +356,7 @@ class Stash(Generic[S]):
         while (deadline_s := self._open_deadline_s()) is not None and now_s >= deadline_s:
             if self.policy.sample_retries:
                 entry = self.table.take_oldest()
-                group = self._begin_failing(entry, now_s)
+                group = self.failures.begin_with(entry, now_s)
                 waited = f"not there {now_s - entry.born_s:.3g} s after the first of its group"
                 self.failures.fail_missing(group, waited, now_s)
                 self._note_failing()

@@ -22,6 +22,18 @@ from shmbus.stash.stash import StashPolicy
 COORDINATOR = "coordinator"
 
 
+class Boxes(dict[str, Any]):
+    """The boxes of an exchange, where nothing reaches those that are cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: set[str] = set()
+
+    def get(self, address: str, default: Any = None) -> Any:
+        """Return whoever takes what is sent to an address."""
+        return default if address in self.cut else super().get(address, default)
+
+
 class LocalRelay:
     """Sources, sinks and a coordinator, each in a thread."""
 
@@ -34,10 +46,13 @@ class LocalRelay:
         release: str = "acknowledged",
     ) -> None:
         self.exchange = Exchange()
+        self.boxes = self.exchange.boxes = Boxes()
         self.parties: dict[str, Any] = {}
         self.ended: dict[str, BaseException] = {}
         self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[str, threading.Thread] = {}
+        self._stops: dict[str, threading.Event] = {}
+        self._makes: dict[str, Callable[[Any], Any]] = {}
         for each in sources:
             self.start(each, lambda box, bus=each: SourceParty(bus, box, COORDINATOR))
         for each in sinks:
@@ -47,6 +62,9 @@ class LocalRelay:
     def start(self, address: str, make: Callable[[Any], Any]) -> None:
         """Start a party in a thread."""
         mailbox = self.exchange.open(address)
+        stop = self._stops[address] = threading.Event()
+        self._makes[address] = make
+        self.parties.pop(address, None)
 
         def remake() -> Any:
             self.parties[address] = make(mailbox)
@@ -54,16 +72,22 @@ class LocalRelay:
 
         def work() -> None:
             try:
-                run_party(remake, mailbox, lambda: not self._over.is_set())
+                run_party(remake, mailbox, lambda: not (stop.is_set() or self._over.is_set()))
             except BaseException as error:
                 self.ended[address] = error
 
-        self._threads.append(threading.Thread(target=work))
-        self._threads[-1].start()
+        self._threads[address] = threading.Thread(target=work)
+        self._threads[address].start()
         deadline = time.monotonic() + 30.0
         while address not in self.parties and address not in self.ended:
             assert time.monotonic() < deadline, f"{address} does not begin"
             time.sleep(0.001)
+
+    def restart(self, address: str) -> None:
+        """End a party, with the messages to it, and start its successor."""
+        self._stops[address].set()
+        self._threads[address].join()
+        self.start(address, self._makes[address])
 
     def send(self, sender: str, to: str, message: Message, payload: bytes = b"") -> None:
         """Send a message in somebody's name."""
@@ -82,7 +106,7 @@ class LocalRelay:
     def stop(self) -> None:
         """End all of them."""
         self._over.set()
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.join()
 
 

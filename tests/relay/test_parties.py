@@ -183,6 +183,28 @@ def test_status_says_who_relays_and_what_waits_for_which_source(buses: dict[str,
         wait_until(lambda: (of_sink := read_status(buses["t"]).relay) and not of_sink.held_for)
 
 
+# -- what is lost on its way -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["coordinator", "a", "t"])
+def test_what_was_lost_in_a_partition_is_said_again_though_nothing_comes_after_it(
+    buses: dict[str, str], who: str
+) -> None:
+    with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
+        put_group([buses["a"]], 1)
+        take(consumer, 1)[0].ack()
+        number = made.parties[buses["a"]].source.number
+        made.boxes.cut = {buses.get(who, who)}
+        put_group([buses["a"]], 2)
+        wait_until(lambda: made.parties[buses["a"]].source.number > number)
+        time.sleep(0.1)  # until that has come, or is lost
+        made.boxes.cut = set()
+        (group,) = take(consumer, 1)
+        assert group.instance_id == "q2"
+        group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 8)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -198,7 +220,8 @@ def test_a_group_that_no_trainers_bus_takes_is_dropped_and_told(
     ):
         put_group([large], 1, values=50_000)
         wait_until(lambda: stats(large).dropped == {"malformed": 4})
-        assert "fits no trainer's bus" in caplog.text and "more capacity" in caplog.text
+        wait_until(lambda: "fits no trainer's bus" in caplog.text)
+        assert "more capacity" in caplog.text
         put_group([large], 2)
         assert take(consumer, 1)[0].instance_id == "q2"
 

@@ -1,4 +1,4 @@
-"""The relay's real state machines under every order of events: two sources, one sink, deaths.
+"""The relay's real state machines under every order of events: two sources, one sink, faults.
 
 A state is what all machines, the rings, the lane, the journal and the network are. From each state
 every event is tried that can come next: any message that is under way arrives, whatever was sent
@@ -29,6 +29,8 @@ SINK = "trainer"
 COORDINATOR = "coordinator"
 #: 1 takes ten seconds; 2 takes many minutes.
 DEATHS = int(os.environ.get("SHMBUS_TEST_DEATHS", "1"))
+#: Messages that are lost though nobody dies, as in a partition.
+LOSSES = int(os.environ.get("SHMBUS_TEST_LOSSES", "2"))
 #: Far above what a correct protocol needs, far below what memory takes.
 MOST_STATES = 3_000_000
 
@@ -45,6 +47,7 @@ class System:
     """All of one state; `after` gives the next ones."""
 
     sink_kind: type[Sink] = Sink
+    asks_for_news = True
 
     def __init__(self, kind: type[Coordinator], plan: dict[str, list[RecordHead]]) -> None:
         self.kind = kind
@@ -54,6 +57,7 @@ class System:
         self.lane: tuple[m.Origin, ...] = ()
         self.journal = Journal()
         self.deaths = DEATHS
+        self.losses = 0
         self.network: tuple[m.Message, ...] = ()
         self.epoch = 0
         self.log: list[tuple[str, m.Message]] = []
@@ -96,7 +100,7 @@ class System:
         c, s = self.coordinator, self.sink
         view = c.sinks[SINK]
         return (
-            self.deaths,
+            (self.deaths, self.losses),
             tuple(len(heads) for heads in self.to_commit.values()),
             tuple(tuple(sorted(ring)) for ring in self.rings.values()),
             self.lane,
@@ -126,6 +130,8 @@ class System:
             if message not in seen:
                 seen.add(message)
                 yield ("deliver", i)
+                if self.losses:
+                    yield ("lose", i)
         for bus, heads in self.to_commit.items():
             if heads:
                 yield ("commit", bus)
@@ -188,6 +194,10 @@ class System:
         call: Callable[..., list[m.Message]] = getattr(self.coordinator, name)
         return call(message, 0.0)
 
+    def on_lose(self, i: int) -> None:
+        self.losses -= 1
+        self.network = self.network[:i] + self.network[i + 1 :]
+
     def on_commit(self, bus: str) -> None:
         new = self.to_commit[bus].pop(0)
         self.rings[bus][(bus, *new.id)] = new
@@ -229,6 +239,12 @@ class System:
         system = self.copy()
         system.send(system.coordinator.ask_sinks())
         system.send(system.coordinator.ask_sources_again())
+        held = {bus: len(source.held) for bus, source in system.sources.items()}
+        system.send(system.coordinator.ask_who_holds_less(held))
+        for bus, source in system.sources.items():
+            # As it says of itself now and then.
+            if self.asks_for_news and system.coordinator.lacks_news(bus, source.mark):
+                system.send(system.coordinator.ask_source(bus))
         system.send(system.coordinator.assign_again())
         system.send(system.coordinator.drop_again())
         system.send(system.sink.ask_again())
@@ -265,9 +281,15 @@ def parties(message: m.Message) -> tuple[str, ...]:
             return (COORDINATOR, SINK)
 
 
-def explore(kind: type[Coordinator], plan: dict[str, list[RecordHead]]) -> int:
+def explore(
+    kind: type[Coordinator],
+    plan: dict[str, list[RecordHead]],
+    deaths: int = DEATHS,
+    losses: int = 0,
+) -> int:
     """Visit every state, and return how many there are; an assertion names the way to a bad one."""
     first = System(kind, plan)
+    first.deaths, first.losses = deaths, losses
     ways: dict[Any, tuple[Any, Any]] = {hash(first.key()): (None, None)}
     todo = deque([(hash(first.key()), first)])
     while todo:
@@ -320,6 +342,20 @@ def test_every_order_of_events_and_deaths_puts_each_record_once_and_leaves_nothi
     plan: dict[str, list[RecordHead]],
 ) -> None:
     print(f"{explore(Coordinator, plan):,} states, {DEATHS} deaths")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("plan", [WITH_EPOCH, USELESS], ids=["epoch", "useless"])
+def test_every_message_may_be_lost_though_nobody_dies(plan: dict[str, list[RecordHead]]) -> None:
+    print(f"{explore(Coordinator, plan, 0, LOSSES):,} states, {LOSSES} losses")
+
+
+def test_without_asking_for_news_a_lost_last_announcement_hides_a_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(System, "asks_for_news", False)
+    with pytest.raises(AssertionError, match="lost"):
+        explore(Coordinator, ONE_GROUP, 0, 1)
 
 
 class TakesLateAnnouncements(Coordinator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,7 @@ def acknowledged(name: str) -> int:
         return bus.stats().acknowledged
 
 
+@pytest.mark.slow
 def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
     cluster: Any, buses: dict[str, str]
 ) -> None:
@@ -133,6 +136,7 @@ def idle(relay: shmbus.relay.Relay) -> Any:
     return note if not (note.announced or note.ready or note.assigned) else None
 
 
+@pytest.mark.slow
 def test_a_trainers_node_that_will_not_come_back_is_forgotten_and_its_groups_go_elsewhere(
     cluster: Any, buses: dict[str, str]
 ) -> None:
@@ -173,17 +177,33 @@ def test_a_bus_that_no_node_has_is_named(cluster: Any, buses: dict[str, str]) ->
 def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, str]) -> None:
     def command(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "shmbus", "relay", *words, "--ray", cluster.address],
+            [sys.executable, "-m", "shmbus", *words, "--ray", cluster.address],
             check=False, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    said = command(f"{buses['left']}@left", "--trainer", f"{buses['trainer']}@trainer")
+    name = buses["left"]
+    trainer = f"{buses['trainer']}@trainer"
+    said = command("relay", f"{name}@left", "--trainer", trainer, "--sample-retries", "2")
     assert "relays" in said
-    wait_until(
-        lambda: "not answered" not in command(buses["left"], "--status"), "all peers to answer"
-    )
-    shown = command(buses["left"], "--status")
-    assert buses["trainer"] in shown and "source" in shown
-    assert "ended" in command(buses["left"], "--stop")
+    with shmbus.Producer(name) as producer, shmbus.Consumer(buses["trainer"]) as consumer:
+        producer.put("q", group_size=2, index=0, score=0.0)
+        producer.fail("q", 1, "out of memory", group_size=2)
+        wait_until(lambda: producer.wanted(), "the failed sample to be asked for")
+        shown = command("relay", name, "--status")
+        assert buses["trainer"] in shown and "source" in shown
+        assert "1 samples are asked for again" in shown and "1 of 2" in shown
+        producer.put("q", group_size=2, index=1, score=1.0)
+        (group,) = wait_until(lambda: consumer.take(timeout=0.2), "the group")
+        group.ack()
+        wait_until(lambda: acknowledged(name) == 2, "its source to let go")
+        nodes = command("status", name)
+        assert "the ledgers of 2 buses" in nodes and "dropped by sources: 1 failed" in nodes
+        (source, sink) = sorted(
+            json.loads(command("status", name, "--json")), key=itemgetter("kind"), reverse=True
+        )
+        assert source["kind"] == "source" and sink["kind"] == "sink"
+        assert source["ledger"]["committed"] == 3 and source["ledger"]["dropped"] == {"failed": 1}
+        assert sink["ledger"]["acknowledged"] == 2 and sink["balanced"] and source["balanced"]
+    assert "ended" in command("relay", name, "--stop")

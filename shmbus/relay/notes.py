@@ -1,0 +1,118 @@
+"""What a relay says of itself, for people and as JSON.
+
+Invariant: plain values, so that any process of a cluster reads them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["PeerNote", "RelayNote", "WaitingNote"]
+
+
+class PeerNote(msgspec.Struct, frozen=True):
+    """What the coordinator knows of a source or a sink, for people.
+
+    Attributes
+    ----------
+    address, name, bus : str
+        Where it is, its bus's name, and that bus's identity.
+    is_sink : bool
+        Whether a trainer is there.
+    heard_s : float
+        Seconds since it last said something.
+    clock_offset_s : float
+        Its CLOCK_MONOTONIC minus the coordinator's, as the quickest of its last words said.
+    held, moving, settled : int
+        Records: in a source's ring; under way to a sink; on its bus, and at their source too.
+    policy_version : int
+        Of its bus.
+    paused : str or None
+        Why its bus is paused.
+    oldest_s : float or None
+        Of a source: seconds since the record was committed that it has held for longest.
+    """
+
+    address: str
+    name: str
+    bus: str
+    is_sink: bool
+    heard_s: float
+    clock_offset_s: float
+    held: int
+    moving: int
+    settled: int
+    policy_version: int
+    paused: str | None
+    oldest_s: float | None
+
+
+class WaitingNote(msgspec.Struct, frozen=True):
+    """A group that waits for samples.
+
+    Attributes
+    ----------
+    instance_id : str
+        Its prompt.
+    epoch : int or None
+        The round of the prompt.
+    size, here : int
+        Its samples, and how many were announced.
+    age_s : float
+        Seconds since the first of them was committed, whatever its machine's clock says.
+    at : list[str]
+        Addresses of the sources that hold them.
+    missing : list[int]
+        Indexes that nobody has announced, the first ones.
+    """
+
+    instance_id: str
+    epoch: int | None
+    size: int
+    here: int
+    age_s: float
+    at: list[str]
+    missing: list[int]
+
+
+class RelayNote(msgspec.Struct, frozen=True):
+    """A relay at one instant, for people.
+
+    Attributes
+    ----------
+    epoch : int
+        Of this coordinator.
+    peers : list[PeerNote]
+        Sources and sinks that have said who they are.
+    missing : list[str]
+        Addresses of those that have not.
+    announced : int
+        Heads in incomplete groups.
+    ready, assigned : int
+        Records of complete groups that wait for a sink, and of those that were given to one.
+    dropped : dict[str, int]
+        Records that never crossed the network, by reason.
+    lost : int
+        Records that were announced by buses that have gone, and that nobody had fetched.
+    refused : int
+        Messages that were refused.
+    asked : int
+        Samples that producers are asked for again.
+    given_up : int
+        Groups with a sample that failed for good.
+    waiting : list[WaitingNote]
+        The groups that wait longest for samples.
+    """
+
+    epoch: int
+    peers: list[PeerNote]
+    missing: list[str]
+    announced: int
+    ready: int
+    assigned: int
+    dropped: dict[str, int]
+    lost: int
+    refused: int
+    asked: int
+    given_up: int
+    waiting: list[WaitingNote]

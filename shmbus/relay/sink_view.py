@@ -1,0 +1,45 @@
+"""What the coordinator knows of a sink, and what may be placed on it.
+
+Invariant: `bytes` is what `leases` weigh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shmbus.relay.messages import Origin
+from shmbus.relay.origin_head import OriginHead
+from shmbus_ext._core import GroupEntry
+
+__all__ = ["SinkView"]
+
+#: More than any bus takes.
+_ALL = 1 << 30
+
+
+class SinkView(msgspec.Struct):
+    """What the coordinator knows of a sink."""
+
+    incarnation: int = -1
+    heard: bool = False
+    #: Bytes that are assigned and not put, and those of all groups that were placed here; the
+    #: latter count as at most a window behind those of others.
+    bytes: int = 0
+    placed: int = 0
+    #: Bytes of a record and of a group that its bus takes, and records of a group.
+    largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
+    leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
+    #: What it owes to an earlier coordinator: it is written down nowhere else.
+    owed: frozenset[Origin] = frozenset()
+
+    def has_room(self, window_bytes: int) -> bool:
+        """Whether more may be assigned to it; one group always may."""
+        return not self.leases or self.bytes < window_bytes
+
+    def takes(self, records: Sequence[OriginHead]) -> bool:
+        """Whether its bus ever has room for a group of these."""
+        record, whole, count = self.largest
+        sizes = [each.nbytes for each in records]
+        return len(sizes) <= count and sum(sizes) <= whole and max(sizes) <= record

@@ -1,0 +1,383 @@
+"""A relay over whole nodes: each in namespaces of its own, with a /dev/shm that dies with it.
+
+A program: `python tests/relay/relay_nodes.py SCENARIO` prints what happened, and ends with status 1
+at the first thing that is lost, doubled or torn. test_relay_nodes.py runs its short forms. It needs
+root. The relay's parties talk by TCP over a network that may delay, lose and cut off (hub.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from relay.hub import Hub, Node, address_of
+from relay.relay_storm import SIZE, sample
+
+import shmbus
+from shmbus.inspect.status import read_status
+from shmbus.relay.coordinator_party import CoordinatorParty
+from shmbus.relay.run import run_party
+from shmbus.relay.sink_party import SinkParty
+from shmbus.relay.sockets import SocketMailbox, _Outgoing
+from shmbus.relay.source_party import SourceParty
+from shmbus.stash.stash import StashPolicy
+
+PORT = 7000
+#: A connection on which nothing is confirmed for so long is closed; what it had is asked for again.
+DEAD_MS = 3000
+NODES = ("head", "left", "right", "t0", "t1")
+SOURCES, TRAINERS = ("left", "right"), ("t0", "t1")
+QUIET_S = 90.0
+#: Between a worker's groups, so that nodes die in the midst of it.
+PAUSE_S = 0.005
+
+
+class TcpMailbox(SocketMailbox):
+    """The mailbox of sockets, at a port of its node."""
+
+    def __init__(self, directory: str, address: str) -> None:
+        super().__init__(directory, address)  # which has the selector, and a socket that is unused
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = socket.create_server((address_of(NODES.index(address)), PORT))
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, 1)
+
+    def _connect(self, to: str) -> _Outgoing | None:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_MS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(BlockingIOError):
+            connection.connect((address_of(NODES.index(to)), PORT))
+        self._peers[to] = _Outgoing(connection)
+        return self._peers[to]
+
+
+# -- inside a node ---------------------------------------------------------------------------------
+
+
+class Inside:
+    """What runs in a node."""
+
+    def __init__(self, plan: dict[str, Any], name: str) -> None:
+        self.plan, self.name = plan, name
+        self.directory = Path(plan["directory"])
+        self.party: Any = None
+
+    def holds(self) -> bool:
+        """Whether it is to do nothing for now."""
+        return (self.directory / f"{self.name}.hold").exists()
+
+    def say(self, what: Any) -> None:
+        """Write the newest state, as one."""
+        path = self.directory / f"{self.name}.json"
+        path.with_suffix(".new").write_text(json.dumps(what))
+        path.with_suffix(".new").rename(path)
+
+    def run(self) -> None:
+        """Be that node, for ever."""
+        if self.name != "head":
+            shmbus.Bus.create(self.name, "8MiB")
+        mailbox = TcpMailbox(str(self.directory), self.name)
+        threading.Thread(
+            target=run_party, args=(lambda: self.make(mailbox), mailbox, lambda: True), daemon=True
+        ).start()
+        {"head": self.lead, "left": self.work, "right": self.work}.get(self.name, self.train)()
+
+    def make(self, mailbox: TcpMailbox) -> Any:
+        """Make the party."""
+        if self.name == "head":
+            policy = StashPolicy(sample_retries=2)
+            self.party = CoordinatorParty(mailbox, SOURCES, TRAINERS, policy)
+        elif self.name in SOURCES:
+            self.party = SourceParty(self.name, mailbox, "head")
+        else:
+            self.party = SinkParty(self.name, mailbox, "head", self.plan["release"])
+        return self.party
+
+    def lead(self) -> None:
+        """Forget who is to be forgotten, and say what there is."""
+        forgotten: set[str] = set()
+        while True:
+            for path in self.directory.glob("*.forget"):
+                if path.stem not in forgotten and self.party is not None:
+                    forgotten.add(path.stem)
+                    self.party.forgotten.append(path.stem)
+            if self.party is not None:
+                self.say(msgspec.to_builtins(self.party.note()))
+            time.sleep(0.1)
+
+    def work(self) -> None:
+        """Put every second sample of each group, and what is asked for again."""
+        done = 0
+        with shmbus.Producer(self.name) as producer:
+            while True:
+                for asked in producer.wanted():
+                    self.put(producer, int(asked.instance_id[1:]), asked.index)
+                if done == self.plan["groups"] or self.holds():
+                    time.sleep(0.02)
+                    continue
+                for index in range(SOURCES.index(self.name), SIZE, 2):
+                    self.put(producer, done, index)
+                done += 1
+                self.say(done)
+                time.sleep(PAUSE_S)
+
+    def put(self, producer: shmbus.Producer, group: int, index: int) -> None:
+        """Put a sample."""
+        producer.put(
+            f"q{group}", group_size=SIZE, index=index, score=float(index), epoch=0,
+            meta={"of": [group, index]}, timeout=None, **sample(group, index),
+        )  # fmt: skip
+
+    def train(self) -> None:
+        """Take groups, check every byte of them, and write down those that are acknowledged."""
+        with (
+            shmbus.Consumer(self.name) as consumer,
+            (self.directory / f"{self.name}.log").open("a") as log,
+        ):
+            said_s = 0.0
+            while True:
+                if time.monotonic() - said_s > 0.2:
+                    said_s = time.monotonic()
+                    status = read_status(self.name)
+                    ledger = status.ledger
+                    settled = status.relay.settled if status.relay else 0
+                    self.say([ledger.committed, ledger.undelivered, settled])
+                if self.holds():
+                    time.sleep(0.02)
+                    continue
+                for group in consumer.take(timeout=0.05):
+                    torn = not is_whole(group)
+                    number = int(group.instance_id[1:])
+                    group.ack()
+                    log.write(json.dumps([number, torn, time.monotonic()]) + "\n")
+                    log.flush()
+
+
+def is_whole(group: shmbus.Group) -> bool:
+    """Whether each byte is as it was put."""
+    number = int(group.instance_id[1:])
+    if len(group) != SIZE or any(t.meta != {"of": [number, t.index]} for t in group):
+        return False
+    return all(
+        t[name].tobytes() == array.tobytes()
+        for t in group
+        for name, array in sample(number, t.index).items()
+    )
+
+
+# -- outside ---------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Nodes, their network, and what they have said."""
+
+    def __init__(self, directory: str, groups: int, release: str, seed: int) -> None:
+        self.directory = Path(directory)
+        self.groups = groups
+        plan = {"directory": directory, "groups": groups, "release": release}
+        (self.directory / "plan.json").write_text(json.dumps(plan))
+        self.hub = Hub(seed)
+        self.nodes: dict[str, Node] = {}
+
+    def start(self, *names: str) -> None:
+        """Start nodes."""
+        for name in names:
+            place = ["--node", name, "--directory", str(self.directory)]
+            argv = [sys.executable, "-u", __file__, *place]
+            log = self.directory / f"{name}.out"
+            self.nodes[name] = Node(self.hub, NODES.index(name), argv, log)
+
+    def tell(self, name: str, what: str) -> None:
+        """Have a node hold, or the head forget one."""
+        (self.directory / f"{name}.{what}").touch()
+
+    def untell(self, name: str, what: str) -> None:
+        """End that."""
+        (self.directory / f"{name}.{what}").unlink()
+
+    def said(self, name: str) -> Any:
+        """Return the newest state of a node; None where it has said nothing yet."""
+        try:
+            return json.loads((self.directory / f"{name}.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def log(self, name: str) -> list[tuple[int, bool, float]]:
+        """Return the groups that a trainer has acknowledged."""
+        path = self.directory / f"{name}.log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [tuple(json.loads(line)) for line in lines]
+
+    def acked(self) -> Counter[int]:
+        """Return how often each group was acknowledged, by whom ever."""
+        return Counter(number for name in TRAINERS for number, _, _ in self.log(name))
+
+    def wait(self, holds: Callable[[], Any], what: str) -> None:
+        """Wait for something, as long as groups come, or for a while."""
+        moved_s, seen = time.monotonic(), -1
+        while not holds():
+            count = sum(self.acked().values())
+            if count != seen:
+                moved_s, seen = time.monotonic(), count
+            if time.monotonic() - moved_s > QUIET_S:
+                raise AssertionError(f"no {what}: {seen} groups, the head says {self.said('head')}")
+            for name, node in self.nodes.items():
+                assert node.running, f"{name} ended: {(self.directory / f'{name}.out').read_text()}"
+            time.sleep(0.05)
+
+    def kill(self, name: str) -> float:
+        """End a node for good, and return when."""
+        self.nodes.pop(name).kill()
+        return time.monotonic()
+
+    def close(self) -> None:
+        """End all."""
+        for node in self.nodes.values():
+            node.kill()
+        self.hub.close()
+
+
+@contextmanager
+def cluster(*, groups: int, release: str = "acknowledged", seed: int) -> Iterator[Cluster]:
+    """A cluster for a while."""
+    with tempfile.TemporaryDirectory(prefix="shmbus-nodes-") as directory:
+        made = Cluster(directory, groups, release, seed)
+        try:
+            made.start(*NODES)
+            yield made
+        finally:
+            made.close()
+
+
+def audit(made: Cluster, *, lost: int = 0, died: float = 0.0, who: str = "") -> dict[str, Any]:
+    """Compare what was acknowledged with what was put."""
+    acked = made.acked()
+    torn = [each for name in TRAINERS for each, is_torn, _ in made.log(name) if is_torn]
+    doubled = {number for number, count in acked.items() if count > 1}
+    # The trainer's word that it is done with a group was under way when its node died.
+    last = {number for number, _, at in made.log(who) if at > died - 1.0} if who else set()
+    missing = made.groups - len(acked)
+    assert not torn, f"torn: {torn}"
+    assert doubled <= last, f"doubled: {sorted(doubled - last)}"
+    assert missing == lost, f"{missing} groups are missing, and {lost} were announced as lost"
+    return {"groups": len(acked), "lost": lost, "twice": len(doubled), "packets": made.hub.carried}
+
+
+def a_trainers_node_dies(seed: int, groups: int) -> dict[str, Any]:
+    """With "acknowledged" nothing is lost: what it had not acknowledged goes to the other one."""
+    with cluster(groups=groups, seed=seed) as made:
+        made.wait(lambda: len(made.log("t1")) > groups // 10, "groups at the node that dies")
+        died = made.kill("t1")
+        made.tell("t1", "forget")
+        made.wait(lambda: len(made.acked()) == groups, "groups of the dead node")
+        return audit(made, died=died, who="t1")
+
+
+def a_trainers_node_dies_under_put(seed: int, groups: int) -> dict[str, Any]:
+    """With "put" as much is lost as its status had announced."""
+    with cluster(groups=groups, release="put", seed=seed) as made:
+        made.tell("t1", "hold")
+        made.wait(lambda: made.said("right") == made.said("left") == groups, "workers' ends")
+        both = lambda at: sum((made.said(name) or [0, 0, 0])[at] for name in TRAINERS)  # noqa: E731
+        made.wait(lambda: both(0) == groups * SIZE and both(2) == 0, "all on the trainers' buses")
+        made.wait(lambda: made.said("t0")[1] == 0, "what the other trainer has")
+        _, undelivered, _ = made.said("t1")
+        assert undelivered and undelivered % SIZE == 0, undelivered
+        made.kill("t1")
+        made.tell("t1", "forget")
+        made.wait(
+            lambda: all(each["name"] != "t1" for each in made.said("head")["peers"]), "end of it"
+        )
+        time.sleep(2.0)  # what would come again comes
+        return audit(made, lost=undelivered // SIZE)
+
+
+def a_rollout_node_dies(seed: int, groups: int) -> dict[str, Any]:
+    """What it had announced and nobody had fetched is counted, and asked for elsewhere."""
+    with cluster(groups=groups, seed=seed) as made:
+        made.tell("right", "hold")  # so that no group of the left one is complete
+        made.wait(lambda: (made.said("left") or 0) >= groups // 2, "half of the left node's")
+        made.tell("left", "hold")
+        each = SIZE // 2
+        made.wait(
+            lambda: made.said("head")["announced"] == each * made.said("left"), "announcements"
+        )
+        begun = made.said("left")
+        made.kill("left")
+        made.tell("left", "forget")
+        made.wait(lambda: made.said("head")["lost"] == each * begun, "its loss in the status")
+        made.groups = begun  # nobody puts the other half of the others
+        made.untell("right", "hold")
+        made.wait(lambda: len(made.acked()) == begun, "groups that were asked for elsewhere")
+        return {**audit(made), "asked for elsewhere": each * begun}
+
+
+def a_partition(
+    seed: int, groups: int, *, cut_s: float, delay_s: float, loss: float
+) -> dict[str, Any]:
+    """A node that nobody reaches for a while, on a slow network that loses packets."""
+    with cluster(groups=groups, seed=seed) as made:
+        made.hub.delay_s, made.hub.loss = delay_s, loss
+        cuts = [NODES.index("right"), NODES.index("t0"), NODES.index("head")]
+        for number, node in enumerate(cuts):
+            count = (number + 1) * groups // 5
+            made.wait(lambda count=count: len(made.acked()) >= count, "groups before a partition")
+            made.hub.cut = {node}
+            time.sleep(cut_s)
+            made.hub.cut = set()
+        began = time.monotonic()
+        made.wait(lambda: len(made.acked()) == groups, "groups after the partitions")
+        return {**audit(made), "lost packets": made.hub.lost, "then": time.monotonic() - began}
+
+
+SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "trainer": lambda a: a_trainers_node_dies(a.seed, a.groups),
+    "trainer-put": lambda a: a_trainers_node_dies_under_put(a.seed, a.groups),
+    "rollout": lambda a: a_rollout_node_dies(a.seed, a.groups),
+    "partition": lambda a: a_partition(a.seed, a.groups, cut_s=a.cut, delay_s=a.delay, loss=a.loss),
+}
+
+
+def main() -> int:
+    """Run it as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scenario", nargs="?", choices=SCENARIOS)
+    parser.add_argument("--node", help="be this node (of its own accord)")
+    parser.add_argument("--directory")
+    parser.add_argument("--groups", type=int, default=400)
+    parser.add_argument("--cut", type=float, default=60.0, help="seconds of each partition")
+    parser.add_argument("--delay", type=float, default=0.05, help="seconds of each packet")
+    parser.add_argument("--loss", type=float, default=0.01, help="part of the packets")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    arguments = parser.parse_args()
+    if arguments.node:
+        plan = json.loads((Path(arguments.directory) / "plan.json").read_text())
+        Inside(plan, arguments.node).run()
+        return 0
+    for name in [arguments.scenario] if arguments.scenario else SCENARIOS:
+        began = time.monotonic()
+        said = SCENARIOS[name](arguments)
+        seconds = round(time.monotonic() - began, 1)
+        print(json.dumps({"scenario": name, "seed": arguments.seed, **said, "seconds": seconds}))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONPATH", os.pathsep.join(sys.path))
+    sys.exit(main())

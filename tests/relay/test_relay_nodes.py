@@ -1,0 +1,59 @@
+"""Whole nodes die, with their shared memory; others are cut off: what a relay promises holds.
+
+Needs root and /dev/net/tun. A short form runs by default; SHMBUS_TEST_NODES=1 runs all of them,
+with partitions of a minute, in some minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from relay import hub
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(hub.unavailable()), reason=hub.unavailable()),
+]
+LONG = os.environ.get("SHMBUS_TEST_NODES") == "1"
+long = pytest.mark.skipif(not LONG, reason="SHMBUS_TEST_NODES=1 runs it: it takes minutes")
+
+
+@pytest.fixture(autouse=True)
+def _children_find_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are programs of their own."""
+    here = Path(__file__).resolve().parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), *sys.path]))
+
+
+def test_what_a_dead_rollout_node_had_is_counted_and_asked_for_elsewhere(seed: int) -> None:
+    from relay.relay_nodes import a_rollout_node_dies
+
+    print(a_rollout_node_dies(seed, 400 if LONG else 20))
+
+
+@long
+def test_a_dead_trainers_node_loses_nothing_that_its_trainer_had_not_acknowledged(
+    seed: int,
+) -> None:
+    from relay.relay_nodes import a_trainers_node_dies
+
+    print(a_trainers_node_dies(seed, 400))
+
+
+@long
+def test_a_dead_trainers_node_loses_what_its_status_had_announced_under_put(seed: int) -> None:
+    from relay.relay_nodes import a_trainers_node_dies_under_put
+
+    print(a_trainers_node_dies_under_put(seed, 400))
+
+
+@long
+def test_after_partitions_on_a_slow_network_that_loses_packets_it_goes_on_by_itself(
+    seed: int,
+) -> None:
+    from relay.relay_nodes import a_partition
+
+    print(a_partition(seed, 1500, cut_s=60.0, delay_s=0.05, loss=0.01))

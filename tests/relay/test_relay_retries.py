@@ -1,0 +1,222 @@
+"""Samples that fail on far nodes: asked for again there, given up, or told to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import Spawner, wait_until
+from relay.local import COORDINATOR, relay, take
+
+import shmbus
+from shmbus import WantedSample
+from shmbus.inspect.status import read_status
+from shmbus.stash.stash import StashPolicy
+
+TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
+
+
+@pytest.fixture
+def buses(bus_name: str) -> Iterator[dict[str, str]]:
+    """Two sources and a trainer's bus."""
+    names = {"a": f"{bus_name}.a", "b": f"{bus_name}.b", "t": f"{bus_name}.t"}
+    for name in names.values():
+        shmbus.Bus.create(name, "4MiB").close()
+    yield names
+    for name in names.values():
+        shmbus.unlink(name)
+
+
+def stats(name: str) -> shmbus.BusStats:
+    with shmbus.Bus.open(name) as bus:
+        return bus.stats()
+
+
+def put(producer: shmbus.Producer, index: int, *, size: int = 2, epoch: int | None = None) -> None:
+    producer.put(
+        "q", group_size=size, index=index, score=float(index), epoch=epoch,
+        tokens=np.full(50, index, np.int32),
+    )  # fmt: skip
+
+
+def wanted(producer: shmbus.Producer) -> WantedSample:
+    """Wait until a sample is asked for, and take it."""
+    found: list[WantedSample] = []
+
+    def comes() -> bool:
+        found.extend(producer.wanted())
+        return bool(found)
+
+    wait_until(comes)
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("epoch", [None, 5])
+def test_a_failed_sample_is_asked_for_on_its_node_and_completes_its_group(
+    buses: dict[str, str], epoch: int | None
+) -> None:
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        put(other, 0, epoch=epoch)
+        one.fail("q", 1, "out of memory", group_size=2, epoch=epoch)
+        asked = wanted(one)
+        # What it needs is known once a sample has come.
+        assert asked == WantedSample("q", epoch, 1, 2, 1, "out of memory", need=asked.need)
+        assert read_status(buses["a"]).wanted[0].taken_by is not None
+        put(one, asked.index, epoch=asked.epoch)
+        (group,) = take(consumer, 1)
+        assert [t.index for t in group] == [0, 1] and group[0].epoch == epoch
+        group.ack()
+        wait_until(lambda: stats(buses["a"]).dropped == {"failed": 1})
+        wait_until(lambda: stats(buses["a"]).undelivered == stats(buses["b"]).undelivered == 0)
+        wait_until(lambda: not read_status(buses["a"]).wanted)
+
+
+def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        put(one, 0)
+        one.fail("q", 1, "first", group_size=2)
+        wanted(one)
+        one.fail("q", 1, "second", group_size=2)
+        assert (asked := wanted(other)).attempt == 2 and asked.reason == "second"
+        put(other, 1)
+        take(consumer, 1)[0].ack()
+
+
+CLAIM = """
+import sys, time
+import shmbus
+producer = shmbus.Producer(sys.argv[1])
+while not producer.wanted():
+    time.sleep(0.01)
+print("has it", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_that_dies_with_a_sample_in_hand_counts_as_a_failed_attempt(
+    buses: dict[str, str], spawn: Spawner
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], policy=TWICE),
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        put(producer, 0)
+        child = spawn.script(CLAIM, buses["a"])
+        producer.fail("q", 1, "first", group_size=2)
+        wait_until(lambda: "has it" in child.output())
+        child.kill()
+        asked = wanted(producer)
+        assert asked.attempt == 2 and "died while it had it" in asked.reason
+        put(producer, 1)
+        take(consumer, 1)[0].ack()
+
+
+def test_a_group_with_a_sample_that_failed_for_good_is_dropped_on_every_node(
+    buses: dict[str, str],
+) -> None:
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        put(one, 0)
+        other.fail("q", 1, "out of memory", group_size=2)
+        for each in "ab":
+            wait_until(lambda each=each: stats(buses[each]).dropped == {"failed": 1})
+        assert stats(buses["t"]).committed == 0
+        wait_until(lambda: made.coordinator.note().dropped == {"failed": 2})
+
+
+def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[str, str]) -> None:
+    policy = StashPolicy(on_failure="partial")
+    with (
+        relay([buses["a"], buses["b"]], [buses["t"]], policy=policy),
+        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
+        shmbus.Producer(buses["a"]) as one,
+        shmbus.Producer(buses["b"]) as other,
+    ):
+        put(one, 0, size=3)
+        put(one, 2, size=3)
+        other.fail("q", 1, "out of memory", group_size=3)
+        (group,) = take(consumer, 1)
+        assert [t.index for t in group] == [0, 2] and len(group) == 2
+        group.ack()
+        # The report crossed as what it is, and each ledger says so.
+        assert stats(buses["t"]).committed == 3
+        wait_until(lambda: stats(buses["t"]).dropped == {"failed": 1})
+        wait_until(lambda: stats(buses["a"]).acknowledged == 2)
+        wait_until(lambda: stats(buses["b"]).dropped == {"failed": 1})
+
+
+def test_a_group_that_goes_without_samples_that_never_came_is_no_half_at_its_trainer(
+    buses: dict[str, str],
+) -> None:
+    policy = StashPolicy(group_timeout_s=0.3, on_timeout="partial")
+    with (
+        relay([buses["a"]], [buses["t"]], policy=policy),
+        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        put(producer, 1, size=4)
+        put(producer, 2, size=4)
+        (group,) = take(consumer, 1)
+        assert [t.index for t in group] == [1, 2] and len(group) == 2
+        group.ack()
+        wait_until(lambda: stats(buses["a"]).acknowledged == 2)
+        wait_until(lambda: stats(buses["t"]).dropped == {"failed": 2})
+        assert stats(buses["t"]).undelivered == 0
+
+
+def test_what_a_lost_node_had_is_asked_for_elsewhere(buses: dict[str, str]) -> None:
+    with relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE) as made:
+        with shmbus.Producer(buses["a"]) as producer:
+            put(producer, 0)
+        with (
+            shmbus.Producer(buses["b"]) as other,
+            shmbus.Consumer(buses["t"]) as consumer,
+        ):
+            wait_until(lambda: made.coordinator.note().announced == 1)
+            made.coordinator.forgotten.append(buses["a"])
+            asked = wanted(other)
+            assert (asked.index, asked.group_size) == (0, 2) and "has gone" in asked.reason
+            put(other, 0)
+            put(other, 1)
+            take(consumer, 1)[0].ack()
+            assert made.coordinator.lost == 1
+
+
+@pytest.mark.parametrize("who", ["source", "coordinator"])
+def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], who: str) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]], policy=TWICE) as made,
+        shmbus.Consumer(buses["t"]) as consumer,
+        shmbus.Producer(buses["a"]) as producer,
+    ):
+        put(producer, 0)
+        producer.fail("q", 1, "first", group_size=2)
+        wanted(producer)
+        made.restart(buses["a"] if who == "source" else COORDINATOR)
+        wait_until(lambda: made.coordinator.pure is not None)
+        pure = made.coordinator.pure
+        assert pure is not None
+        wait_until(lambda: pure.retries.open == 1)
+        wait_until(lambda: made.parties[buses["a"]].rows.mark == (pure.epoch, 1))
+        (row,) = read_status(buses["a"]).wanted
+        assert row.taken_by == producer.producer_id and row.attempt == 1
+        assert producer.wanted() == []
+        put(producer, 1)
+        take(consumer, 1)[0].ack()
+        wait_until(lambda: not read_status(buses["a"]).wanted)
