@@ -399,3 +399,28 @@ def test_a_sink_that_trusted_any_assignment_would_put_a_record_twice(
     monkeypatch.setattr(System, "sink_kind", TrustsAnyAssignment)
     with pytest.raises(AssertionError, match="put twice"):
         explore(Coordinator, ONE_GROUP)
+
+
+class TinyBlocks(Sink):
+    """A sink to which each group is more than a block, so that it asks for two of them at once."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, block_bytes=1)
+
+
+#: Two groups of one sample each, from one source each.
+TWO_GROUPS = {
+    "a": [head("q", 1, 0, 0)],
+    "b": [msgspec.structs.replace(head("r", 1, 0, 0), score=1.0)],
+}
+
+
+@pytest.mark.timeout(3600)
+def test_every_order_of_events_and_deaths_with_two_blocks_under_way_puts_each_record_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(System, "sink_kind", TinyBlocks)
+    monkeypatch.setitem(globals(), "POLICY", StashPolicy())
+    # One death fewer: 155,000 states with one, which take minutes.
+    monkeypatch.setitem(globals(), "DEATHS", DEATHS - 1)
+    print(f"{explore(Coordinator, TWO_GROUPS):,} states, {DEATHS} deaths")
