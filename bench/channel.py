@@ -7,8 +7,9 @@ away; *rate* is of steps one behind the other. The bound is a copy of the same t
 sender's process, to its end: of the C library's memcpy, or of the device. For the rate of a
 receiver that has copies it is two of them, since the device makes as many of a step. *One way* is a
 step of 4 KB from before `send` until after `recv`, by a clock that both processes share. Beside it
-are a bare futex between two processes (`bench/c/raw_futex.c`), and an empty message of bytes with
-no tensors, at the same pace. Figures are medians.
+are a bare futex between two processes (`bench/c/raw_futex.c`), a semaphore between two interpreters
+(`bench/rows/interpreters.py`), and an empty message of bytes with no tensors, at the same pace. The
+small ones take turns. Figures are medians.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from bench import machine
 from bench.native import CannotRun, compile_program
 from bench.native import run as run_program
+from bench.rows import interpreters
 from bench.rows.wake import SOURCE
 from shmbus.channel import ChannelReceiver, ChannelSender
 from trainer_adapter.channel import ChannelClosedError, TensorChannel
@@ -46,6 +48,8 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 SHAPES: Final[Shapes] = {"hidden": (8192, 4096), "logits": (4096, 8192), "ids": (12_885_902,)}
 SMALL: Final[Shapes] = {"small": (2048,)}
 WARM_UP: Final = 10
+#: Of each small thing, in turns: a slow minute of the machine falls on all of them.
+TURNS: Final = 3
 PAUSE_S: Final = 0.002
 PATIENCE_S: Final = 60.0
 #: That a device makes of a step: into the sender's memory, and out of it.
@@ -165,6 +169,12 @@ def raw_wake_s(rounds: int) -> float | None:
     return statistics.median(int(each) for each in said.split()[WARM_UP:]) / 1e9
 
 
+def interpreters_wake_s(rounds: int) -> float:
+    """Return the median seconds of a semaphore's wake-up between two interpreters."""
+    ways = interpreters.measure([int(PAUSE_S * 1e9)] * (rounds + WARM_UP))
+    return float(statistics.median(ways[WARM_UP:].tolist())) / 1e9
+
+
 def empty_message_s(rounds: int) -> float:
     """Return the median seconds of an empty message of bytes, one way."""
     name = f"bench-channel-{os.getpid()}-{secrets.token_hex(3)}"
@@ -194,7 +204,6 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
     for views in (False, True):
         paced = run(device, SHAPES, rounds, pause_s=PAUSE_S, views=views)
         close = run(device, SHAPES, rounds, pause_s=0.0, views=views)
-        small = run(device, SMALL, rounds, pause_s=PAUSE_S, views=views)
         how = "views" if views else "copies"
         copies = 1 if device == "cpu" else COPIES[how]
         rows[how] = {
@@ -202,16 +211,53 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
             "stall_of_copy": paced["stall_s"] / rows["copy_s"],
             "step_s": close["step_s"],
             "rate_of_copy": copies * rows["copy_s"] / close["step_s"],
-            "one_way_s": small["one_way_s"],
         }
         if device == "cpu":  # the segment's own slots are always views
             rows["views"] = rows[how]
             break
-    rows["empty_message_s"] = empty_message_s(rounds)
-    rows["raw_futex_s"] = raw = raw_wake_s(rounds)
+    rows.update(one_way(device, rounds))
     for how in ("copies", "views"):
-        rows[how]["one_way_of_futex"] = rows[how]["one_way_s"] / raw if raw else None
+        rows[how].update(one_way_figures(rows, how))
     return rows
+
+
+def one_way(device: str, rounds: int) -> dict[str, Any]:
+    """Return the median seconds of each small thing one way, of turns that they take."""
+    things: dict[str, Callable[[], float | None]] = {
+        "raw_futex_s": lambda: raw_wake_s(rounds),
+        "interpreters_s": lambda: interpreters_wake_s(rounds),
+        "empty_message_s": lambda: empty_message_s(rounds),
+        "copies_s": lambda: small_s(device, rounds, views=False),
+        "views_s": lambda: small_s(device, rounds, views=True),
+    }
+    if device == "cpu":  # the segment's own slots are always views
+        del things["copies_s"]
+    turns: dict[str, list[float | None]] = {name: [] for name in things}
+    for _ in range(TURNS):
+        for name, thing in things.items():
+            turns[name].append(thing())
+    rows: dict[str, Any] = {"one_way_turns": turns}
+    for name, seconds in turns.items():
+        known = [each for each in seconds if each is not None]
+        rows[name] = statistics.median(known) if known else None
+    if device == "cpu":
+        rows["copies_s"] = rows["views_s"]
+    return rows
+
+
+def small_s(device: str, rounds: int, *, views: bool) -> float:
+    """Return the median seconds of a step of 4 KB, one way."""
+    return run(device, SMALL, rounds, pause_s=PAUSE_S, views=views)["one_way_s"]
+
+
+def one_way_figures(rows: dict[str, Any], how: str) -> dict[str, float | None]:
+    """Return a small step's way with its bounds: a bare futex, and one between interpreters."""
+    raw, seconds = rows["raw_futex_s"], rows[f"{how}_s"]
+    return {
+        "one_way_s": seconds,
+        "one_way_of_futex": seconds / raw if raw else None,
+        "one_way_of_interpreters": seconds / rows["interpreters_s"],
+    }
 
 
 def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
@@ -253,7 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"a copy of 160 MB in three tensors: {rows['copy_s'] * 1e6:.0f} us; 4 KB one way: "
         f"{rows['views']['one_way_s'] * 1e6:.0f} us; an empty message of bytes: "
-        f"{rows['empty_message_s'] * 1e6:.0f} us; a raw futex: "
+        f"{rows['empty_message_s'] * 1e6:.0f} us; a semaphore between two interpreters: "
+        f"{rows['interpreters_s'] * 1e6:.0f} us; a raw futex: "
         + (f"{raw * 1e6:.0f} us" if raw else "not measured")
     )
     told = verdicts(rows)

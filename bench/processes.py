@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.synchronize import Barrier, Event
+from multiprocessing.synchronize import Barrier, Event, Semaphore
 from typing import Any, Final
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Started",
     "new_counters",
     "new_event",
+    "new_semaphore",
     "run_alone",
     "run_together",
     "start_role",
@@ -144,6 +145,11 @@ def start_role(role: Role) -> Started:
 def new_event() -> Event:
     """Make an event that roles can share."""
     return _context.Event()
+
+
+def new_semaphore() -> Semaphore:
+    """Make a semaphore that roles can share, of which there are none yet."""
+    return _context.Semaphore(0)
 
 
 def new_counters(count: int) -> Any:

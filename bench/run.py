@@ -208,7 +208,9 @@ def _others(
             Row(name="daemon", title="the daemon", measured="", skipped="there is no torch")
         )
     elif "daemon" in names:
-        rows += daemon.measure(sizes.packed, sizes.repetitions, sizes.idle_s, capacity, say)
+        rows += daemon.measure(
+            sizes.packed, sizes.repetitions, sizes.wakes, sizes.idle_s, capacity, say
+        )
     return rows
 
 

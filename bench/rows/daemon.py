@@ -3,6 +3,9 @@
 What a trajectory costs the daemon holds wake-ups too, which go by time and not by trajectories. So
 short and long ones are compared at one rate, that both workloads reach.
 
+One way through the daemon is two wake-ups. Its bound is a semaphore that a third interpreter passes
+on to another.
+
 Embedded and daemon runs take turns, so that a slow minute of the machine falls on both.
 """
 
@@ -19,9 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 import shmbus
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows import packed
+from bench.rows import interpreters, packed, wake
 from bench.rows.row import Row, Target
 from bench.sending import produce, temporary_bus
 from bench.workload import Workload
@@ -36,6 +41,8 @@ TRAJECTORIES_PER_BATCH = packed.TOKENS_PER_BATCH // 2048
 #: Trajectories a second at which short and long ones are compared, and for how many seconds.
 EVEN_PER_S = 20_000.0
 EVEN_S = 2.0
+#: Microseconds from a put, through the daemon, to a reader that slept.
+WAKE_US = 25.0
 
 
 @contextmanager
@@ -88,7 +95,12 @@ def _train(name: str, workload: Workload, per_s: float) -> float:
 
 
 def measure(
-    trajectories: int, repetitions: int, idle_s: float, capacity: str, say: Callable[[str], None]
+    trajectories: int,
+    repetitions: int,
+    wakes: int,
+    idle_s: float,
+    capacity: str,
+    say: Callable[[str], None],
 ) -> list[Row]:
     """Measure all of them.
 
@@ -97,6 +109,8 @@ def measure(
     trajectories : int
         Of one run.
     repetitions : int
+    wakes : int
+        One way, in each repetition.
     idle_s : float
         Seconds that the daemon sleeps.
     capacity : str
@@ -120,6 +134,8 @@ def measure(
         cpu.append(each)
         cpu_long.append(_run(long, daemon=True)[1])
         even_cpu.append([_run(each, daemon=True, per_s=EVEN_PER_S)[1] for each in evenly])
+    say("one way through a daemon, to a reader that sleeps")
+    ways = _wake(wakes, repetitions, capacity)
     say("a daemon asleep")
     return [
         Row(
@@ -142,8 +158,31 @@ def measure(
             figures={"us_2048": cpu, f"us_{LONG_TOKENS}": cpu_long},
         ),
         _payload(even_cpu),
+        ways,
         _idle(idle_s, capacity),
     ]
+
+
+def _wake(wakes: int, turns: int, capacity: str) -> Row:
+    """Measure one way through the daemon, beside a semaphore that is passed on."""
+    pauses = wake.pauses_ns(wakes)
+    ours, bare = [], []
+    for _ in range(turns):
+        way = wake.run_shmbus(pauses, capacity, beside=_serving)
+        ours.append(float(np.median(way[wake.WARM_UP :])) / 1000)
+        bound = interpreters.measure(pauses, between=1)
+        bare.append(float(np.median(bound[wake.WARM_UP :])) / 1000)
+    added = [mine - least for mine, least in zip(ours, bare, strict=True)]
+    return Row(
+        name="daemon-wake",
+        title="one way through the daemon to a sleeping reader, p50",
+        measured=f"{statistics.median(ours):.1f} us; a semaphore passed on "
+        f"{statistics.median(bare):.1f} us",
+        value=statistics.median(ours),
+        spread=(min(ours), max(ours)),
+        target=Target("at most", WAKE_US, "us"),
+        figures={"us": ours, "semaphore_us": bare, "added_us": added},
+    )
 
 
 def _payload(runs: list[list[float]]) -> Row:

@@ -4,6 +4,9 @@ Both sides of the comparison sleep through the same random pauses, and take the 
 CLOCK_MONOTONIC: right before the put (or the store and FUTEX_WAKE), and right after take (or
 FUTEX_WAIT) returned. They take turns, so that a slow minute of the machine falls on both; a figure
 is the median of the turns' percentiles.
+
+A semaphore between two interpreters (`interpreters.py`) takes a turn too, with and without a load
+beside: what the bus adds to it is the bus's own, and the rest is the kernel's and Python's.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -22,11 +26,12 @@ from numpy.typing import NDArray
 
 import shmbus
 from bench.native import PROGRAMS, CannotRun, compile_program, run
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.processes import STALL_S, MeasurementError, Role
+from bench.rows import interpreters
 from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
 
-__all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses"]
+__all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses", "run_shmbus"]
 
 #: Microseconds between two puts: long enough for the reader to be asleep again.
 PAUSE_US: Final = (300.0, 1000.0)
@@ -34,14 +39,18 @@ PAUSE_US: Final = (300.0, 1000.0)
 WARM_UP: Final = 50
 #: The pauses are the same in every run of the benchmark.
 SEED: Final = 20240229
+#: Microseconds that the bus may add, at its p99, to the p99 of a bare wake-up.
+ADDED_US: Final = 10.0
 SOURCE: Final = PROGRAMS / "raw_futex.c"
 
 
 def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
-    """Measure so many wake-ups in each of so many turns; a row for p50 and one for p99."""
+    """Measure so many wake-ups in each of so many turns: p50, p99, and what is added."""
     pauses = pauses_ns(wakes)
     ours: list[NDArray[np.int64]] = []
     raw: list[NDArray[np.int64]] = []
+    bare: list[NDArray[np.int64]] = []
+    loaded: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     with tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory:
         program = Path(directory, "raw_futex")
         why_not = ""
@@ -53,8 +62,15 @@ def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
             if not why_not:
                 said, _ = run([str(program)], "\n".join(map(str, pauses)))
                 raw.append(np.array(said.split(), np.int64)[WARM_UP:])
-            ours.append(_run_shmbus(pauses, capacity)[WARM_UP:])
-    return [_row(percent, ours, raw, why_not) for percent in (50, 99)]
+            ours.append(run_shmbus(pauses, capacity)[WARM_UP:])
+            bare.append(interpreters.measure(pauses)[WARM_UP:])
+            under_load = run_shmbus(pauses, capacity, loaded=True)[WARM_UP:]
+            loaded.append((under_load, interpreters.measure(pauses, loaded=True)[WARM_UP:]))
+    return [
+        *[_row(percent, ours, raw, why_not) for percent in (50, 99)],
+        _added("wake-added-p99", "p99 of a wake-up", list(zip(ours, bare, strict=True))),
+        _added("wake-loaded-p99", "p99 of a wake-up beside a load", loaded),
+    ]
 
 
 def pauses_ns(wakes: int) -> list[int]:
@@ -91,21 +107,51 @@ def _row(
     )
 
 
-def _run_shmbus(pauses: list[int], capacity: str) -> NDArray[np.int64]:
-    with temporary_bus(capacity) as name:
-        came, put = run_together(
-            [Role(_sleep_until_put, (name, len(pauses))), Role(put_after_pauses, (name, pauses))]
-        )
+def _added(name: str, what: str, turns: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> Row:
+    ours = [[float(np.percentile(turn, p)) / 1000 for p in (50, 99)] for turn, _ in turns]
+    bare = [[float(np.percentile(turn, p)) / 1000 for p in (50, 99)] for _, turn in turns]
+    added = [mine[1] - least[1] for mine, least in zip(ours, bare, strict=True)]
+    return Row(
+        name=name,
+        title=f"{what}, added to a semaphore between two interpreters",
+        measured=f"{statistics.median(mine[1] for mine in ours):.1f} us; semaphore "
+        f"{statistics.median(least[1] for least in bare):.1f} us",
+        value=statistics.median(added),
+        spread=(min(added), max(added)),
+        target=Target("at most", ADDED_US, "us more"),
+        figures={"shmbus_us_p50_p99_by_turn": ours, "semaphore_us_p50_p99_by_turn": bare},
+    )
+
+
+def run_shmbus(
+    pauses: list[int],
+    capacity: str,
+    *,
+    loaded: bool = False,
+    beside: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> NDArray[np.int64]:
+    """Return the nanoseconds from each put to take; `beside` serves the bus of that name."""
+    with temporary_bus(capacity) as name, beside(name):
+        roles = [
+            Role(_sleep_until_put, (name, len(pauses))),
+            Role(put_after_pauses, (name, pauses)),
+        ]
+        came, put = interpreters.beside_load(roles, loaded=loaded)
     return np.array(came, np.int64) - np.array(put, np.int64)
 
 
 def put_after_pauses(
-    start: Callable[[], None], name: str, pauses: list[int], cores: Collection[int] = ()
+    start: Callable[[], None],
+    name: str,
+    pauses: list[int],
+    cores: Collection[int] = (),
+    awake: bool = False,
 ) -> list[int]:
     """Put a group of one after each pause; return the stamps from right before each put.
 
     They stay here: to set an item of an array takes an interpreter that just woke up as long as
-    the half of a put, and is no part of it. With `cores`, the process keeps to those.
+    the half of a put, and is no part of it. With `cores`, the process keeps to those; `awake`, it
+    counts the pauses out instead of sleeping through them.
     """
     if cores:
         os.sched_setaffinity(0, cores)
@@ -114,7 +160,12 @@ def put_after_pauses(
     with shmbus.Producer(name) as producer:
         start()
         for pause_ns in pauses:
-            time.sleep(pause_ns / 1e9)
+            if awake:
+                due = time.monotonic_ns() + pause_ns
+                while time.monotonic_ns() < due:
+                    pass
+            else:
+                time.sleep(pause_ns / 1e9)
             stamp = time.monotonic_ns()
             producer.put("wake", group_size=1, index=0, sample=sample, timeout=STALL_S)
             stamps.append(stamp)

@@ -380,27 +380,39 @@ class Connection:
         while True:
             with self._lock:
                 self._require_current(wire)
-                reply = replies[id_].reply
+                reply = self._consume(id_)
                 left = until - time.monotonic()
-                if reply is not None:
-                    del replies[id_]
                 if reply is not None or left <= 0:
                     self._pass_on()
                     return reply
             with self._turn.attempt() as mine:
                 if mine:
-                    self._read(wire, left)
+                    reply = self._read(wire, id_, left)
+            if reply is not None:
+                if replies:
+                    with self._lock:
+                        self._pass_on()
+                return reply
             if not mine:
                 self._wait_for_reader(wire, id_, left)
 
-    def _read(self, wire: Wire, left: float) -> None:
-        """Wait for replies, and file them."""
-        if wire.wait(left):
-            with self._lock:
-                # The watcher may have reached the next daemon in between.
-                self._require_current(wire)
-                for reply in wire.receive_now():
-                    self._file(reply)
+    def _consume(self, id_: int) -> messages.Reply | None:
+        """Return the reply to a request, which is over then. The lock is held."""
+        reply = self._state.replies[id_].reply
+        if reply is not None:
+            del self._state.replies[id_]
+        return reply
+
+    def _read(self, wire: Wire, id_: int, left: float) -> messages.Reply | None:
+        """Wait for replies, and file them; return the one to this request, if it came."""
+        if not wire.wait(left):
+            return None
+        with self._lock:
+            # The watcher may have reached the next daemon in between.
+            self._require_current(wire)
+            for reply in wire.receive_now():
+                self._file(reply)
+            return self._consume(id_)
 
     def _wait_for_reader(self, wire: Wire, id_: int, left: float) -> None:
         """Sleep until the thread that reads has filed this reply, or reads no more."""

@@ -368,7 +368,7 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Add received bytes; return the bodies that are complete.
 
         Raises

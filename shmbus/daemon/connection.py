@@ -3,7 +3,9 @@
 Invariants:
 
 - A client that is malformed, silent, slow or too eager loses its own connection and disturbs no
-  other: its input is bounded by a frame, its unread replies by MAX_UNSENT_BYTES.
+  other: its input is bounded by a frame, its unread replies by `replies.MAX_UNSENT_BYTES`.
+- The loop's thread calls everything here but `send`, which the ring's thread calls too. Both hold
+  the server's lock.
 - A client that does not read its replies is not read from. One that has just sent something and
   still holds many groups is not read from for LISTEN_REST_S.
 - Requests that a client sent before it died are handled before its session ends, unless it broke
@@ -20,20 +22,20 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 from shmbus import errors, limits
 from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
+from shmbus.daemon.replies import MAX_UNSENT_BYTES, Replies
 from shmbus.daemon.service import Service
 
 __all__ = ["Connection"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes queued for a client that does not read; above this its connection is closed.
-_MAX_UNSENT_BYTES = 8 << 20
 #: Seconds that the daemon does not read from a client that has just spoken and holds many groups:
 #: its acknowledgements accumulate, and it does not need more groups sooner.
 _LISTEN_REST_S = 0.001
@@ -50,6 +52,7 @@ class Host(Protocol):
     service: Service
     connections: set[Connection]
     limited_log: LimitedLog
+    lock: AbstractContextManager[Any]
 
     def guard(self, work: Callable[[], None]) -> None: ...
     def changed(self) -> None: ...
@@ -63,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._frames = messages.FrameBuffer()
         self._transport: asyncio.Transport | None = None
+        self._replies: Replies | None = None
         self._session: Session | None = None
         self._left_orderly = False
         self._refused = False
@@ -87,6 +91,7 @@ class Connection(asyncio.Protocol):
         self._inode = os.fstat(self._fd).st_ino
         name = self._server.service.collector.segment.name
         self._server.connections.add(self)
+        self._replies = Replies(self._transport, self._fd, self._server.lock, self._end_unread)
         try:
             self._peer_pid = socket_path.check_peer(name, connection)
         except PermissionError as error:
@@ -96,22 +101,28 @@ class Connection(asyncio.Protocol):
         if len(self._server.connections) > 2 * limits.MAX_CLIENTS:
             self.refuse("busy", f"bus {name!r}: too many connections; close some", "too many")
             return
-        self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES // 2)
+        self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES // 2)
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(limits.HELLO_WAIT_S, self._require_hello)
 
     def data_received(self, data: bytes) -> None:
         """Handle requests; anything else is refused with a reason, and ends the connection."""
+        with self._server.lock:
+            if self._handle(data):
+                self._server.changed()
+                self._pause_reading()
+
+    def _handle(self, data: bytes) -> bool:
+        """Handle what was received; False where nobody listens to this client any more."""
         try:
             for body in self._frames.feed(data):
                 if self._refused or self._left_orderly:
-                    return
+                    return False
                 # Also after a write has failed: what a killed client had acknowledged counts.
                 self._receive(messages.decode_request(body))
         except errors.ProtocolError as error:
             self.refuse("protocol", str(error))
-        self._server.changed()
-        self._pause_reading()
+        return True
 
     def _pause_reading(self) -> None:
         """Let the requests of a busy client gather: one wake-up for many acknowledgements."""
@@ -145,9 +156,13 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the session: its groups are delivered to others, or in doubt."""
+        with self._server.lock:
+            self._lose()
+
+    def _lose(self) -> None:
         if self._session is not None and not self._left_orderly and not self._refused:
             self._handle_unread()
-        self._transport = None
+        self._transport = self._replies = None
         self._server.connections.discard(self)
         self._cancel_timer()
         session, self._session = self._session, None
@@ -198,6 +213,10 @@ class Connection(asyncio.Protocol):
         else:
             self._server.guard(lambda: self._server.service.handle(session, request))
 
+    def _greet_again(self, hello: messages.Hello) -> None:
+        with self._server.lock:
+            self._greet(hello, again=True)
+
     def _greet(self, hello: messages.Hello, *, again: bool = False) -> None:
         self._cancel_timer()
         if self._transport is None or self._transport.is_closing():
@@ -210,9 +229,7 @@ class Connection(asyncio.Protocol):
             if in_the_way and not again and hello.client < 0:
                 # Who is in its way may have left, and not been read since.
                 self._judged_again = True
-                asyncio.get_running_loop().call_later(
-                    _BUSY_GRACE_S, lambda: self._greet(hello, again=True)
-                )
+                asyncio.get_running_loop().call_later(_BUSY_GRACE_S, self._greet_again, hello)
                 return
             self.refuse(found.kind, found.message)
             return
@@ -252,16 +269,17 @@ class Connection(asyncio.Protocol):
         if transport is not None:
             transport.abort()
 
-    def send(self, reply: messages.Reply) -> None:
-        """Queue a reply; the connection of a client that does not read them is closed."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        transport.write(messages.frame(reply))
-        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+    def send(self, *replies: messages.Reply) -> None:
+        """Send replies together; the connection of a client that does not read them is closed."""
+        if self._replies is not None:
+            self._replies.send(b"".join([messages.frame(reply) for reply in replies]))
+
+    def _end_unread(self) -> None:
+        """Close the connection of a client that does not read its replies."""
+        if self._transport is not None:
             self._warn("clients that do not read", "closed a client that does not read")
             self._refused = True
-            transport.abort()
+            self._transport.abort()
 
     def _warn(self, cause: str, message: str) -> None:
         """Log what a client has caused; clients decide how often, so lines of a cause are few."""
@@ -272,17 +290,20 @@ class Connection(asyncio.Protocol):
         self._refused = True
         self._warn(f"refused clients ({cause or kind})", f"refused a client: {message}")
         self.send(messages.Refused(kind=kind, message=message))  # type: ignore[arg-type]
-        if self._transport is not None:
-            self._transport.close()
+        self.close()
 
     def close(self) -> None:
         """Close, after all queued replies were written."""
+        if self._replies is not None:
+            self._replies.flush()
         if self._transport is not None:
             self._transport.close()
 
     def _require_hello(self) -> None:
         if self._session is None:
-            self.refuse("protocol", f"no Hello within {limits.HELLO_WAIT_S:g} s", "no Hello")
+            with self._server.lock:
+                what = f"no Hello within {limits.HELLO_WAIT_S:g} s"
+                self.refuse("protocol", what, "no Hello")
 
     def _cancel_timer(self) -> None:
         if self._hello_timer is not None:

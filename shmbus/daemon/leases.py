@@ -100,12 +100,10 @@ class Session:
     hello : Hello
         What it said of itself.
     send : callable
-        Queues a reply; never blocks.
+        Sends replies, together; never blocks.
     """
 
-    def __init__(
-        self, client: int, hello: messages.Hello, send: Callable[[messages.Reply], None]
-    ) -> None:
+    def __init__(self, client: int, hello: messages.Hello, send: Callable[..., None]) -> None:
         self.client = client
         self.pid = hello.pid
         self.label = hello.label
@@ -158,9 +156,12 @@ class Session:
         return f"{self.label or 'a trainer'} ({rank}pid {self.pid})"
 
     def send(self, reply: messages.Reply) -> None:
-        """Send a reply, after the confirmations that were held back."""
-        self.confirm()
-        self._send(reply)
+        """Send a reply, behind the confirmations that were held back: the client wakes once."""
+        held = self._held_back()
+        if held is None:
+            self._send(reply)
+        else:
+            self._send(held, reply)
 
     def note_ended(self, ended: list[int], unknown: list[int]) -> None:
         """Confirm ended leases later: with the next reply, or when there are many."""
@@ -171,9 +172,16 @@ class Session:
 
     def confirm(self) -> None:
         """Send the confirmations that were held back."""
-        if self._ended or self._unknown:
-            self._send(messages.Ended(numbers=self._ended, unknown=self._unknown))
-            self._ended, self._unknown = [], []
+        held = self._held_back()
+        if held is not None:
+            self._send(held)
+
+    def _held_back(self) -> messages.Ended | None:
+        if not (self._ended or self._unknown):
+            return None
+        held = messages.Ended(numbers=self._ended, unknown=self._unknown)
+        self._ended, self._unknown = [], []
+        return held
 
     def status(self) -> LeaseStatus:
         """Return what a status says of this client."""

@@ -7,6 +7,9 @@ Invariants:
 - After each wake-up by the ring there is a pause, so that a flood of records costs a bounded number
   of wake-ups. An idle daemon runs only one check a second for dead producers.
 - A daemon whose bus was removed leaves its name to a successor, grants what it has, and ends.
+- Groups are leased by the thread that the ring woke, not by the loop: a second thread's wake-up
+  costs a waiting client as much as all the rest. The server's lock is held by whoever is in the
+  service; what belongs to the loop (timers, transports, the end) is left to the loop.
 - An error in our own code ends the daemon: its state is in the segment, and the next daemon
   recovers it.
 """
@@ -24,6 +27,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -77,6 +81,8 @@ class Server:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.service = Service(collector, policy)
+        #: Held by the thread that is in the service.
+        self.lock: AbstractContextManager[Any] = threading.RLock()
         self.connections: set[Connection] = set()
         #: For warnings whose number clients decide.
         self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
@@ -128,8 +134,9 @@ class Server:
             await self._paused_servers.close()
             server.close()
             self._unbind()
-            for connection in list(self.connections):
-                connection.close()
+            with self.lock:
+                for connection in list(self.connections):
+                    connection.close()
             # One turn of the loop, in which they write what is queued.
             await asyncio.sleep(0)
             self._ring_read.set()
@@ -185,13 +192,14 @@ class Server:
             extra={"leased_groups": service.leased_groups},
         )
         self._unbind()
-        self._stop.set()
+        self._loop.call_soon_threadsafe(self._stop.set)
         self.guard(lambda: service.serve(time.monotonic()))
 
     async def _drain(self) -> None:
         """Grant no more leases, and wait until those that are held have ended."""
         service = self.service
-        service.draining = not service.removed
+        with self.lock:
+            service.draining = not service.removed
         logger.info("draining", extra={"leased_groups": service.leased_groups})
         deadline = time.monotonic() + self._drain_timeout_s
         while not service.is_empty and (left := deadline - time.monotonic()) > 0:
@@ -202,14 +210,15 @@ class Server:
 
     def guard(self, work: Callable[[], None]) -> None:
         """Run a step of the service; an error in our own code ends the daemon, with traceback."""
-        try:
-            work()
-        except errors.ProtocolError:
-            raise
-        except BaseException as error:
-            logger.critical("the daemon ends: %r", error)
-            self._failure = error
-            self._stop.set()
+        with self.lock:
+            try:
+                work()
+            except errors.ProtocolError:
+                raise
+            except BaseException as error:
+                logger.critical("the daemon ends: %r", error)
+                self._failure = error
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def snapshot(self, session: Session, request: messages.TakeSnapshot) -> None:
         """Write the bus to disk in a thread; until then the service defers releases and moves."""
@@ -236,32 +245,67 @@ class Server:
         except Exception as error:
             reply = messages.Refused(kind="failed", message=str(error), id=request.id)
             logger.warning("took no snapshot: %s", error)
-        self.guard(self.service.thaw)
-        session.send(reply)
-        self._ring()
-        self.changed()
+        with self.lock:
+            self.guard(self.service.thaw)
+            session.send(reply)
+            self._ring()
+            self.changed()
 
     # -- the ring and the clock -----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Sleep on the ring in a thread of its own, and wake the loop when records arrive."""
+        """Sleep on the ring in a thread of its own, and lease what has become complete."""
         reader = self._collector.reader
         while not self._stopping:
             reader.wait(None)
             if self._stopping:
                 return
-            self._ring_read.clear()
-            self._loop.call_soon_threadsafe(self._ring)
-            self._ring_read.wait()
+            done = self._serve_ring()
+            if not done:
+                self._ring_read.clear()
+                if self._stopping:
+                    return
+                self._loop.call_soon_threadsafe(self._ring)
+                self._ring_read.wait()
             if self.service.has_waiting:
                 time.sleep(_COALESCE_S)
             else:
                 self._hurry.wait(_REST_S)
+            if done:
+                self._clear_up()
+
+    def _serve_ring(self) -> bool:
+        """Read the ring and answer who waits; False where that is the loop's to do."""
+        read = False
+
+        def work() -> None:
+            nonlocal read
+            if self._failure is None and not self.service.is_special:
+                read = not self.service.pump(time.monotonic())
+
+        self.guard(work)
+        # The kernel wakes a client on the processor of who has written to it, where it would wait
+        # until this thread sleeps.
+        os.sched_yield()
+        with self.lock:
+            self._set_hurry()
+        return read
+
+    def _clear_up(self) -> None:
+        """Do what is due after the ring was read, and can be a little late."""
+        with self.lock:
+            if self._stopping:
+                return
+            if not self.service.is_special:
+                self.guard(lambda: self._collector.run_maintenance(time.monotonic()))
+            self._note_removal()
+            if self.service.is_special or self._timer_is_late(time.monotonic()):
+                self._loop.call_soon_threadsafe(self.changed)
 
     def _ring(self) -> None:
-        if self._stopping:
-            return
-        self.guard(self._pump)
+        # After a failure the thread that waits for this sleeps until the end.
+        if not self._stopping and self._failure is None:
+            self.guard(self._pump)
 
     def _pump(self) -> None:
         now = time.monotonic()
@@ -281,28 +325,36 @@ class Server:
         if self._stopping:
             return
         now = time.monotonic()
-        self.guard(lambda: self.service.tick(now))
-        self.limited_log.sum_up(now)
-        self._note_removal()
-        self._paused_servers.check(now)
-        self.changed()
+        with self.lock:
+            self.guard(lambda: self.service.tick(now))
+            self.limited_log.sum_up(now)
+            self._note_removal()
+            self._paused_servers.check(now)
+            self.changed()
 
     def changed(self) -> None:
         """After every event: set the timer, hurry the watcher thread, or end the drain."""
         if self._stopping:
             return
-        now = time.monotonic()
-        wait_s = self.service.next_tick_s(now)
-        # A tick that is too early does no harm; only one that would be late is replaced.
-        if self._timer is None or now + wait_s < self._timer_due_s:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_due_s = now + wait_s
-            self._timer = self._loop.call_later(wait_s, self._tick)
+        with self.lock:
+            now = time.monotonic()
+            if self._timer_is_late(now):
+                if self._timer is not None:
+                    self._timer.cancel()
+                wait_s = self.service.next_tick_s(now)
+                self._timer_due_s = now + wait_s
+                self._timer = self._loop.call_later(wait_s, self._tick)
+            self._set_hurry()
+            if (self.service.draining or self.service.removed) and self.service.is_empty:
+                self._idle.set()
+
+    def _timer_is_late(self, now: float) -> bool:
+        """Whether the timer is to be set; one that is too early does no harm."""
+        return self._timer is None or now + self.service.next_tick_s(now) < self._timer_due_s
+
+    def _set_hurry(self) -> None:
         if self.service.has_waiting != self._hurry.is_set():
             (self._hurry.set if self.service.has_waiting else self._hurry.clear)()
-        if (self.service.draining or self.service.removed) and self.service.is_empty:
-            self._idle.set()
 
 
 def serve(

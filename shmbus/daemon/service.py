@@ -2,7 +2,7 @@
 
 Invariants:
 
-- One thread calls it. Nothing here blocks, and no work is proportional to a payload.
+- One thread at a time calls it. Nothing here blocks, and no work is proportional to a payload.
 - A request that waits is answered once: with groups, with none at its timeout, or not at all after
   its client has left.
 - While it is frozen it releases and moves nothing: a snapshot is being written.
@@ -178,6 +178,11 @@ class Service:
         return max(wait_s, 0.0)
 
     @property
+    def is_special(self) -> bool:
+        """Whether more is going on than groups coming and leases ending."""
+        return self.frozen or self.draining or self.removed
+
+    @property
     def has_waiting(self) -> bool:
         """Whether a request waits for groups."""
         return bool(self._waiting)
@@ -242,9 +247,7 @@ class Service:
 
     # -- sessions -------------------------------------------------------------------------------
 
-    def hello(
-        self, hello: messages.Hello, send: Callable[[messages.Reply], None]
-    ) -> Session | messages.Refused:
+    def hello(self, hello: messages.Hello, send: Callable[..., None]) -> Session | messages.Refused:
         """Admit a client, or return why not."""
         # One that returns to end what it holds is what a daemon that drains waits for.
         draining = self.draining and hello.client not in self._in_doubt.clients()

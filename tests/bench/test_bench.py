@@ -31,8 +31,11 @@ ROWS = [
     "four-producers",
     "wake-p50",
     "wake-p99",
+    "wake-added-p99",
+    "wake-loaded-p99",
     "polled-p50",
     "polled-published-p50",
+    "polled-awake-p50",
     "lists-sample",
     "lists-ids",
     "lists-schema",
@@ -44,6 +47,7 @@ ROWS = [
     "daemon-packed",
     "daemon-cpu",
     "daemon-payload",
+    "daemon-wake",
     "daemon-idle",
 ]
 

@@ -22,7 +22,7 @@ def hello(**changes: Any) -> messages.Hello:
 
 
 def rank(number: int, world_size: int = 2) -> Session:
-    return Session(number, hello(rank=number, world_size=world_size), lambda reply: None)
+    return Session(number, hello(rank=number, world_size=world_size), lambda *replies: None)
 
 
 @pytest.mark.parametrize(

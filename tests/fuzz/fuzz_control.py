@@ -131,7 +131,8 @@ class FuzzedService:
                 service.tick(time.monotonic() + given.number() / 50)
             elif session is None:
                 came = service.hello(
-                    self.hello(given), lambda reply: messages.frame(reply) and None
+                    self.hello(given),
+                    lambda *replies: [messages.frame(each) for each in replies] and None,
                 )
                 if isinstance(came, Session):
                     sessions[slot] = came
@@ -153,7 +154,9 @@ class FuzzedService:
         service = self.service
         assert not service.leased_groups, service.leased_groups
         replies: list[messages.Reply] = []
-        session = service.hello(messages.Hello(version=messages.VERSION, bus=_NAME), replies.append)
+        session = service.hello(
+            messages.Hello(version=messages.VERSION, bus=_NAME), lambda *some: replies.extend(some)
+        )
         assert isinstance(session, Session), session
         while True:
             service.pump(time.monotonic())
