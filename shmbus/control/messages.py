@@ -376,8 +376,10 @@ class FrameBuffer:
         ProtocolError
             A frame says that it is larger than any may be.
         """
-        self._bytes += data
-        buffer = self._bytes
+        kept = self._bytes
+        if kept:
+            kept += data
+        buffer = kept if kept else data
         at = 0
         bodies = []
         while len(buffer) - at >= _HEAD.size:
@@ -392,6 +394,8 @@ class FrameBuffer:
             at += _HEAD.size
             bodies.append(bytes(buffer[at : at + size]))
             at += size
-        if at:
-            del buffer[:at]
+        if kept:
+            del kept[:at]
+        else:
+            kept += buffer[at:]
         return bodies

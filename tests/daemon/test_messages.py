@@ -66,6 +66,18 @@ def test_frames_are_put_together_from_any_pieces(seed: int) -> None:
     assert found == REQUESTS * 20
 
 
+def test_a_buffer_that_is_received_into_again_changes_no_frame() -> None:
+    sent = [messages.frame(messages.GetLedger(id=number)) for number in range(20)]
+    data = b"".join(sent)
+    frames, received = messages.FrameBuffer(), bytearray(7)
+    bodies: list[bytes] = []
+    for at in range(0, len(data), len(received)):
+        piece = data[at : at + len(received)]
+        received[: len(piece)] = piece
+        bodies += frames.feed(memoryview(received)[: len(piece)])
+    assert bodies == [frame[4:] for frame in sent]
+
+
 def test_an_oversized_frame_is_refused_by_its_announcement_alone() -> None:
     with pytest.raises(ProtocolError, match=str(limits.MAX_MESSAGE_BYTES)):
         messages.FrameBuffer().feed(struct.pack("<I", limits.MAX_MESSAGE_BYTES + 1))
