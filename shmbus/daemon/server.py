@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 _COALESCE_S = 0.0002
 #: The same while no client waits: nothing is late then, and the ring keeps the records.
 _REST_S = 0.01
+#: Seconds between two bells for the thread that is to end.
+_WAKE_AGAIN_S = 0.005
 
 
 class Server:
@@ -141,8 +143,10 @@ class Server:
             await asyncio.sleep(0)
             self._ring_read.set()
             self._hurry.set()
-            self._collector.reader.wake()
-            await self._loop.run_in_executor(None, watcher.join)
+            while watcher.is_alive():
+                # Not once: it may be about to sleep, and hears no bell then.
+                self._collector.reader.wake()
+                await asyncio.sleep(_WAKE_AGAIN_S)
             if self._timer is not None:
                 self._timer.cancel()
             self._collector.close()

@@ -48,6 +48,7 @@ ROWS = [
     "daemon-cpu",
     "daemon-payload",
     "daemon-wake",
+    "daemon-leases",
     "daemon-idle",
 ]
 
