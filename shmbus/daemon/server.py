@@ -285,7 +285,11 @@ class Server:
         def work() -> None:
             nonlocal read
             if self._failure is None and not self.service.is_special:
-                read = not self.service.pump(time.monotonic())
+                try:
+                    read = not self.service.pump(time.monotonic())
+                except errors.ProtocolError as error:
+                    # No client has said anything here, so none is to be refused for it.
+                    raise RuntimeError(f"reading the ring: {error}") from error
 
         self.guard(work)
         # The kernel wakes a client on the processor of who has written to it, where it would wait
