@@ -46,6 +46,9 @@ POLL_SECONDS: Final = 5
 #: Bytes of an answer to a poll, and more.
 ANSWER_BYTES: Final = 4096
 START_S: Final = 60.0
+#: Seconds without work after which a server has ended it, and how long that may take.
+SETTLED_S: Final = 0.003
+SETTLE_S: Final = 1.0
 
 REGISTRATION: Final = {
     "wandb_group": "g", "wandb_project": "p", "batch_size": SEQUENCES, "max_token_len": 1 << 20,
@@ -66,12 +69,24 @@ def group() -> dict[str, Any]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds that all threads of a process have been on a processor."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):
-            total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
+    """Seconds that all threads of a process have been on a processor, once they have ended work.
+
+    A server works on when its answer has arrived, and the kernel counts what a thread has used only
+    when it is interrupted or sleeps: read at once, a part of a request would count as the next's.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    before = -1
+    while True:
+        total = 0
+        asleep = True
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError):
+                total += int((task / "schedstat").read_text().split()[0])
+                asleep &= (task / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+        if (asleep and total == before) or time.monotonic() > deadline:
+            return total / 1e9
+        before = total
+        time.sleep(SETTLED_S)
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
