@@ -94,6 +94,51 @@ def test_any_double_comes_back_bit_by_bit(seed: int) -> None:
     assert plain > 15_000
 
 
+@pytest.mark.parametrize("separator", [", ", ",", ",  ", " , ", ",\n", ",\t "])
+def test_numbers_in_a_list_are_those_of_json_whatever_stands_between_them(
+    seed: int, separator: str
+) -> None:
+    dice = random.Random(seed)
+    ints, floats = [], []
+    for _ in range(3000):
+        ints.append(str(dice.choice((-1, 1)) * dice.getrandbits(dice.randint(1, 63))))
+        point = dice.randint(0, 20)
+        digits = "".join(dice.choice("0123456789") for _ in range(point))
+        first = dice.choice(("0", "0", str(dice.randint(1, 9)), str(dice.getrandbits(20))))
+        floats.append(
+            dice.choice(("-", ""))
+            + first
+            + (f".{digits}" if digits else "")
+            + dice.choice(("", "", "", f"e{dice.randint(-40, 40)}"))
+        )
+    # A number that is not plain leaves its whole list to another parser.
+    floats = [text for text in floats if one_of("floats", text) is not None]
+    assert len(floats) > 2000
+    text = f'{{"ints": [[{separator.join(ints)}]], "floats": [[{separator.join(floats)}]]}}'
+    found = lifted(text)
+    assert found["ints"][0] == [int(each) for each in ints]
+    # By the parser, for which "-0" is an integer, without a sign.
+    values = [float(json.loads(each)) for each in floats]
+    assert list(map(bits, found["floats"][0])) == list(map(bits, values))
+
+
+@pytest.mark.parametrize("behind", ["", "1", "12345678", "a", "]]", '"', " ", "\\"])
+def test_a_number_that_another_byte_follows_is_that_of_json_or_none(behind: str) -> None:
+    # Far from the end, where eight bytes are read at once, and at the end.
+    for rest in (", 1" * 40, ""):
+        for number in ("1234567", "0.123456789012345", "1.5"):
+            text = f"{number}{behind}"
+            for key in ("ints", "floats"):
+                found = lifted(f'{{"{key}": [[{text}{rest}]]}}')
+                try:
+                    value = json.loads(f"[{text}{rest}]")
+                except ValueError:
+                    assert found is None, text
+                    continue
+                assert found is None or found[key][0] == value, text
+                assert found is None or key == "floats" or isinstance(value[0], int)
+
+
 @pytest.mark.parametrize("number", [0, -1, 150_000, 2**63 - 1, -(2**63), 10**18])
 def test_an_integer_comes_back(number: int) -> None:
     assert one_of("ints", str(number)) == number
