@@ -23,6 +23,7 @@ from isal import igzip_lib, isal_zlib
 
 from shmbus.gateway import settings
 from shmbus.gateway.connection import connection_of
+from shmbus.gateway.incoming import Incoming
 from shmbus.gateway.refusal import Refusal
 
 __all__ = ["Bodies", "Budget"]
@@ -149,7 +150,7 @@ class Bodies:
             close=True,
         )
 
-    async def small(self, request: web.BaseRequest) -> bytes | bytearray:
+    async def small(self, request: web.BaseRequest) -> bytes | bytearray | memoryview:
         """Return the body of a request that has a few names and numbers."""
         require_json(request)
         if (request.content_length or 0) > settings.SMALL_BYTES:
@@ -170,7 +171,7 @@ class Bodies:
     @contextlib.asynccontextmanager
     async def large(
         self, request: web.BaseRequest, deadline_s: float
-    ) -> AsyncIterator[bytes | bytearray]:
+    ) -> AsyncIterator[bytes | bytearray | memoryview]:
         """Have the body of a request with groups; its bytes are in the budget for the block.
 
         `deadline_s` says until when it may wait for its part, by `time.monotonic`.
@@ -179,7 +180,9 @@ class Bodies:
         is_gzip = _encoding(request)
         budget = self.compressed if is_gzip else self.plain
         limit = self._compressed_limit if is_gzip else self.limit
-        said = request.content_length
+        connection = connection_of(request)
+        incoming = connection.incoming
+        said = request.content_length if incoming is None else incoming.length
         if said is not None and said > limit:
             raise self._too_large(str(said))
         # Without a length any body may come.
@@ -187,12 +190,14 @@ class Bodies:
         too_large = self._too_large("more")
         await self._acquire(budget, reserved, deadline_s)
         try:
-            connection = connection_of(request)
-            connection.admitted = True
-            try:
-                body = await self._read(request, limit, too_large)
-            finally:
-                connection.admitted = False
+            if incoming is not None:
+                body: bytes | bytearray | memoryview = await _receive(incoming)
+            else:
+                connection.admitted = True
+                try:
+                    body = await self._read(request, limit, too_large)
+                finally:
+                    connection.admitted = False
             if said is None:
                 budget.release(reserved - len(body))
                 reserved = len(body)
@@ -232,8 +237,8 @@ class Bodies:
 
     async def _read(
         self, request: web.BaseRequest, limit: int, too_large: Refusal
-    ) -> bytes | bytearray:
-        seconds = settings.BODY_S * (1 + (request.content_length or limit) / settings.SLOW_BYTES)
+    ) -> bytes | bytearray | memoryview:
+        seconds = _seconds_for(request.content_length or limit)
         if request.headers.get("Expect", "").lower() == "100-continue":
             transport = request.transport
             if transport is not None:
@@ -241,15 +246,11 @@ class Bodies:
         try:
             return await asyncio.wait_for(self._collect(request, limit, too_large), seconds)
         except asyncio.TimeoutError:
-            raise Refusal(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"body: expected all of it within {seconds:g} s; send it faster, or in parts",
-                close=True,
-            ) from None
+            raise _too_slow(seconds) from None
 
     async def _collect(
         self, request: web.BaseRequest, limit: int, too_large: Refusal
-    ) -> bytes | bytearray:
+    ) -> bytes | bytearray | memoryview:
         content = request.content
         part = await content.readany()
         if len(part) == request.content_length:
@@ -266,7 +267,27 @@ class Bodies:
         return body
 
 
-def _said_size(body: bytes | bytearray) -> int:
+def _seconds_for(length: int) -> float:
+    return settings.BODY_S * (1 + length / settings.SLOW_BYTES)
+
+
+def _too_slow(seconds: float) -> Refusal:
+    return Refusal(
+        HTTPStatus.REQUEST_TIMEOUT,
+        f"body: expected all of it within {seconds:g} s; send it faster, or in parts",
+        close=True,
+    )
+
+
+async def _receive(incoming: Incoming) -> memoryview:
+    seconds = _seconds_for(incoming.length)
+    try:
+        return await incoming.receive(seconds)
+    except asyncio.TimeoutError:
+        raise _too_slow(seconds) from None
+
+
+def _said_size(body: bytes | bytearray | memoryview) -> int:
     """Return how long a gzip stream says that its last member is."""
     if len(body) < _SHORTEST or body[:2] != b"\x1f\x8b":
         raise _bad_gzip("a body that is no gzip stream")
@@ -281,7 +302,7 @@ def _bad_gzip(got: str) -> Refusal:
     )
 
 
-def _inflate(body: bytes | bytearray, limit: int, too_large: Refusal) -> bytes:
+def _inflate(body: bytes | bytearray | memoryview, limit: int, too_large: Refusal) -> bytes:
     """Return what a gzip stream of one member holds, at most `limit` bytes."""
     stream = isal_zlib.decompressobj(wbits=_GZIP)
     try:

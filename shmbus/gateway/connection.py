@@ -1,7 +1,7 @@
 """A client's connection: what it was answered, and whether that reached it.
 
-It stands between the transport and aiohttp's parser. Polls it answers itself; from the first other
-request on it passes everything on.
+It stands between the transport and aiohttp's parser. Polls it answers itself, and large bodies it
+receives itself where nothing of the request before them is left; everything else it passes on.
 
 Invariants:
 
@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, cast
 from aiohttp import web
 
 from shmbus.gateway import settings
+from shmbus.gateway.incoming import Incoming, plain_head
 
 __all__ = ["Connection", "Connections", "connection_of"]
 
@@ -95,6 +96,10 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: list[_Answer] = []
         #: Whether what comes is in the budget, so that it may come in large pieces.
         self.admitted = False
+        #: The body of the request that is answered, where it is received here.
+        self.incoming: Incoming | None = None
+        #: Whether all that came was requests whose ends are known, each answered by now.
+        self._between = True
         self.busy = 0
         self.idle_since_s = time.monotonic()
 
@@ -110,12 +115,17 @@ class Connection(asyncio.BufferedProtocol):
             self.data_received(first)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes go, of any connection: they are copied out at once."""
+        """Return where the next bytes go: their place, or of any connection, copied out at once."""
+        if self.incoming is not None and (rest := self.incoming.rest) is not None:
+            return rest
         return self._connections.large if self.admitted else self._connections.small
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take what came."""
-        self.data_received(bytes(self.get_buffer(0)[:nbytes]))
+        if self.incoming is not None and self.incoming.rest is not None:
+            self.incoming.advance(nbytes)
+        else:
+            self.data_received(bytes(self.get_buffer(0)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         """Pass it on; a client that sends again has had its answers."""
@@ -135,6 +145,21 @@ class Connection(asyncio.BufferedProtocol):
             self.received = data
         else:
             self.received = b""
+        if self.incoming is not None and not self.incoming.is_whole:
+            data = self.incoming.keep(data)
+            if not data:
+                return
+        if (
+            self._between
+            and self.incoming is None
+            and self._transport is not None
+            and (plain := plain_head(data))
+        ):
+            data, first, length = plain
+            self.incoming = Incoming(self._transport, first, length)
+        else:
+            # From here on only the library knows where a request ends.
+            self._between = False
         self._inner.data_received(data)
 
     def _answer_poll(self, answer: bytes, stays: bool) -> None:
@@ -148,6 +173,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
+        if self.incoming is not None and not self.incoming.is_whole:
+            self.incoming.fail(ConnectionResetError("the client ended its body early"))
         return None if self._inner is None else cast("bool | None", self._inner.eof_received())
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -159,6 +186,8 @@ class Connection(asyncio.BufferedProtocol):
         self._settle(exc is None and transport is not None and self._flushed.is_set())
         self._flushed.set()
         self._connections.forget(self)
+        if self.incoming is not None:
+            self.incoming.fail(ConnectionResetError("the client went"))
         if self._inner is not None:
             self._inner.connection_lost(exc)
 
@@ -185,6 +214,11 @@ class Connection(asyncio.BufferedProtocol):
         """Note that this was answered, so that what the client does next says how it polls."""
         if self._pieces == 1:
             self._only_poll = received
+
+    def end_request(self) -> bool:
+        """Note that a request was answered; returns whether another one can follow it."""
+        incoming, self.incoming = self.incoming, None
+        return incoming is None or incoming.is_whole
 
     def abort(self) -> None:
         """End the connection now."""

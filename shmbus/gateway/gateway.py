@@ -133,7 +133,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def body(
         self, request: web.BaseRequest
-    ) -> AsyncIterator[tuple[bytes | bytearray, float]]:
+    ) -> AsyncIterator[tuple[bytes | bytearray | memoryview, float]]:
         """Have the body of a request with groups, and until when it may be held."""
         deadline_s = time.monotonic() + self.settings.hold_s
         try:
@@ -145,7 +145,7 @@ class Gateway:
     async def put(
         self,
         request: web.BaseRequest,
-        raw: bytes | bytearray,
+        raw: bytes | bytearray | memoryview,
         deadline_s: float,
         count: int,
         records: Callable[[Callable[[int], str]], Sequence[Records]],

@@ -49,7 +49,7 @@ _GROUP_PART: Final = 0.5
 Records = list[dict[str, Any]]
 
 
-def key_of(body: bytes | bytearray) -> BodyKey:
+def key_of(body: bytes | bytearray | memoryview) -> BodyKey:
     """Return what tells a body from others."""
     return BodyKey(len(body), isal_zlib.crc32(body), isal_zlib.adler32(body))
 

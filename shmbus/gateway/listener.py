@@ -1,6 +1,6 @@
 """The gateway's address: connections come with what their clients ask first.
 
-The kernel holds a connection back until something was sent over it, for DEFER_S at the most. What
+The kernel holds a connection back until something was sent over it, for _DEFER_S at the most. What
 is a poll that ends its connection is answered here, in two calls of the kernel. Every other
 connection is handed on to the event loop, with what was read of it.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -146,21 +147,25 @@ class Server:
             self._gateway.metrics.note_undelivered(route)
             raise asyncio.CancelledError(str(error)) from error
         connection.busy += 1
+        incoming = connection.incoming
+        received = (request.content_length or 0) if incoming is None else incoming.length
         status = 0
         sent = 0
         try:
             response = await self._guarded(request, connection, route)
             status = response.status
             sent = response.content_length or 0
-            if route == PATH and status == HTTPStatus.OK:
-                received = connection.received
-                if self._polls.remember(received, request):
-                    connection.note_poll(received)
+            polled = connection.received if route == PATH and status == HTTPStatus.OK else b""
+            if polled and self._polls.remember(polled, request):
+                connection.note_poll(polled)
+            if not connection.end_request():
+                # What is left of its body would be taken for the next request.
+                response.force_close()
             return response
         finally:
             connection.busy -= 1
             self.connections.touch(connection)
-            self._note(request, route, status, time.monotonic() - began_s, sent)
+            self._note(request, route, status, time.monotonic() - began_s, received, sent)
 
     async def _guarded(
         self, request: web.BaseRequest, connection: Connection, route: str
@@ -211,9 +216,14 @@ class Server:
         return answer
 
     def _note(
-        self, request: web.BaseRequest, route: str, status: int, seconds: float, sent: int
+        self,
+        request: web.BaseRequest,
+        route: str,
+        status: int,
+        seconds: float,
+        received: int,
+        sent: int,
     ) -> None:
-        received = request.content_length or 0
         self._gateway.metrics.note(route, status, seconds, received, sent)
         ordinary = route in _POLLED and status == HTTPStatus.OK
         level = logging.DEBUG if ordinary else logging.INFO
@@ -269,6 +279,9 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
         # What a predecessor left is known before the first of its clients asks again.
         await gateway.start()
         await server.start()
+        # What is there now stays: the collector need not look at it after each few requests.
+        gc.collect()
+        gc.freeze()
         logger.info("serving", extra={"bus": settings.bus, "http": f"http://{host}:{port}"})
         waits = [loop.create_task(event.wait()) for event in (stop, gateway.gone)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -97,10 +97,10 @@ def _refuse_constant(name: str) -> Any:
     )
 
 
-def _parse(body: bytes | bytearray) -> Any:
+def _parse(body: bytes | bytearray | memoryview) -> Any:
     """Parse as Python's json does, and refuse NaN and its like by name."""
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        return json.loads(bytes(body), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise unprocessable(
             f"body: expected JSON, got {error}; send what json.dumps writes"
@@ -113,7 +113,7 @@ def _as_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def decode(body: bytes | bytearray, kind: type[_T]) -> _T:
+def decode(body: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
     """Return a body as `kind`.
 
     Raises
@@ -131,12 +131,12 @@ def decode(body: bytes | bytearray, kind: type[_T]) -> _T:
         raise unprocessable(f"body: {error}; correct it and send it again") from error
 
 
-def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+def decode_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Return a body that is any JSON object."""
     return decode(body, dict[str, Any])
 
 
-def decode_groups(body: bytes | bytearray, *, several: bool) -> list[ScoredGroup]:
+def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> list[ScoredGroup]:
     """Return the groups of a body: one, or a list of them.
 
     Raises
@@ -162,7 +162,7 @@ def decode_groups(body: bytes | bytearray, *, several: bool) -> list[ScoredGroup
     return groups
 
 
-def _decode_plain(body: bytes | bytearray, several: bool) -> list[ScoredGroup] | None:
+def _decode_plain(body: bytes | bytearray | memoryview, several: bool) -> list[ScoredGroup] | None:
     """Return the groups of a body with arrays; None where it has to be read another way."""
     groups: list[ScoredGroup] = []
     try:
@@ -183,7 +183,7 @@ def _decode_plain(body: bytes | bytearray, several: bool) -> list[ScoredGroup] |
     return groups
 
 
-def _decode_leniently(body: bytes | bytearray, several: bool) -> Any:
+def _decode_leniently(body: bytes | bytearray | memoryview, several: bool) -> Any:
     parsed = _parse(body)
     for group in parsed if isinstance(parsed, list) else [parsed]:
         if isinstance(group, dict):

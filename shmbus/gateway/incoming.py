@@ -1,0 +1,180 @@
+"""A large body, from the socket straight into the memory that it is used in.
+
+The HTTP library copies a body three times, in pieces of what one read of the socket gives. Where
+the head says plainly how long the body is, the library is given the head with a length of zero, and
+the body is received here.
+
+Invariants:
+
+- A head is taken only where no two readers can differ on where the body ends: one Content-Length of
+  digits, and nothing that changes how it is framed. All others are the library's.
+- Until a body has its part of the budget, no more than READ_AHEAD_BYTES of it are kept, and one
+  piece; from then on exactly its length.
+- Whoever waits for a body is woken once: by its last byte, by the end of its connection, or by the
+  end of its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from typing import Final
+
+import numpy as np
+
+from shmbus.gateway import settings
+
+__all__ = ["Incoming", "plain_head"]
+
+#: What opens a request whose body is a group, or several.
+_OPENS: Final = (b"POST /scored_data", b"POST /buffer/write")
+_LENGTH: Final = re.compile(rb"\r\nContent-Length: *([0-9]{1,15})\r\n", re.IGNORECASE)
+#: What says more about a body's framing, in lower case, and what may begin the same header twice.
+_UNPLAIN: Final = (b"transfer-encoding", b"expect", b"upgrade", b"\n ", b"\n\t", b"\0")
+
+
+def plain_head(received: bytes) -> tuple[bytes, bytes, int] | None:
+    """Return a head for the library, what came behind it, and how many bytes the body has.
+
+    None where the body is small, or the library has to find out where it ends.
+    """
+    if not received.startswith(_OPENS):
+        return None
+    head, end, behind = received.partition(b"\r\n\r\n")
+    head += end
+    found = _LENGTH.search(head)
+    if not end or found is None:
+        return None
+    length = int(found[1])
+    lower = head.lower()
+    if (
+        length <= settings.SMALL_BYTES
+        or not head.count(b"\r\n") == head.count(b"\n") == head.count(b"\r")
+        or len(behind) > length
+        or lower.count(b"content-length") > 1
+        or any(word in lower for word in _UNPLAIN)
+    ):
+        return None
+    begin, stop = found.span(1)
+    return head[:begin] + b"0" * (stop - begin) + head[stop:], behind, length
+
+
+class Incoming:
+    """One body.
+
+    Parameters
+    ----------
+    transport : Transport
+        Where it comes from.
+    first : bytes
+        What of it came with its head.
+    length : int
+        Bytes that it has.
+    """
+
+    def __init__(self, transport: asyncio.Transport, first: bytes, length: int) -> None:
+        self.length = length
+        self._transport = transport
+        #: What came before there was memory for all of it.
+        self._early = [first]
+        self._count = len(first)
+        self._paused = False
+        self._memory: memoryview | None = None
+        self._view: memoryview | None = None
+        self._low_water = 1
+        self._arrived: asyncio.Future[memoryview] | None = None
+        self._failed: BaseException | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has come."""
+        return self._count == self.length
+
+    @property
+    def rest(self) -> memoryview | None:
+        """Where the next bytes go; None while it has no memory, and once it is whole."""
+        return self._view
+
+    def keep(self, data: bytes) -> bytes:
+        """Keep what came before there was memory; returns what is not of this body."""
+        part, behind = data[: self.length - self._count], data[self.length - self._count :]
+        self._early.append(part)
+        self._count += len(part)
+        if self._count >= settings.SMALL_PIECE_BYTES and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        return behind
+
+    def advance(self, count: int) -> None:
+        """Note that so many bytes were received into `rest`."""
+        assert self._view is not None
+        self._count += count
+        self._view = self._view[count:]
+        if self.is_whole:
+            self._end()
+        else:
+            self._wake_at()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that no more of it comes."""
+        self._failed = self._failed or error
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_exception(error)
+
+    async def receive(self, seconds: float) -> memoryview:
+        """Return all of it.
+
+        Raises
+        ------
+        ConnectionResetError
+            The client ended it early.
+        TimeoutError
+            It took longer than `seconds`.
+        """
+        if self._failed is not None:
+            raise self._failed
+        # Not zeroed first: every byte of it is written before it is read.
+        body = self._memory = np.empty(self.length, np.uint8).data
+        at = 0
+        for part in self._early:
+            body[at : at + len(part)] = part
+            at += len(part)
+        self._early.clear()
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        if self.is_whole:
+            return body
+        loop = asyncio.get_running_loop()
+        self._arrived = loop.create_future()
+        self._view = body[at:]
+        self._wake_at()
+        timer = loop.call_later(seconds, self.fail, asyncio.TimeoutError())
+        try:
+            return await self._arrived
+        finally:
+            timer.cancel()
+            # What is done with the body from here on is in nobody's way.
+            self._view = self._memory = self._arrived = None
+
+    def _end(self) -> None:
+        self._view = None
+        self._set_low_water(1)
+        if self._arrived is not None and not self._arrived.done():
+            assert self._memory is not None
+            self._arrived.set_result(self._memory)
+
+    def _wake_at(self) -> None:
+        """Have the kernel collect before it wakes this process, in a buffer with room for that."""
+        left = self.length - self._count
+        self._set_low_water(min(left, settings.LARGE_PIECE_BYTES))
+
+    def _set_low_water(self, count: int) -> None:
+        if count == self._low_water or self._transport.is_closing():
+            return
+        self._low_water = count
+        with contextlib.suppress(OSError):  # without it, the body comes in smaller pieces
+            found: socket.socket = self._transport.get_extra_info("socket")
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
