@@ -64,6 +64,8 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
         array = np.asarray(values)
         if array.size == 0 and array.ndim <= 1:
             return np.empty(0, dtype)
+        if array.dtype.kind == "O" and all(isinstance(each, int) for each in array.flat):
+            raise ValueError("a number beyond 64 bits")
         if array.dtype.kind not in "biuf" or array.ndim != 1:
             raise ValueError("not a flat list of numbers")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -174,7 +176,7 @@ def records_of(
         if len(mask) != len(tokens):
             raise ValueError(
                 f"masks[{index}]: expected {len(tokens)} numbers, one for each token, got "
-                f"{len(mask)}"
+                f"{len(mask)}; correct it and send the group again"
             )
         records.append(
             {

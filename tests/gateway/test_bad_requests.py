@@ -117,7 +117,7 @@ CASES = [
     Case("score 1e999", "POST", "/scored_data", raw({**GOOD, "scores": ["@", 1]}, **{"@": "1e999"}),
          422),
     Case("token 2**70", "POST", "/scored_data", {**GOOD, "tokens": [[2**70, 2], [3, 4]]}, 422,
-         "64-bit"),
+         "beyond 64 bits"),
     Case("token 2**63", "POST", "/scored_data", {**GOOD, "tokens": [[2**63, 2], [3, 4]]}, 422,
          "64-bit"),
     Case("env_id 2**70", "POST", "/scored_data", {**GOOD, "env_id": 2**70}, 422),

@@ -1,0 +1,33 @@
+"""The memory of a gateway, at most what docs/gateway.md says, while many clients post at once.
+
+SHMBUS_GATEWAY_CLIENTS says how many, 1000 say, with a group of 10 MB each: some minutes. The short
+form is in test_nothing_lost.py.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+
+import pytest
+
+from bench.gateway_clients import measure
+from shmbus.gateway import settings
+
+CLIENTS = int(os.environ.get("SHMBUS_GATEWAY_CLIENTS", "0"))
+MEGABYTES = 10.0
+#: What docs/gateway.md states: of a connection, and of the program with what it keeps.
+CONNECTION_BYTES = 192 << 10
+PROGRAM_BYTES = 64 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CLIENTS, reason="SHMBUS_GATEWAY_CLIENTS says how many")
+@pytest.mark.timeout(1500)
+def test_memory_stays_below_its_bound_and_every_group_comes_once() -> None:
+    # Its own limit, above, is longer than that of a test which hangs.
+    faulthandler.cancel_dump_traceback_later()
+    found = measure(CLIENTS, MEGABYTES)
+    print(f"{found['most_bytes'] >> 20} MiB at the most, {found['seconds']:.0f} s")
+    bound = settings.MEMORY + 6 * settings.BODY_LIMIT + CLIENTS * CONNECTION_BYTES + PROGRAM_BYTES
+    assert found["most_bytes"] < bound
