@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
-from trainer_adapter.weights.source import as_seen
+from trainer_adapter.weights import (
+    ManifestError,
+    ModuleSource,
+    WeightPublisher,
+    WeightSubscriber,
+)
+from trainer_adapter.weights.seen import SeenTensors
 
 
 def model() -> torch.nn.Module:
@@ -50,18 +55,32 @@ def nothing(module: Any) -> None:
 CHANGES = [change_values, replace_data, turn, nothing, replace_parameter, swap, change_values]
 
 
-@pytest.mark.parametrize("carrier", ["shm", "memfd"])
-def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(carrier: Any) -> None:
+on_a_device = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+CARRIERS = [
+    ("shm", "cpu"),
+    ("memfd", "cpu"),
+    pytest.param("shm", "cuda:0", marks=on_a_device),
+    pytest.param("cuda_vmm", "cuda:0", marks=on_a_device),
+]
+
+
+@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
+def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(carrier: Any, device: str) -> None:
     bus = f"test-lasting-{carrier}-{os.getpid()}"
-    module = model()
+    module = model().to(device)
     live = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
     with (
-        WeightPublisher(bus, ModuleSource(module), carrier=carrier) as publisher,
-        WeightSubscriber(bus) as subscriber,
+        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
+        WeightSubscriber(bus, device=device) as subscriber,
     ):
         # Each change meets both slots, with and without what was known of them.
         for version, change in enumerate([nothing, nothing, *CHANGES, *reversed(CHANGES)]):
             change(module)
+            module.to(device)
             told = publisher.publish(version)
             assert told.copied_bytes == sum(v.numel() * 4 for v in live.values())
             with subscriber.latest(timeout=5) as weights:
@@ -70,18 +89,97 @@ def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(carrier: Any) -> N
                 assert torch.equal(live[name], value), (version, change.__name__, name)
 
 
+@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
+def test_a_live_model_that_was_changed_in_any_way_gets_what_was_published(
+    carrier: Any, device: str
+) -> None:
+    bus = f"test-lasting-live-{carrier}-{os.getpid()}"
+    module, live = model().to(device), model().to(device)
+    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
+    with (
+        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
+        WeightSubscriber(bus, device=device) as subscriber,
+    ):
+        for version, change in enumerate([nothing, nothing, *CHANGES, *reversed(CHANGES)]):
+            change_values(module)
+            publisher.publish(version)
+            change(live)
+            live.to(device)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(live)
+            expected = module.state_dict()
+            for name, value in live.state_dict().items():
+                assert torch.equal(value, expected[name]), (version, change.__name__, name)
+
+
+@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
+def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
+    carrier: Any, device: str
+) -> None:
+    bus = f"test-lasting-misfit-{carrier}-{os.getpid()}"
+    module, live = model().to(device), model().to(device)
+    other = {name: torch.zeros(5, device=device) for name in module.state_dict()}
+    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
+    with (
+        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
+        WeightSubscriber(bus, device=device) as subscriber,
+    ):
+        for version in range(6):
+            change_values(module)
+            publisher.publish(version)
+            if version % 2:
+                continue  # each of those that are loaded is in the same slot
+            with subscriber.latest(timeout=5) as weights:
+                if version:
+                    with pytest.raises(ManifestError, match="nothing of it was changed"):
+                        weights.load_into(other)
+            change_values(module)
+            publisher.publish(version)
+            publisher.publish(version)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(live)
+            expected = module.state_dict()
+            for name, value in live.state_dict().items():
+                assert torch.equal(value, expected[name]), (version, name)
+    assert not any(value.any() for value in other.values())
+
+
+@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("change", [replace_data, turn, replace_parameter, swap])
-def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None]) -> None:
+def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None], guarded: bool) -> None:
     module = model()
-    before = module.state_dict(keep_vars=True)
-    seen = as_seen(before)
+    seen = SeenTensors(module.state_dict(keep_vars=True))
+    if not guarded:
+        seen._guard = None
     change_values(module)
-    assert as_seen(module.state_dict(keep_vars=True)) == seen
+    assert seen.still(module.state_dict(keep_vars=True))
     change(module)
-    assert as_seen(module.state_dict(keep_vars=True)) != seen
+    assert not seen.still(module.state_dict(keep_vars=True))
+
+
+def test_this_torch_compares_tensors_in_one_call() -> None:
+    assert SeenTensors(model().state_dict())._guard is not None
+
+
+def test_another_mode_of_autograd_is_no_change() -> None:
+    module = model()
+    seen = SeenTensors(module.state_dict(keep_vars=True))
+    module.requires_grad_(False)
+    with torch.inference_mode():
+        assert seen.still(module.state_dict(keep_vars=True))
+
+
+def test_a_tied_tensor_is_seen_under_both_names() -> None:
+    tensor = torch.zeros(3)
+    seen = SeenTensors({"a": tensor, "b": tensor})
+    assert seen.still({"a": tensor, "b": tensor})
+    assert not seen.still({"a": tensor, "b": torch.zeros(3)})
 
 
 def test_what_is_no_tensor_is_not_looked_at() -> None:
     tensor = torch.zeros(3)
-    assert as_seen({"a": tensor, "state": object()}) == as_seen({"a": tensor})
-    assert as_seen({"a": tensor}) != as_seen({"b": tensor})
+    seen = SeenTensors({"a": tensor, "state": object()})
+    assert seen.still({"a": tensor})
+    assert seen.still({"a": tensor, "state": object()})
+    assert not seen.still({"b": tensor})
+    assert SeenTensors({}).still({})

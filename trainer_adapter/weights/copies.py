@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import torch
 
 from shmbus.pool import copy_bytes
+from trainer_adapter.device.streams import current_stream
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import TensorPlace
 from trainer_adapter.weights.memory import byte_view, copy_tensor, is_plain_copy
@@ -121,7 +122,6 @@ class Batch:
                 targets, sources = zip(*others, strict=True)
                 self._together.append((list(targets), list(sources)))
         self.nbytes = sum(target.numel() * target.element_size() for target, _ in pairs)
-        self._devices = {tensor.device for pair in pairs for tensor in pair if tensor.is_cuda}
 
     def begin(self) -> None:
         """Copy each source into its target; on a device, only ordered on its current stream."""
@@ -134,17 +134,6 @@ class Batch:
         for targets, sources in self._together:
             torch._foreach_copy_(targets, sources)
 
-    def settle(self) -> None:
-        """Wait for the current streams of the devices of these tensors.
-
-        Raises
-        ------
-        RuntimeError
-            A copy has failed.
-        """
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
-
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the current streams of the devices that these tensors are on.
@@ -155,7 +144,7 @@ def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
         A copy that was begun before has failed.
     """
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+        current_stream(device).synchronize()
 
 
 def target_of_piece(

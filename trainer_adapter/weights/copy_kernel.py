@@ -17,8 +17,9 @@ __all__ = ["launch"]
 
 #: 64-bit numbers of a piece in the table: target, source, words, none.
 ENTRY: Final = 4
-#: Warps of a program. A thread then moves 128 bytes of a whole piece in vectors of 16.
-WARPS: Final = 8
+#: Warps of a program. A thread then moves 64 bytes of a whole piece in vectors of 16: 2.04 TB/s on
+#: an H200, where 8 warps reach 2.01 and the library's own copy of as much in one piece 2.10.
+WARPS: Final = 16
 #: Bytes of the last words of tensors that a program moves at a time.
 ODD_LANES: Final = 1024
 

@@ -7,10 +7,12 @@ copy fails after that, the error says that the model is torn.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainer_adapter.device.streams import current_stream
 from trainer_adapter.weights.copies import (
     Batch,
     Pair,
@@ -20,6 +22,7 @@ from trainer_adapter.weights.copies import (
 from trainer_adapter.weights.errors import ManifestError, TornWeightsError
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
+from trainer_adapter.weights.seen import SeenTensors
 from trainer_adapter.weights.source import dtype_name, local_part
 from trainer_adapter.weights.staging import HostBatch, transfers_of
 
@@ -32,6 +35,10 @@ Targets = torch.nn.Module | Mapping[str, torch.Tensor]
 def targets_of(model: Targets) -> dict[str, torch.Tensor]:
     """Return the tensors of a module, or those that were given, by name."""
     found = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    if isinstance(found, dict) and all(
+        issubclass(kind, torch.Tensor) for kind in set(map(type, found.values()))
+    ):
+        return found
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
@@ -43,18 +50,23 @@ class LoadCache:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[object, ...], object, Loading] | None = None
+        self._kept: tuple[tuple[bool, bool], SeenTensors, Loading] | None = None
 
-    def get(self, seen: tuple[object, ...] | None) -> Loading | None:
-        """Return what was paired for a model that was seen so."""
-        if self._kept is None or seen is None or self._kept[0] != seen:
+    def foreseen(self, how: tuple[bool, bool]) -> Loading | None:
+        """Return what `get` returns, unless something has changed."""
+        return None if self._kept is None or self._kept[0] != how else self._kept[2]
+
+    def get(self, targets: Mapping[str, torch.Tensor], how: tuple[bool, bool]) -> Loading | None:
+        """Return what was paired for these targets, by the same strictness and casting."""
+        if self._kept is None or self._kept[0] != how or not self._kept[1].still(targets):
             return None
         return self._kept[2]
 
-    def put(self, seen: tuple[object, ...] | None, targets: object, loading: Loading) -> None:
-        """Keep what was paired, and the tensors: an id is another's once its own has gone."""
-        if seen is not None:
-            self._kept = (seen, targets, loading)
+    def put(
+        self, targets: Mapping[str, torch.Tensor], how: tuple[bool, bool], loading: Loading
+    ) -> None:
+        """Keep what was paired, and the targets."""
+        self._kept = how, SeenTensors(targets), loading
 
 
 def paired(
@@ -121,11 +133,16 @@ class Loading:
     """
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        #: Of what is written.
+        self.devices = {target.device for target, _ in pairs.values()}
+        self._begun: ExitStack | None = None
         crossing, rest = from_host_to_device(pairs.values())
-        ways = {device: transfers_of(device) for device in crossing}
+        # In one order everywhere, since the ways are locked together.
         self._crossing = [
-            (ways[device], HostBatch(ways[device], part)) for device, part in crossing.items()
+            (way, HostBatch(way, crossing[way.device]))
+            for way in map(transfers_of, sorted(crossing, key=str))
         ]
+        self._busy = {each.device for pair in rest for each in pair if each.is_cuda}
         named = {id(target): name for name, (target, _) in pairs.items()}
         alone, together = split(rest)
         parts = [*([pair] for pair in alone), *together]
@@ -136,6 +153,26 @@ class Loading:
             )
             for part in parts
         ]
+
+    def begin_ahead(self) -> None:
+        """Begin to bring the first bytes from the host to devices, into no tensor of the model.
+
+        `copy` or `give_up` has to follow, in the same thread.
+        """
+        with ExitStack() as stack:
+            for way, crossing in self._crossing:
+                stack.enter_context(way.lock)
+                stack.callback(way.stream.synchronize)
+                crossing.begin_ahead()
+            self._begun = stack.pop_all()
+
+    def give_up(self) -> None:
+        """Wait for what was begun ahead, if anything was, and use it no more."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            for _, crossing in self._crossing:
+                crossing.forget_ahead()
+            begun.close()
 
     @torch.no_grad()
     def copy(self, version: int) -> int:
@@ -165,13 +202,14 @@ class Loading:
                     crossing.begin()
                     way.settle()
                 written += crossing.nbytes
+            self.give_up()
             for named, batch in self._sorted:
                 what = named
                 batch.begin()
                 written += batch.nbytes
             # The slot is given back afterwards, and what fails on a device is known by then.
-            for _, batch in self._sorted:
-                batch.settle()
+            for device in self._busy:
+                current_stream(device).synchronize()
         except (RuntimeError, OSError) as error:
             raise TornWeightsError(
                 f"version {version}: copying {what} failed after {written} bytes: {error}. The "

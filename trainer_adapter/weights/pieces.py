@@ -114,16 +114,25 @@ class CopyTable:
         )
         device = pairs[0][0].device
         self._device = device
-        self._tables = [torch.from_numpy(table).to(device) for table in found]
+        kinds = zip(found, (True, False, False), (False, False, True), strict=True)
+        #: Each with whether its pieces are whole, and whether they are of bytes.
+        self._tables = [
+            (torch.from_numpy(table).to(device), whole, odd)
+            for table, whole, odd in kinds
+            if len(table)
+        ]
 
     def begin(self) -> None:
         """Copy, ordered on the device's current stream."""
+        if torch.cuda.current_device() == self._device.index:
+            self._launch()
+        else:
+            with torch.cuda.device(self._device):
+                self._launch()
+
+    def _launch(self) -> None:
         from trainer_adapter.weights.copy_kernel import launch
 
-        with torch.cuda.device(self._device):
-            for table, whole, odd in zip(
-                self._tables, (True, False, False), (False, False, True), strict=True
-            ):
-                if len(table):
-                    words = PIECE_BYTES // WORD_BYTES
-                    launch(table, len(table), words=words, whole=whole, odd=odd)
+        words = PIECE_BYTES // WORD_BYTES
+        for table, whole, odd in self._tables:
+            launch(table, len(table), words=words, whole=whole, odd=odd)

@@ -29,7 +29,7 @@ from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.patches import patch_share
 from trainer_adapter.weights.probe import CarrierName, choose
-from trainer_adapter.weights.source import LocalPiece, WeightSource
+from trainer_adapter.weights.source import ForeseeingSource, LocalPiece, WeightSource
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -222,6 +222,7 @@ class WeightPublisher:
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
+        self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
         share = _checked_patches(self.carrier.name, patches)
         self._writer: WriterCarrier
@@ -358,6 +359,8 @@ class WeightPublisher:
         lasting: list[LocalPiece] = []
         repeats = isinstance(sink, RepeatingSink)
         with torch.no_grad():
+            if isinstance(sink, RepeatingSink) and isinstance(self._source, ForeseeingSource):
+                sink.foresee(self._source.foreseen(self.rank, self.world_size))
             for piece in self._source.iter_local(self.rank, self.world_size):
                 if repeats and piece.lasting:
                     lasting.append(piece)
@@ -366,11 +369,10 @@ class WeightPublisher:
             if isinstance(sink, RepeatingSink):
                 written += sink.put_lasting(lasting)
             sink.settle()
-        whole = sum(tensor.size for tensor in self.manifest.tensors)
-        if self.world_size == 1 and written != whole:
+        if self.world_size == 1 and written != self._whole:
             raise WeightsError(
-                f"the source gave {written} of {whole} bytes: each tensor of params() has to come "
-                "from iter_local() once. The weights that were published stay in force"
+                f"the source gave {written} of {self._whole} bytes: each tensor of params() has to "
+                "come from iter_local() once. The weights that were published stay in force"
             )
         return written
 

@@ -6,28 +6,24 @@ shapes; together their pieces are each tensor exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter, methodcaller
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import ParamMeta, Slice
+from trainer_adapter.weights.seen import SeenTensors
 
-__all__ = ["LocalPiece", "ModuleSource", "WeightSource", "as_seen", "dtype_name", "local_part"]
-
-#: How a model was seen, its tensors, and what was read of them: tensors by name, aliases.
-_Seen: TypeAlias = tuple[
-    tuple[object, ...], Mapping[str, object], tuple[dict[str, torch.Tensor], dict[str, str]]
+__all__ = [
+    "ForeseeingSource",
+    "LocalPiece",
+    "ModuleSource",
+    "WeightSource",
+    "dtype_name",
+    "local_part",
 ]
-
-
-#: What tells where a tensor lies, and how.
-_LAYOUT: Final = (
-    methodcaller("data_ptr"), attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"),
-)  # fmt: skip
 
 
 class LocalPiece:
@@ -81,6 +77,25 @@ class WeightSource(Protocol):
         Yields
         ------
         LocalPiece
+        """
+
+
+@runtime_checkable
+class ForeseeingSource(Protocol):
+    """A source that says what it will give, before it has looked whether that is so."""
+
+    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
+        """Return the lasting pieces that `iter_local` gives, unless more than values has changed.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Returns
+        -------
+        sequence of LocalPiece
+            Their memory is there in any case. Empty where nothing is foreseen.
         """
 
 
@@ -181,19 +196,20 @@ class ModuleSource:
         self._rename = rename
         self._slices: Final = dict(slices or {})
         self._buffers = buffers
-        self._seen: _Seen | None = None
+        self._seen: SeenTensors | None = None
+        self._found: tuple[dict[str, torch.Tensor], dict[str, str]] = {}, {}
         self._pieces: dict[tuple[int, int], list[LocalPiece]] = {}
         self._only = only
 
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors by name, and aliases. What is one object under two names is tied."""
         state = self._model.state_dict(keep_vars=True)
-        seen = as_seen(state)
-        if seen is None or self._seen is None or seen != self._seen[0]:
-            # The tensors are kept with it: an id is another object's once its own has gone.
-            self._seen = (seen or (), state, self._read(state))
+        if self._seen is None or not self._seen.still(state):
+            self._seen = None  # of a model that cannot be read nothing is known
             self._pieces = {}
-        return self._seen[2]
+            self._found = self._read(state)
+            self._seen = SeenTensors(state)
+        return self._found
 
     def _read(self, state: Mapping[str, object]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         kept = None if self._buffers else {name for name, _ in self._model.named_buffers()}
@@ -258,11 +274,26 @@ class ModuleSource:
         pieces = self._pieces.get((rank, world_size))
         if pieces is None:
             pieces = list(self._local(named, rank, world_size))
-            if self._seen is not None and self._seen[0]:
+            if self._seen is not None and self._seen.can_tell:
                 self._pieces[rank, world_size] = pieces
                 for piece in pieces:
                     piece.lasting = True
         yield from pieces
+
+    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
+        """Return what `iter_local` gave last; it gives the same unless the model has changed.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Returns
+        -------
+        sequence of LocalPiece
+            They keep the memory that they had. Empty before the first version.
+        """
+        return self._pieces.get((rank, world_size), ())
 
     def _local(
         self, named: Mapping[str, torch.Tensor], rank: int, world_size: int
@@ -280,30 +311,6 @@ class ModuleSource:
             written[lightest] += detached.numel() * detached.element_size()
             if lightest == rank:
                 yield LocalPiece(name, (0,) * detached.dim(), detached)
-
-
-def as_seen(tensors: Mapping[str, object]) -> tuple[object, ...] | None:
-    """Return what is equal as long as nothing but the values of these tensors has changed.
-
-    Parameters
-    ----------
-    tensors : mapping
-        By name. Whoever keeps the result for a comparison keeps the tensors too.
-
-    Returns
-    -------
-    tuple | None
-        None where it cannot be told: a DTensor's own part may move without a trace.
-    """
-    # By columns: a tuple a tensor takes twice as long, and there may be thousands.
-    names, found = list(tensors), list(tensors.values())
-    kinds = set(map(type, found))
-    if any(issubclass(kind, DTensor) for kind in kinds):
-        return None
-    if not all(issubclass(kind, torch.Tensor) for kind in kinds):
-        names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
-        found = [value for value in found if isinstance(value, torch.Tensor)]
-    return (names, [*map(id, found)], *([*map(ask, found)] for ask in _LAYOUT))
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -38,7 +38,6 @@ from trainer_adapter.weights.manifest import Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.patched_load import LoadedModel
 from trainer_adapter.weights.probe import CarrierName, choose
-from trainer_adapter.weights.source import as_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -321,16 +320,19 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
         """
         carried = self._open()
         targets = targets_of(model)
-        carried.prepare({target.device for target in targets.values()})
         try:
             if self._known is not None and isinstance(carried, PatchedVersion):
                 pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
+                carried.prepare({target.device for target in targets.values()})
                 carried.loading()
                 written = self._follow(carried, self._known, pairs)
             else:
                 prepared = self._prepared(carried, targets, strict=strict, cast=cast, slices=slices)
-                carried.loading()
-                written = prepared.copy(self.version)
+                try:
+                    carried.loading()
+                    written = prepared.copy(self.version)
+                finally:
+                    prepared.give_up()
                 self.loaded = "whole"
         except WeightsError as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
@@ -376,10 +378,16 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
     ) -> Loading:
         """Say what is copied into what; what was checked before is not checked again."""
         cache = None if slices else carried.cache
-        seen = None if cache is None else as_seen(targets)
-        if seen is not None:
-            seen = (strict, cast, *seen)
-        found = None if cache is None else cache.get(seen)
+        foreseen = None if cache is None else cache.foreseen((strict, cast))
+        found = None
+        if cache is not None and foreseen is not None:
+            carried.prepare(foreseen.devices)
+            foreseen.begin_ahead()
+            try:
+                found = cache.get(targets, (strict, cast))
+            finally:
+                if found is None:
+                    foreseen.give_up()
         if found is None:
             pairs = paired(
                 self.version,
@@ -391,8 +399,9 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
                 slices=slices,
             )
             found = Loading(pairs)
+            carried.prepare(found.devices)
             if cache is not None:
-                cache.put(seen, targets, found)
+                cache.put(targets, (strict, cast), found)
         return found
 
     def applied(self) -> None:

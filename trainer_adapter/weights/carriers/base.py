@@ -7,7 +7,6 @@ was newest stays so until then; a reader's views do not change for as long as it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -24,7 +23,6 @@ __all__ = [
     "RepeatingSink",
     "VersionSink",
     "WriterCarrier",
-    "are_same",
 ]
 
 
@@ -78,16 +76,17 @@ class VersionSink(Protocol):
 class RepeatingSink(Protocol):
     """A version whose pieces may be those of the last version in the same slot."""
 
+    def foresee(self, pieces: Sequence[LocalPiece]) -> None:
+        """Begin to copy what will probably be put; a device does so while the rest is found out.
+
+        Whatever is put afterwards is written later.
+        """
+
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
         """Copy pieces that their source gives again; their bytes there.
 
         What was found out about the same ones is not found out again.
         """
-
-
-def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether they are the same objects, in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 class WriterCarrier(Protocol):

@@ -29,8 +29,9 @@ from trainer_adapter.device.arena import (
     allocator,
 )
 from trainer_adapter.device.driver import CudaDriverError
+from trainer_adapter.device.streams import wake
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
-from trainer_adapter.weights.carriers.base import Promises, are_same
+from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.copies import Batch, Pair, settle_devices, target_of_piece
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
@@ -41,6 +42,7 @@ from trainer_adapter.weights.errors import (
 from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.memory import tensor_at
+from trainer_adapter.weights.seen import are_same
 from trainer_adapter.weights.source import LocalPiece
 
 __all__ = ["KIND_OF", "PROMISES", "Borrowed", "ExportedVersion", "ExportedWriter", "Placed", "Said"]
@@ -211,6 +213,7 @@ class ExportedWriter:
 
     def begin(self, version: int, text: str) -> _ExportedSink | None:
         """Take a slot; None where the version was skipped."""
+        wake(self.device)
         with translated():
             write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
         if write is None:
@@ -246,6 +249,8 @@ class _ExportedSink:
         self._views = writer.views(write.slot, payload)
         self._pending: list[Pair] = []
         self._pending_bytes = 0
+        self._begun: _Known | None = None
+        self._settled = False
 
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be; small ones together with what follows."""
@@ -257,13 +262,21 @@ class _ExportedSink:
             self._flush()
         return size
 
+    def foresee(self, pieces: Sequence[LocalPiece]) -> None:
+        """Begin to copy pieces that were put into this slot before."""
+        known = self._writer.known.get(self._write.slot)
+        if self._payload.is_cuda and known is not None and are_same(known.pieces, pieces):
+            known.batch.begin()
+            self._begun = known
+
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
         """Copy pieces that their source gives again, all of them together."""
         known = self._writer.known.get(self._write.slot)
         if known is None or not are_same(known.pieces, pieces):
             known = _Known(pieces, Batch([self._pair(piece) for piece in pieces]))
             self._writer.known[self._write.slot] = known
-        known.batch.begin()
+        if known is not self._begun:
+            known.batch.begin()
         return known.batch.nbytes
 
     def _pair(self, piece: LocalPiece) -> Pair:
@@ -278,10 +291,12 @@ class _ExportedSink:
         """Wait until all is copied: the parameters may change then."""
         self._flush()
         settle_devices([self._payload])
+        self._settled = True
 
     def finish(self) -> None:
         """Publish."""
-        self.settle()
+        if not self._settled:
+            self.settle()
         sums = block_sums(self._payload) if self._writer.digests else []
         said = Placed(self._name, self._writer.manifest.total, sums).encode()
         with translated():

@@ -22,6 +22,7 @@ from trainer_adapter.device.arena import (
 from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.device.handles import DeviceMismatchError as ForeignDeviceError
+from trainer_adapter.device.streams import wake
 from trainer_adapter.weights.carriers.base import CarriedVersion
 from trainer_adapter.weights.carriers.exported import (
     KIND,
@@ -158,6 +159,7 @@ class PooledReader(ShmReader):
                 f"version {lease.version}: expected a buffer of {manifest.total} bytes, got one of "
                 f"{memory.nbytes}; publish again"
             )
+        wake(memory.device)  # what it is leased for is to read it
         borrowed = self._borrowed_of(placed.buffer, memory, manifest)
         return ExportedVersion(lease, reader, manifest, placed, memory, borrowed)
 

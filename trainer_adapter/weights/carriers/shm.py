@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -25,8 +25,8 @@ from shmbus.pool import (
     has_patch,
     put_piece,
 )
-from trainer_adapter.weights.carriers.base import CarriedVersion, Promises, are_same
-from trainer_adapter.weights.carriers.shm_lasting import LastingPieces
+from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
+from trainer_adapter.weights.carriers.shm_lasting import LastingCopies, LastingPieces
 from trainer_adapter.weights.carriers.shm_patch import ShmPatch, contiguous_parts
 from trainer_adapter.weights.copies import target_of_piece
 from trainer_adapter.weights.errors import (
@@ -50,7 +50,7 @@ from trainer_adapter.weights.memory import (
 from trainer_adapter.weights.patches import PatchPolicy, patch_capacity, pieces_of
 from trainer_adapter.weights.registered import RegisteredSlots
 from trainer_adapter.weights.source import LocalPiece
-from trainer_adapter.weights.staging import HostBatch, transfers_of
+from trainer_adapter.weights.staging import cross
 
 __all__ = ["PROMISES", "ShmReader", "ShmVersion", "ShmWriter", "WhenHeld"]
 
@@ -127,7 +127,8 @@ class ShmWriter:
         self._policy = PatchPolicy() if patches else None
         #: Where pieces are cast or put together before they are compared; made when first needed.
         self._scratch: torch.Tensor | None = None
-        self._registered = RegisteredSlots()
+        #: Slots that devices write directly.
+        self.registered = RegisteredSlots()
         #: By slot, what was found out of the pieces that a source gives again.
         self.known: dict[int, LastingPieces] = {}
         spec = PoolSpec(
@@ -149,11 +150,6 @@ class ShmWriter:
                 timeout=timeout,
             )
 
-    @property
-    def registered(self) -> RegisteredSlots:
-        """Return the slots that devices write directly."""
-        return self._registered
-
     def begin(self, version: int, text: str) -> _ShmSink | None:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
         wants = self._policy is not None and self._policy.wants()
@@ -174,7 +170,7 @@ class ShmWriter:
     def close(self, *, remove: bool) -> None:
         """Leave the pool."""
         self.known = {}
-        self._registered.close()
+        self.registered.close()
         self._publisher.close(remove=remove)
 
 
@@ -191,6 +187,7 @@ class _ShmSink:
         self._tried = self._compared
         self._changes = 0
         self.changed: int | None = None
+        self._lasting = LastingCopies(writer.known, write.slot)
 
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place, cast if need be."""
@@ -202,26 +199,29 @@ class _ShmSink:
             self._copy(target, piece)
         return target.numel() * target.element_size()
 
+    def foresee(self, pieces: Sequence[LocalPiece]) -> None:
+        """Begin to copy pieces of devices that were put into this slot before."""
+        if not self._compared:
+            self._lasting.foresee(pieces, self._register)
+
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
         """Copy pieces that their source gives again, those of a device together."""
         if self._compared:
             return sum(self.put(piece) for piece in pieces)
         assert self._payload is not None
-        known = self._writer.known.get(self._write.slot)
-        if known is None or not are_same(known.pieces, pieces):
-            # Their own views of the slot: the payload's would keep it from being finished.
-            whole = unowned(self._payload)
-            known = LastingPieces(
+        # Their own views of the slot: the payload's would keep it from being finished.
+        whole = unowned(self._payload)
+        return self._lasting.copy(
+            pieces,
+            lambda: LastingPieces(
                 pieces, [self._target(whole, piece) for piece in pieces], self._may_cross
-            )
-            self._writer.known[self._write.slot] = known
-        self._register(known.crossing)
-        return known.copy()
+            ),
+            self._register,
+        )
 
-    def _register(self, crossing: Sized) -> None:
+    def _register(self) -> None:
         assert self._payload is not None
-        if crossing:
-            self._writer.registered.add(self._payload)
+        self._writer.registered.add(self._payload)
 
     def _may_cross(self, piece: LocalPiece) -> bool:
         """Whether it crosses with its neighbours: whole tensors do."""
@@ -262,14 +262,11 @@ class _ShmSink:
 
     def settle(self) -> None:
         """Wait until all pieces are copied."""
+        self._lasting.settle()
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
-        self._register(pending)
         for device, found in pending.items():
-            way = transfers_of(device)
-            batch = HostBatch(way, [(target, piece.tensor) for piece, target in found])
-            with way.lock:
-                batch.begin()
-                way.settle()
+            self._register()
+            cross(device, [(target, piece.tensor) for piece, target in found])
 
     def finish(self) -> None:
         """Publish."""
@@ -284,8 +281,11 @@ class _ShmSink:
     def give_up(self, reason: str) -> None:
         """Leave what was newest in force."""
         self._pending = {}
-        self._payload = None
-        self._write.give_up(reason)
+        try:
+            self._lasting.settle()
+        finally:
+            self._payload = None
+            self._write.give_up(reason)
 
 
 class ShmVersion:

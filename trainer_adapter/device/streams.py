@@ -1,0 +1,67 @@
+"""A device's current stream, and a device that is woken up before it is needed.
+
+Two processes take turns on a device, and to change over costs it as much as copying 300 MB (0.13 ms
+on an H200). Whoever knows that it will need the device wakes it, and looks at everything else while
+it changes over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["current_stream", "wake"]
+
+#: By device and the driver's number of a stream: to make torch's object of it takes ten times as
+#: long as to ask for the number.
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return what `torch.cuda.current_stream` returns, without a new object each time.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of CUDA, in use already.
+
+    Returns
+    -------
+    Stream
+    """
+    number_of = _number_of_current()
+    if number_of is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    key = device.index, number_of(device.index)
+    found = _streams.get(key)
+    if found is None:
+        found = _streams[key] = torch.cuda.current_stream(device)
+    return found
+
+
+def wake(device: torch.device) -> None:
+    """Give a device as little work as there is, on its current stream; nobody waits for it.
+
+    Parameters
+    ----------
+    device : torch.device
+        Nothing is done on the CPU.
+    """
+    if device.type == "cuda":
+        _scratch(device).zero_()
+
+
+@functools.cache
+def _scratch(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # else it could not be written in any other mode
+        return torch.empty(1, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def _number_of_current() -> Callable[[int], int] | None:
+    """Return what gives the driver's number of a device's current stream, where torch has it."""
+    found: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return found if callable(found) else None
