@@ -377,6 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = weights_cuda.measure(size, options.rounds, device, shapes)
         rates = {name: rows[name] / 1e9 for name in weights_cuda.BOUNDS}
         print(facts["gpu"], {name: f"{rate:.0f} GB/s" for name, rate in rates.items()})
+        turns = (f"{rows[f'turn_{how}_s'] * 1e6:.0f} us" for how in ("alone", "after"))
+        print("a tiny copy, alone and just after another process: " + ", ".join(turns))
         told = weights_cuda.verdicts(rows)
     for name, figure, target, met in told:
         print(f"  {name:44} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")

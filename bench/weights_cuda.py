@@ -2,15 +2,19 @@
 
 Method: a publisher and a reader, two processes on one device. A round is one version: published,
 loaded into the reader's live parameters, and acknowledged over a pipe; a figure is the best of its
-rounds, after two that do not count. The bounds are measured in the same run by the same process:
-a copy of large tensors on the device, pinned copies over PCIe each way, and the way that is common
-without shmbus: torch's own handle a tensor (`torch.multiprocessing`), opened, copied, closed.
+rounds, after two that do not count. *Alone* is the same with no work of another process in between:
+to change over from one process to another costs a device time too, which is measured as *turn*: a
+tiny copy to its end, alone and just after another process has worked. The bounds are measured in
+the same run by the same process: a copy of large tensors on the device, pinned copies over PCIe
+each way, and the way that is common without shmbus: torch's own handle a tensor
+(`torch.multiprocessing`), opened, copied, closed.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -22,12 +26,14 @@ import torch.multiprocessing as multiprocessing
 
 from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
-__all__ = ["BOUNDS", "measure", "verdicts"]
+__all__ = ["BOUNDS", "measure", "turn_s", "verdicts"]
 
 #: Rows that bound the others, bytes a second.
 BOUNDS: Final = ("device_copy", "pinned_to_host", "pinned_to_device")
 
 WARM_UP: Final = 2
+#: Loads, and publications, with no work of another process in between.
+ALONE_ROUNDS: Final = 5
 #: Small tensors as norms and biases are; and those that PCIe alone moves at a sixth of its rate.
 SMALL_BYTES: Final = 16 << 10
 HOST_TENSOR_BYTES: Final = 64 << 10
@@ -42,6 +48,10 @@ MODEL_TARGET: Final = 3.0
 DEVICE_TARGET: Final = 0.9
 HOST_TARGET: Final = 0.95
 STEP_TARGET: Final = 1.05
+#: Publishing and loading, of half the copy rate, since together they copy twice.
+BOTH_TARGET: Final = 0.75
+#: The version after which a reader loads alone.
+LAST: Final = 1 << 40
 #: Seconds after which a reader that says nothing has failed.
 PATIENCE_S: Final = 120.0
 
@@ -103,14 +113,56 @@ def bus_reader(pipe: Connection, bus: str, shapes: Shapes, device: str) -> None:
         newest: int | None = None
         while True:
             newest = subscriber.wait(newer_than=newest, timeout=PATIENCE_S)
-            if newest == 0:
-                return
-            with subscriber.latest(timeout=PATIENCE_S) as weights:
-                began = time.perf_counter()
-                weights.load_into(live)
-                torch.cuda.synchronize(device)
-                took = time.perf_counter() - began
+            took = load(subscriber, live, device)
+            if newest == LAST:
+                for _ in range(ALONE_ROUNDS):
+                    took = min(took, load(subscriber, live, device))
             pipe.send_bytes(repr(took).encode())
+
+
+def load(subscriber: WeightSubscriber, live: dict[str, torch.Tensor], device: str) -> float:
+    """Load the newest version; returns seconds, from when it is leased."""
+    with subscriber.latest(timeout=PATIENCE_S) as weights:
+        began = time.perf_counter()
+        weights.load_into(live)
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+
+def turn_s(rounds: int, device: str) -> dict[str, float]:
+    """Return the median seconds of a tiny copy to its end: alone, and after another process."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    child = context.Process(target=copy_when_asked, args=(other, device), daemon=True)
+    child.start()
+    answer(pipe)
+    one = torch.ones(1 << 12, dtype=torch.uint8, device=device)
+    two = torch.empty_like(one)
+    found: dict[str, list[float]] = {"alone": [], "after": []}
+    for number in range(2 * (rounds + WARM_UP)):
+        if number % 2:
+            pipe.send_bytes(b"copy")
+            answer(pipe)
+        began = time.perf_counter()
+        two.copy_(one)
+        torch.cuda.synchronize(device)
+        took = time.perf_counter() - began
+        if number >= 2 * WARM_UP:
+            found["after" if number % 2 else "alone"].append(took)
+    child.terminate()
+    child.join(PATIENCE_S)
+    return {f"turn_{name}_s": statistics.median(each) for name, each in found.items()}
+
+
+def copy_when_asked(pipe: Connection, device: str) -> None:
+    """Make a tiny copy for each message, a process of its own."""
+    one = torch.ones(1 << 12, dtype=torch.uint8, device=device)
+    two = torch.empty_like(one)
+    while True:
+        two.copy_(one)
+        torch.cuda.synchronize(device)
+        pipe.send_bytes(b"copied")
+        pipe.recv_bytes()
 
 
 def answer(pipe: Connection) -> bytes:
@@ -142,7 +194,7 @@ def by_handles(shapes: Shapes, rounds: int, device: str) -> float:
 
 
 def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, float]:
-    """Return the best seconds of a version: all of it, published, loaded."""
+    """Return the best seconds of a version: all of it, published, loaded; these two alone too."""
     bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
     module = module_of(tensors_of(shapes, device))
     options: dict[str, Any] = {} if carrier == "shm" else {"device": device}
@@ -164,8 +216,17 @@ def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, 
             if number >= WARM_UP:
                 times = {"whole": whole, "published": published, "loaded": loaded}
                 found = {name: min(found[name], took) for name, took in times.items()}
+        publisher.publish(version=LAST)
+        found["loaded_alone"] = float(answer(pipe))
         child.terminate()
         child.join(PATIENCE_S)
+        alone = []
+        for number in range(ALONE_ROUNDS):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            publisher.publish(version=LAST + 1 + number)
+            alone.append(time.perf_counter() - began)
+        found["published_alone"] = min(alone)
     return found
 
 
@@ -217,7 +278,7 @@ def measure(size: int, rounds: int, device: str, shapes: Shapes) -> dict[str, An
     """Measure every row; `shapes` are those of a model of `size` bytes."""
     total = sum(2 * torch.Size(shape).numel() for shape in shapes)
     rows: dict[str, Any] = {"bytes": total, "asked_bytes": size, "rounds": rounds, "device": device}
-    rows |= bounds(rounds, device)
+    rows |= bounds(rounds, device) | turn_s(10 * rounds, device)
     torch.cuda.empty_cache()
     sets: dict[str, Shapes] = {
         "small_300": small_shapes(300),
@@ -229,11 +290,11 @@ def measure(size: int, rounds: int, device: str, shapes: Shapes) -> dict[str, An
         for carrier in ("cuda_vmm", "cuda_ipc"):
             rows[f"{name}_{carrier}"] = took = by_bus(each, rounds, device, carrier)
             rows[f"{name}_{carrier}_times"] = rows[f"{name}_handles_s"] / took["whole"]
-    loaded = rows["model_cuda_vmm"]["loaded"]
-    rows["load_of_device_copy"] = total / loaded / rows["device_copy"]
-    rows["publish_of_device_copy"] = (
-        total / rows["model_cuda_vmm"]["published"] / rows["device_copy"]
-    )
+    model = rows["model_cuda_vmm"]
+    for what, key in (("load", "loaded"), ("publish", "published")):
+        for how in ("", "_alone"):
+            rows[f"{what}{how}_of_device_copy"] = total / model[key + how] / rows["device_copy"]
+    rows["both_of_half_device_copy"] = total / model["whole"] / (rows["device_copy"] / 2)
     count = HOST_BYTES // HOST_TENSOR_BYTES
     host: dict[str, Shapes] = {"model": shapes, "64k": [(HOST_TENSOR_BYTES // 2,)] * count}
     for name, each in host.items():
@@ -254,7 +315,10 @@ def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
         ("the model, the same", "model_cuda_vmm_times", MODEL_TARGET),
         ("1,000 small tensors by 64-byte handle", "small_1000_cuda_ipc_times", SMALL_TARGET),
         ("load on the device, of its copy rate", "load_of_device_copy", DEVICE_TARGET),
+        ("the same, alone", "load_alone_of_device_copy", DEVICE_TARGET),
         ("publish on the device, of its copy rate", "publish_of_device_copy", DEVICE_TARGET),
+        ("the same, alone", "publish_alone_of_device_copy", DEVICE_TARGET),
+        ("both, of half the copy rate", "both_of_half_device_copy", BOTH_TARGET),
         ("publish to the host, of pinned", "host_model_publish_of_pinned", HOST_TARGET),
         ("load from the host, of pinned", "host_model_load_of_pinned", HOST_TARGET),
         ("64-KiB tensors to the host", "host_64k_publish_of_pinned", HOST_TARGET),
