@@ -9,7 +9,9 @@ receiver that has copies it is two of them, since the device makes as many of a 
 step of 4 KB from before `send` until after `recv`, by a clock that both processes share. Beside it
 are a bare futex between two processes (`bench/c/raw_futex.c`), a semaphore between two interpreters
 (`bench/rows/interpreters.py`), and an empty message of bytes with no tensors, at the same pace. The
-small ones take turns. Figures are medians.
+small ones take turns. On a device a step that is copied out makes it change over to the other
+process and back; a *turn* is a tiny copy to its end, alone and just after another process has
+worked. Figures are medians.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from bench.native import CannotRun, compile_program
 from bench.native import run as run_program
 from bench.rows import interpreters
 from bench.rows.wake import SOURCE
+from bench.weights_cuda import turn_s
 from shmbus.channel import ChannelReceiver, ChannelSender
 from trainer_adapter.channel import ChannelClosedError, TensorChannel
 from trainer_adapter.weights.probe import checked_device
@@ -201,6 +204,8 @@ def measure(device: str, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     rows: dict[str, Any] = {"device": device, "rounds": rounds}
     rows["copy_s"] = copy_s(SHAPES, device, rounds)
+    if device != "cpu":
+        rows |= turn_s(rounds, device)
     for views in (False, True):
         paced = run(device, SHAPES, rounds, pause_s=PAUSE_S, views=views)
         close = run(device, SHAPES, rounds, pause_s=0.0, views=views)
@@ -309,6 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{rows['interpreters_s'] * 1e6:.0f} us; a raw futex: "
         + (f"{raw * 1e6:.0f} us" if raw else "not measured")
     )
+    if "turn_after_s" in rows:
+        turns = (f"{rows[f'turn_{how}_s'] * 1e6:.0f} us" for how in ("alone", "after"))
+        print("a tiny copy, alone and just after another process: " + ", ".join(turns))
     told = verdicts(rows)
     for name, figure, target, met in told:
         print(f"  {name:54} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")

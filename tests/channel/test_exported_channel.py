@@ -112,13 +112,21 @@ def test_steps_arrive_bit_for_bit_in_order_in_at_most_one_buffer_more_than_slots
 
 
 class Gate:
-    """An event of a device whose work is done when the test says so."""
+    """Work of a device that is done when the test says so."""
+
+    kind = torch.device("cpu"), False
 
     def __init__(self) -> None:
         self._open = threading.Event()
 
-    def synchronize(self) -> None:
+    def end(self) -> None:
+        pass
+
+    def wait(self) -> None:
         assert self._open.wait(20)
+
+    def is_made(self, within: float) -> bool:
+        return self._open.is_set()
 
     def happen(self) -> None:
         self._open.set()
@@ -129,11 +137,11 @@ def gated(sender: TensorSender, monkeypatch: pytest.MonkeyPatch) -> list[Gate]:
     assert isinstance(writer, ExportedWriter)
     gates: list[Gate] = []
 
-    def recorded(device: torch.device) -> Any:
+    def begin(device: torch.device, nbytes: int) -> Any:
         gates.append(Gate())
         return gates[-1]
 
-    monkeypatch.setattr(writer._completion, "recorded", recorded)
+    monkeypatch.setattr(writer._completion, "begin", begin)
     return gates
 
 
@@ -157,6 +165,21 @@ def test_a_step_is_sent_when_its_copies_are_there_and_the_next_ones_do_not_wait_
     gates[2].happen()
     with receiver.recv(20) as item:
         assert item["x"].tolist() == [2, 3, 4]
+
+
+def test_a_small_step_that_is_copied_at_once_is_sent_by_the_call_itself(
+    both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = both
+    monkeypatch.setattr(Gate, "is_made", lambda self, within: True)
+    gated(sender, monkeypatch)
+    names = {thread.name for thread in threading.enumerate()}
+    for step in range(3):
+        sender.send(made(step, 3))
+        assert sender._channel.sent_step == step
+        with receiver.recv(20) as item:
+            assert item.step == step
+    assert {thread.name for thread in threading.enumerate()} == names
 
 
 def test_what_keeps_a_step_from_being_sent_keeps_those_behind_it_and_is_told(

@@ -20,8 +20,11 @@ from shmbus.channel import (
 )
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.places import Places, check_places
-from trainer_adapter.device.arena import ArenaView, BufferLostError, Memory
+from trainer_adapter.device.arena import ArenaView, BufferLostError, BufferName, Memory
+from trainer_adapter.device.completion import SPIN_BYTES
+from trainer_adapter.device.completion import event as new_event
 from trainer_adapter.device.descriptors import PeerGoneError as OwnerGoneError
+from trainer_adapter.device.streams import current_stream
 from trainer_adapter.weights.memory import payload_tensor, tensor_at
 
 __all__ = ["Opened", "StepReader"]
@@ -49,7 +52,8 @@ class StepReader:
         self._channel = channel
         self._views = views
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._events: dict[tuple[torch.device, bool], torch.cuda.Event] = {}
+        self._payloads: dict[int, tuple[BufferName, torch.Tensor]] = {}
         index = None if device is None or device.type != "cuda" else device.index or 0
         self._buffers = ArenaView(memory_socket("channel", channel.name), device=index)
 
@@ -79,7 +83,7 @@ class StepReader:
         check_places(places, memory.nbytes, what)
         if self._views:
             return self._in_place(memory, places, what)
-        return self._copied(memory, places)
+        return self._copied(places.buffer, memory, places)
 
     def _map(self, message: Message, places: Places, what: str) -> Memory:
         assert places.buffer is not None
@@ -120,38 +124,49 @@ class StepReader:
 
         return tensors, finish
 
-    def _copied(self, memory: Memory, places: Places) -> Opened:
+    def _copied(self, name: BufferName, memory: Memory, places: Places) -> Opened:
         size = max((each.offset + each.size for each in places.tensors), default=0)
-        source = memory.tensor()[:size]
-        if memory.device.type != "cuda":
+        source = self._payload(name, memory)[:size]
+        device = memory.device
+        if device.type != "cuda":
             copy = source.clone()
             return {each.name: tensor_at(copy, each) for each in places.tensors}, _nothing
-        # Beside the caller's own work: the bytes are there, and nothing of that has to end first.
-        stream = self._stream(memory.device)
-        with torch.cuda.stream(stream):
-            copy = torch.empty(size, dtype=torch.uint8, device=memory.device)
-            copy.copy_(source)
-            event = self._event(memory.device)
+        event = self._event(device, sleeps=size > SPIN_BYTES)
+        current = current_stream(device)
+        if current.query():
+            copy = source.clone()
+            event.record(current)
+        else:
+            # Beside the caller's own work: the bytes are there, and nothing of that ends first.
+            stream = self._stream(device)
+            with torch.cuda.stream(stream):
+                copy = source.clone()
             event.record(stream)
-        current = torch.cuda.current_stream(memory.device)
-        current.wait_event(event)
-        copy.record_stream(current)
+            current.wait_event(event)
+            copy.record_stream(current)
         return {each.name: tensor_at(copy, each) for each in places.tensors}, event.synchronize
+
+    def _payload(self, name: BufferName, memory: Memory) -> torch.Tensor:
+        """Return a buffer's bytes, viewed once for each generation."""
+        known, payload = self._payloads.get(name.number, (None, None))
+        if payload is None or known != name:
+            payload = memory.tensor()
+            self._payloads[name.number] = name, payload
+        return payload
 
     def _end_of_work(self, device: torch.device) -> None:
         """Wait for what the current stream was asked to do; no longer where it is done."""
-        current = torch.cuda.current_stream(device)
+        current = current_stream(device)
         if not current.query():
-            event = self._event(device)
+            event = self._event(device, sleeps=True)
             event.record(current)
             event.synchronize()
 
-    def _event(self, device: torch.device) -> torch.cuda.Event:
-        """Return the event of a device; of no more than one step at a time something is awaited."""
-        found = self._events.get(device)
+    def _event(self, device: torch.device, *, sleeps: bool) -> torch.cuda.Event:
+        """Return an event of a device; of no more than one step at a time something is awaited."""
+        found = self._events.get((device, sleeps))
         if found is None:
-            # One that lets the thread sleep meanwhile.
-            found = self._events[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            found = self._events[device, sleeps] = new_event(sleeps=sleeps)
         return found
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -162,6 +177,7 @@ class StepReader:
 
     def close(self) -> None:
         """Let go of the sender's memory."""
+        self._payloads.clear()
         self._buffers.close()
 
 

@@ -45,6 +45,9 @@ TABLE_BYTES: Final = (16 << 20) + 4096
 #: Of a step that is copied by the call that sends it, without giving way to other threads.
 MAX_ALIKE_BYTES: Final = 256 << 10
 
+#: Of a step on a device that is copied, as a rule, before a thread could be asked to wait for it.
+SOON_BYTES: Final = 1 << 20
+
 
 def open_writer(
     name: str, carrier: Carrier, *, timeout: float, label: str
@@ -241,11 +244,19 @@ class ExportedWriter:
         self._make_room(step, form.size, timeout)
         self._channel.await_slot(step, timeout=timeout)
         head, targets = self._targets_of(number, form)
+        work = self._completion.begin(self.device, form.size)
         for target, tensor in zip(targets, tensors.values(), strict=True):
-            copy_tensor(target, tensor.detach())
-        event = self._completion.recorded(self.device)
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            if work is None:
+                copy_tensor(target, plain)
+            else:
+                target.copy_(plain)
         self._written = step + 1
-        self._completion.after(event, partial(self._channel.post, head + more))
+        self._completion.after(
+            work,
+            partial(self._channel.post, head + more),
+            soon=form.size <= SOON_BYTES,
+        )
 
     def _targets_of(self, number: int, form: StepForm) -> tuple[bytes, list[torch.Tensor]]:
         """Return the head of a step in a buffer, and where its tensors go."""
