@@ -183,19 +183,24 @@ static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
 /* A reader that sleeps on the processor of a producer is woken by its next record, takes that one,
  * and sleeps again: two switches a record. Awake, and behind that producer in the kernel's queue,
  * it finds all that was committed until the producer stepped aside. Where nobody else wants the
- * processor this is one short system call. WAIT_OVER says that there is reason to sleep. */
-static enum wait_result let_producers_run(ReaderObject *self) {
-    Py_BEGIN_ALLOW_THREADS
-    sched_yield();
-    Py_END_ALLOW_THREADS
-    if (!py_reader_usable(self)) {
-        return WAIT_FAILED;
-    }
-    self->wakes_often = reader_has_events(&self->c);
+ * processor this is one short system call, and one more as long as it stays awake. WAIT_OVER says
+ * that there is reason to sleep. */
+static enum wait_result let_producers_run(ReaderObject *self, uint64_t until_ns) {
+    do {
+        Py_BEGIN_ALLOW_THREADS
+        sched_yield();
+        Py_END_ALLOW_THREADS
+        /* Here too: of a reader that records keep awake, nobody else asks for signals. */
+        if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
+            return WAIT_FAILED;
+        }
+        self->wakes_often = reader_has_events(&self->c);
+    } while (!self->wakes_often && clock_monotonic_ns() < until_ns);
     return self->wakes_often ? WAIT_WOKEN : WAIT_OVER;
 }
 
-enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s) {
+enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
+                                           uint64_t awake_ns) {
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
@@ -206,12 +211,11 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s)
     }
     uint64_t start = clock_monotonic_ns();
     SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
-    enum wait_result result = self->wakes_often ? let_producers_run(self) : WAIT_OVER;
+    enum wait_result result = self->wakes_often ? let_producers_run(self, start + awake_ns) : WAIT_OVER;
     if (result != WAIT_OVER) {
         Py_DECREF(segment);
         return result;
     }
-    uint64_t slept = clock_monotonic_ns();
     enum doorbell_wait woken = DOORBELL_TIMEOUT;
     while (woken == DOORBELL_TIMEOUT) {
         double left_ns = timeout_s < 0 ? (double)SLEEP_SLICE_NS
@@ -235,7 +239,9 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s)
         }
     }
     Py_DECREF(segment);
-    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - slept < WAKES_OFTEN_NS;
+    /* From the start: what comes later than it stays awake for is not worth staying awake for. */
+    const uint64_t often_ns = awake_ns > WAKES_OFTEN_NS ? awake_ns : WAKES_OFTEN_NS;
+    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - start < often_ns;
     return woken == DOORBELL_WOKEN ? WAIT_WOKEN : WAIT_OVER;
 }
 
@@ -245,7 +251,7 @@ static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
     if (!py_parse_timeout(argument, &timeout_s) || !py_reader_usable(self)) {
         return NULL;
     }
-    enum wait_result result = py_reader_wait_for_events(self, timeout_s);
+    enum wait_result result = py_reader_wait_for_events(self, timeout_s, 0);
     return result == WAIT_FAILED ? NULL : PyBool_FromLong(result == WAIT_WOKEN);
 }
 

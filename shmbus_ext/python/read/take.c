@@ -25,6 +25,11 @@
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4
+/* Records that come faster are awaited without sleeping. Woken for each of them a reader runs on
+ * the processor of the producer that woke it, and that producer waits: a record of a megabyte, in
+ * the ring after 60 us, took 77. Producers take a reader that has not looked for as long for one
+ * that sleeps. */
+#define STAYS_AWAKE_NS UINT64_C(100000)
 
 /* Whether another look at the ring may find records at once; TAKE_FAILED with an exception. */
 enum take_state { TAKE_FAILED = -1, TAKE_IDLE = 0, TAKE_MORE = 1 };
@@ -227,7 +232,7 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
     struct segment *segment = &self->reader->segment->c;
     bool empty_handed = py_group_lists_leased_since(&self->table->lists) == 0;
     enum wait_result result =
-        py_reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s));
+        py_reader_wait_for_events(self->reader, fmax(SHORTEST_WAIT_S, left_s), STAYS_AWAKE_NS);
     if (empty_handed && result != WAIT_FAILED) {
         waits_add(segment, segment->max_producers, SHMBUS_WAIT_GROUPS,
                   (uint64_t)(fmax(0, seconds(clock_monotonic_ns()) - now_s) * 1e9));
