@@ -109,6 +109,9 @@ class Workload:
         it makes an array of each field, and looks no further.
     reader : {"fastest", "sleeping", "busy"}
         How the consumer waits for more.
+    keep : bool
+        Whether a consumer that gets samples one by one holds each until its group is whole, as one
+        that gets groups does; of one producer in order.
     pause_s : float
         Seconds that a producer sleeps before it sends each: the time that a model would take to
         generate it.
@@ -127,6 +130,7 @@ class Workload:
     side: str = ""
     read: bool = False
     reader: Reader = "fastest"
+    keep: bool = False
     pause_s: float = 0.0
 
     def __post_init__(self) -> None:

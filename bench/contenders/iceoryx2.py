@@ -73,7 +73,7 @@ class _Port:
             .publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
             .enable_safe_overflow(False)
             .subscriber_max_buffer_size(workload.room)
-            .subscriber_max_borrowed_samples(BORROWED + 1)
+            .subscriber_max_borrowed_samples(BORROWED + workload.group_size + 1)
             .max_publishers(workload.producers + SPARE_PUBLISHERS)
             .max_nodes(workload.producers + SPARE_PUBLISHERS + 1)
             .max_subscribers(1)
@@ -134,6 +134,7 @@ class _Receiver:
         self._listener = port.event.listener_builder().create() if port.event else None
         self._duration = port.iceoryx2.Duration
         self._layout = Layout(workload)
+        self._kept = workload.group_size if workload.keep else 1
         self._samples: list[Any] = []
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
@@ -162,9 +163,10 @@ class _Receiver:
             self._listener.timed_wait(self._duration.from_secs_f64(timeout_s))
 
     def done(self) -> None:
-        for sample in self._samples:
+        whole = len(self._samples) // self._kept * self._kept
+        for sample in self._samples[:whole]:
             sample.delete()
-        self._samples.clear()
+        del self._samples[:whole]
 
 
 @contextlib.contextmanager

@@ -42,6 +42,12 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "routed experts": {"side": "routed-experts"},
     "top-64 logits": {"side": "top-k-logits"},
     "an image": {"side": "image"},
+    # Where both hold the same bytes: groups of one sample, and a reader that keeps whole groups.
+    "routed experts, groups of 1": {"side": "routed-experts", "group_size": 1},
+    "an image, groups of 1": {"side": "image", "group_size": 1},
+    "routed experts, groups kept": {"side": "routed-experts", "keep": True},
+    "top-64 logits, groups kept": {"side": "top-k-logits", "keep": True},
+    "an image, groups kept": {"side": "image", "keep": True},
 }
 #: What trajectories with payloads beside them, and many producers, need between the processes.
 LARGE_CAPACITY: Final = "256MiB"
