@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -100,12 +100,15 @@ def acknowledged(name: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["ray", "direct"])
 def test_groups_of_two_nodes_reach_the_third_and_every_actor_may_die(
-    cluster: Any, buses: dict[str, str]
+    cluster: Any, buses: dict[str, str], transport: Literal["ray", "direct"]
 ) -> None:
     sources = [buses["left"], buses["right"]]
     relay = shmbus.relay.start(
-        [f"{buses['left']}@left", f"{buses['right']}@right"], [f"{buses['trainer']}@trainer"]
+        [f"{buses['left']}@left", f"{buses['right']}@right"],
+        [f"{buses['trainer']}@trainer"],
+        transport=transport,
     )
     try:
         with shmbus.Consumer(buses["trainer"]) as consumer:
