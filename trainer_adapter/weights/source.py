@@ -95,7 +95,8 @@ class ForeseeingSource(Protocol):
         Returns
         -------
         sequence of LocalPiece
-            Their memory is there in any case. Empty where nothing is foreseen.
+            Their memory is there in any case. The same object has the same pieces. Empty where
+            nothing is foreseen.
         """
 
 

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -74,11 +74,14 @@ SAMPLED_BLOCKS: Final = 4
 PENDING_BYTES: Final = 64 << 20
 
 
-class _Known(NamedTuple):
+class _Known:
     """Pieces that a source gives again, and how they are copied into one slot."""
 
-    pieces: Sequence[LocalPiece]  # kept, so that no other ones are the same objects
-    batch: Batch
+    def __init__(self, pieces: Sequence[LocalPiece], batch: Batch) -> None:
+        self.pieces = pieces  # kept, so that no other ones are the same objects
+        self.batch = batch
+        #: The same, as the source has foreseen them.
+        self.foreseen: Sequence[LocalPiece] | None = None
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exported/1"):
@@ -265,7 +268,10 @@ class _ExportedSink:
     def foresee(self, pieces: Sequence[LocalPiece]) -> None:
         """Begin to copy pieces that were put into this slot before."""
         known = self._writer.known.get(self._write.slot)
-        if self._payload.is_cuda and known is not None and are_same(known.pieces, pieces):
+        if known is None or not self._payload.is_cuda:
+            return
+        if pieces is known.foreseen or are_same(known.pieces, pieces):
+            known.foreseen = pieces
             known.batch.begin()
             self._begun = known
 

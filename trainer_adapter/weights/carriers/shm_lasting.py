@@ -43,6 +43,8 @@ class LastingPieces:
         may_cross: Callable[[LocalPiece], bool],
     ) -> None:
         self.pieces: Final = pieces
+        #: The same, as the source has foreseen them.
+        self.foreseen: Sequence[LocalPiece] | None = None
         rest: list[Pair] = []
         crossing: dict[torch.device, list[Pair]] = {}
         for piece, target in zip(pieces, targets, strict=True):
@@ -95,7 +97,10 @@ class LastingCopies:
     def foresee(self, pieces: Sequence[LocalPiece], register: Callable[[], object]) -> None:
         """Begin to copy those of devices, where they were copied into this slot before."""
         known = self._known.get(self._slot)
-        if known is not None and are_same(known.pieces, pieces):
+        if known is None:
+            return
+        if pieces is known.foreseen or are_same(known.pieces, pieces):
+            known.foreseen = pieces
             self._begin(known, register)
 
     def copy(
