@@ -149,6 +149,7 @@ bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction cou
 
 bench-report: $(VENV)/.bench ## Measure everything; write the report, the plots and the tables of both READMEs
 	$(BIN)/shmbus bench --full --output bench/results/two-cores $(ARGS)
+	$(BIN)/python -m bench.report fold bench/results/two-cores/folded.json bench/results/two-cores
 	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md bench/README.md
 
 explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search the interleavings of ring, pool and channel, with deaths, and find the planted bugs (half an hour)

@@ -18,13 +18,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from bench.native import PROGRAMS, CannotRun, compile_program, compiler, run
+from bench.native import CORE, PROGRAMS, CannotRun, compile_program, compiler, run
 
-__all__ = ["OPERATIONS", "compare", "count", "main"]
+__all__ = ["OPERATIONS", "built", "compare", "count", "count_one", "main"]
 
 SOURCE: Final = PROGRAMS / "hot_path.c"
 BASELINES: Final = Path(__file__).with_name("baselines.json")
@@ -102,15 +103,28 @@ def toolchain() -> str:
 
 def count(rounds: int = ROUNDS, operations: Mapping[str, int] = OPERATIONS) -> dict[str, float]:
     """Return the instructions of one call of each operation, over so many rounds."""
+    with built() as program:
+        return {name: count_one(program, name, c, rounds) for name, c in operations.items()}
+
+
+@contextmanager
+def built() -> Iterator[Path]:
+    """Compile the hot path; yield the program, whose folder goes with it.
+
+    Raises
+    ------
+    CannotRun
+        There is no compiler, or no valgrind.
+    """
     if shutil.which("valgrind") is None:
         raise CannotRun("there is no valgrind here; install it (Debian: apt-get install valgrind)")
     with tempfile.TemporaryDirectory(prefix="shmbus-instructions-") as directory:
         program = Path(directory, "hot_path")
-        compile_program(SOURCE, program, ring=True)
-        return {name: _count(program, name, calls, rounds) for name, calls in operations.items()}
+        compile_program(SOURCE, program, CORE)
+        yield program
 
 
-def _count(program: Path, name: str, calls: int, rounds: int) -> float:
+def count_one(program: Path, name: str, calls: int, rounds: int) -> float:
     """Count what lies within one function, with all that it calls."""
     output = program.with_name(f"{name}.out")
     said, heard = run(

@@ -6,10 +6,11 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
+__all__ = ["CORE", "PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 #: Where the C programs of the benchmark lie.
@@ -17,7 +18,7 @@ PROGRAMS: Final = Path(__file__).with_name("c")
 #: As setup.py compiles the extension.
 RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
 #: Rooms of shmbus_ext that know no Python.
-CORE_ROOMS: Final = ("ring", "stash", "batch")
+CORE: Final = ("ring", "stash", "batch")
 DEADLINE_S: Final = 300.0
 
 
@@ -34,18 +35,16 @@ def compiler() -> list[str]:
     return [str(Path(found).resolve()), *command[1:]]
 
 
-def compile_program(source: Path, program: Path, *, ring: bool = False) -> None:
-    """Compile one file, with the core (the sources without Python) if it calls the ring.
+def compile_program(source: Path, program: Path, rooms: Sequence[str] = ()) -> None:
+    """Compile one file, with the rooms of the core (the sources without Python) that it calls.
 
     Raises
     ------
     CannotRun
         There is no compiler, or it refused; the message has its words.
     """
-    linked = [
-        str(path) for room in CORE_ROOMS for path in sorted(ROOT.glob(f"shmbus_ext/{room}/*.c"))
-    ]
-    more = [*RING_FLAGS, *linked] if ring else ["-O2"]
+    linked = [str(path) for room in rooms for path in sorted(ROOT.glob(f"shmbus_ext/{room}/*.c"))]
+    more = [*RING_FLAGS, *linked] if rooms else ["-O2"]
     run(
         [*compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more, "-lrt", "-lm"]
     )

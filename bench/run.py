@@ -13,17 +13,18 @@ import json
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from bench import machine
-from bench.processes import MeasurementError
+from bench import fitness, machine, yardsticks
+from bench.fitness import MEMORY, TWO, Here, Need
+from bench.processes import MeasurementError, use_template
 from bench.rows import (
     daemon,
     idle,
     lists,
-    memcpy,
     polled,
     requests,
     stash,
@@ -32,11 +33,13 @@ from bench.rows import (
     wake,
 )
 from bench.rows.row import Row, table
+from bench.rows.throughput import Case, Runs
 from bench.sending import temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
-from shmbus import ShmbusError
+from shmbus import CapacityError, ShmbusError
+from shmbus._arguments import parse_size
 
-__all__ = ["DEFAULT_CAPACITY", "NAMES", "main", "measure", "notes"]
+__all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "notes"]
 
 NAMES: Final = (
     "hop-2048",
@@ -57,8 +60,9 @@ NAMES: Final = (
 )
 DEFAULT_CAPACITY: Final = "64MiB"
 FORMAT: Final = 1
-#: Memcpy before and after may differ by this factor before a table says that it cannot be trusted.
-MEMCPY_DRIFT: Final = 1.2
+#: What most processes of a run import, the slow ones.
+TEMPLATE_MODULES: Final = ("torch", "trainer_adapter", "bench.run")
+NO_TORCH: Final = "there is no torch here"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output and not options.output.resolve().parent.is_dir():
         parser.error(f"--output: there is no directory {options.output.resolve().parent}")
     sizes = TINY if options.tiny else QUICK if options.quick else FULL
+    if options.tiny:
+        use_template(*TEMPLATE_MODULES)
     if options.repetitions:
-        sizes = dataclasses.replace(sizes, repetitions=options.repetitions)
+        wanted = options.repetitions
+        sizes = dataclasses.replace(sizes, repetitions=wanted, most_repetitions=wanted)
     # An ordinary exit, so that processes and segments are cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = machine.describe()
@@ -103,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m bench.run --quick --only hop-2048 --output figures.json",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="less of everything: under a minute")
+    size.add_argument("--quick", action="store_true", help="less of everything: three minutes")
     size.add_argument(
         "--tiny", action="store_true", help="only see that each row runs; its figures mean nothing"
     )
@@ -117,7 +124,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of the bus in all rows but stash-memory (default {DEFAULT_CAPACITY})",
     )  # fmt: skip
     parser.add_argument(
-        "--repetitions", type=_positive, metavar="N", help="runs of each throughput row (default 3)"
+        "--repetitions",
+        type=_positive,
+        metavar="N",
+        help="runs of each throughput row (default: 3, and more until narrow)",
     )
     return parser
 
@@ -127,6 +137,9 @@ def _check_capacity(parser: argparse.ArgumentParser, capacity: str) -> None:
     try:
         with temporary_bus(capacity):
             return
+    except CapacityError:
+        # There is no room for it here: each row that needs it says so.
+        return
     except ShmbusError:
         raise
     except ValueError as error:
@@ -144,111 +157,139 @@ def _say(what: str) -> None:
     print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class _Family:
+    """Rows that are measured together."""
+
+    name: str
+    title: str
+    need: Need
+    measure: Callable[[], list[Row]]
+
+
 def measure(
-    names: Sequence[str], sizes: Sizes, capacity: str, say: Callable[[str], None]
+    names: Sequence[str],
+    sizes: Sizes,
+    capacity: str,
+    say: Callable[[str], None],
+    found: Here | None = None,
 ) -> list[Row]:
-    """Measure the rows of these names, between two measurements of memcpy if one needs it."""
+    """Measure the rows of these names, and say of each that cannot be measured why not."""
+    found = found or fitness.here()
     rows: list[Row] = []
-    chosen = [case for case in throughput.cases(sizes, capacity) if case.name in names]
-    references = {case.reference for case in chosen} - {case.name for case in chosen}
-    chosen = [
-        case
-        for case in throughput.cases(sizes, capacity)
-        if case in chosen or case.name in references
-    ]
-    without_torch = importlib.util.find_spec("torch") is None
-    skipped = [case for case in chosen if case.name == "packed" and without_torch]
-    chosen = [case for case in chosen if case not in skipped]
-    before = _memcpy("before", sizes, say) if chosen else 0.0
-    bounded = any(case.moved_bytes_per_token is not None for case in chosen)
-    both = [_both_cores(sizes, say)] if bounded else []
-    runs = throughput.repeat(chosen, sizes.repetitions, say)
-    others = _others(names, sizes, capacity, say)
+    chosen: list[Case] = []
+    skipped: list[Row] = []
+    for case in throughput.cases(sizes, capacity):
+        if case.name in names:
+            why = fitness.why_not(case.need, found)
+            if not why and case.name == "packed" and not _has_torch():
+                why = NO_TORCH
+            if why:
+                skipped.append(_skipped(case.name, case.title, why))
+            else:
+                chosen.append(case)
     if chosen:
-        after = _memcpy("after", sizes, say)
-        mean = (before + after) / 2
-        rows.append(_memcpy_row(before, after, sizes))
-        both += [_both_cores(sizes, say)] if bounded else []
-        known = [one for one in both if one is not None]
-        rows += throughput.rows(chosen, runs, mean, statistics.mean(known) if known else None)
-    rows += [
-        Row(name=case.name, title=case.title, measured="", skipped="there is no torch here")
-        for case in skipped
-    ]
-    return rows + others
-
-
-def _others(
-    names: Sequence[str], sizes: Sizes, capacity: str, say: Callable[[str], None]
-) -> list[Row]:
-    rows: list[Row] = []
-    if "wake" in names:
-        say("wake-up of a sleeping reader, beside a raw futex")
-        rows += wake.measure(sizes.wakes, sizes.wake_turns, capacity)
-    if "polled" in names:
-        say("one way to a polling reader, beside the ring alone")
-        rows += polled.measure(sizes.wakes, sizes.wake_turns, capacity)
-    if "lists" in names:
-        say("puts of lists, and by a schema")
-        rows += lists.measure(sizes.wakes, capacity)
-    if "requests" in names:
-        say("requests to workers")
-        rows.append(requests.measure(max(16, sizes.hop_2048 // 64)))
-    if "stash" in names:
-        say("the stash with few and with many open groups")
-        rows += stash.measure(sizes.stash_groups, sizes.stash_adds)
-    if "stash-memory" in names:
-        say("memory of a stashed trajectory")
-        rows.append(stash_memory.measure(sizes.memory_trajectories, sizes.memory_capacity))
-    if "idle" in names:
-        say("a consumer asleep")
-        rows.append(idle.measure(sizes.idle_s, capacity))
-    if "daemon" in names and importlib.util.find_spec("torch") is None:
-        rows.append(
-            Row(name="daemon", title="the daemon", measured="", skipped="there is no torch")
-        )
-    elif "daemon" in names:
-        rows += daemon.measure(
-            sizes.packed, sizes.repetitions, sizes.wakes, sizes.idle_s, capacity, say
-        )
+        runs = throughput.repeat(chosen, sizes, say)
+        row = memcpy_row(runs.values(), sizes)
+        rows += [row] if row else []
+        rows += throughput.rows(chosen, runs)
+    rows += skipped
+    for family in _families(sizes, capacity, say):
+        if family.name in names:
+            if why := fitness.why_not(family.need, found):
+                rows.append(_skipped(family.name, family.title, why))
+                continue
+            say(family.title)
+            with fitness.Watch() as watch:
+                measured = family.measure()
+            rows += [dataclasses.replace(row, others=watch.others) for row in measured]
     return rows
 
 
-def notes(rows: Sequence[Row], *, tiny: bool) -> list[str]:
+def _families(sizes: Sizes, capacity: str, say: Callable[[str], None]) -> list[_Family]:
+    ring = parse_size(capacity)
+    one, two = Need(shm_bytes=ring), Need(processors=TWO, shm_bytes=ring)
+    # A group of the stash with its samples takes about a kilobyte.
+    many = Need(memory_bytes=MEMORY + (sizes.stash_groups[1] << 10))
+    room = Need(
+        shm_bytes=parse_size(sizes.memory_capacity),
+        memory_bytes=MEMORY + (sizes.memory_trajectories << 10),
+        timed=False,
+    )
+
+    def through_daemon() -> list[Row]:
+        if not _has_torch():
+            return [_skipped("daemon", "the daemon", NO_TORCH)]
+        return daemon.measure(sizes, capacity, say)
+
+    groups = max(16, sizes.hop_2048 // 64)
+    return [
+        _Family(
+            "wake", "wake-up of a sleeping reader, one way", one,
+            lambda: wake.measure(sizes, capacity),
+        ),
+        _Family(
+            "polled", "one way to a polling reader", two, lambda: polled.measure(sizes, capacity)
+        ),
+        _Family(
+            "lists", "puts of lists, and by a schema", one,
+            lambda: lists.measure(sizes.wakes, capacity),
+        ),
+        _Family(
+            "requests", "requests to workers", two,
+            lambda: [requests.measure(groups)],
+        ),
+        _Family(
+            "stash", "the stash with few and with many open groups", many,
+            lambda: stash.measure(sizes.stash_groups, sizes.stash_adds),
+        ),
+        _Family(
+            "stash-memory", "memory of a stashed trajectory", room,
+            lambda: [stash_memory.measure(sizes.memory_trajectories, sizes.memory_capacity)],
+        ),
+        _Family("idle", "a consumer asleep", one, lambda: [idle.measure(sizes.idle_s, capacity)]),
+        _Family("daemon", "packed batches through the daemon", two, through_daemon),
+    ]  # fmt: skip
+
+
+def _skipped(name: str, title: str, why: str) -> Row:
+    return Row(name=name, title=title, measured="", skipped=why)
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def notes(rows: Sequence[Row], *, tiny: bool, found: Here | None = None) -> list[str]:
     """Return notes that a reader needs before trusting the table."""
     if tiny:
         return ["NOTE: --tiny shows that each row can be measured; its figures mean nothing.\n"]
-    for row in rows:
-        if row.name == "memcpy":
-            rates = (row.figures["before_bytes_per_s"], row.figures["after_bytes_per_s"])
-            if max(rates) > MEMCPY_DRIFT * min(rates):
-                return ["NOTE: memcpy changed much during the run; run again when it is quiet.\n"]
-    return []
+    told = fitness.notes(found or fitness.here())
+    restless = sum(row.target is not None and bool(row.not_quiet) for row in rows)
+    if restless:
+        told.append(
+            f"NOTE: the machine was not quiet for {restless} rows, which have no verdict; run "
+            "again.\n"
+        )
+    return told
 
 
-def _memcpy(when: str, sizes: Sizes, say: Callable[[str], None]) -> float:
-    say(f"memcpy, {when} everything else")
-    return memcpy.measure(sizes.memcpy_bytes, sizes.memcpy_repetitions)
-
-
-def _both_cores(sizes: Sizes, say: Callable[[str], None]) -> float | None:
-    say("memcpy by two cores at once")
-    return memcpy.measure_both(sizes.memcpy_bytes, sizes.memcpy_repetitions)
-
-
-def _memcpy_row(before: float, after: float, sizes: Sizes) -> Row:
-    figures: dict[str, Any] = {
-        "before_bytes_per_s": before,
-        "after_bytes_per_s": after,
-        "mean_bytes_per_s": (before + after) / 2,
-        "bytes": sizes.memcpy_bytes,
-    }
+def memcpy_row(runs: Iterable[Runs], sizes: Sizes) -> Row | None:
+    """Say what one core copied around all runs that are compared with it."""
+    rates = [rate for one in runs for rate in one.of(yardsticks.MEMCPY)]
+    if not rates:
+        return None
+    median = statistics.median(rates)
     return Row(
         name="memcpy",
         title=f"memcpy, one core, {sizes.memcpy_bytes >> 20} MiB to {sizes.memcpy_bytes >> 20} MiB",
-        measured=f"{before / 1e9:.2f} GB/s before, {after / 1e9:.2f} after; ratios use the mean, "
-        f"{(before + after) / 2e9:.2f}",
-        figures=figures,
+        measured=f"{median:.2f} GB/s, {min(rates):.2f} to {max(rates):.2f}; each ratio uses what "
+        "stands around its run",
+        figures={
+            "median_bytes_per_s": median * 1e9,
+            "gb_per_s": rates,
+            "bytes": sizes.memcpy_bytes,
+        },
     )
 
 

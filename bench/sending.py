@@ -8,12 +8,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import shmbus
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Item, Workload
 
-__all__ = ["check_ledger", "produce", "temporary_bus"]
+__all__ = ["check_ledger", "produce", "put_batches", "temporary_bus"]
 
 _POLICY_VERSION = 3
 
@@ -40,7 +41,7 @@ def produce(
         start()
         began = time.process_time()
         if workload.batch:
-            _put_batches(producer, items, workload)
+            put_batches(producer.put_many, items, workload)
         else:
             _put_each(producer, items, workload.group_size)
         return time.process_time() - began
@@ -70,7 +71,7 @@ def _put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int)
         )
 
 
-def _put_batches(producer: shmbus.Producer, items: Iterator[Item], workload: Workload) -> None:
+def put_batches(put_many: Callable[..., Any], items: Iterator[Item], workload: Workload) -> None:
     """Build each batch's dicts within the loop, as a producer of fresh trajectories has to."""
     while batch := [
         {
@@ -87,7 +88,7 @@ def _put_batches(producer: shmbus.Producer, items: Iterator[Item], workload: Wor
             items, workload.batch
         )
     ]:
-        producer.put_many(batch, timeout=STALL_S)
+        put_many(batch, timeout=STALL_S)
 
 
 def check_ledger(ledger: shmbus.Ledger, workload: Workload) -> None:

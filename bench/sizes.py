@@ -1,4 +1,7 @@
-"""How much each row measures: to keep figures, for a quick check, or to see that it runs."""
+"""How much each row measures: to keep figures, for a quick check, or to see that it runs.
+
+What has a least and a most goes on until its interval is narrow, or its seconds are over.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,18 @@ class Sizes:
     hop_2048, hop_16384, hop_256, packed : int
         Trajectories of one run of a throughput row. They fill the bus many times over, since what
         lies in it at the first delivery was sent before the clock started.
-    repetitions : int
-        Runs of each throughput row.
-    wakes, wake_turns : int
-        Wake-ups in a turn, and turns.
+    repetitions, most_repetitions : int
+        Runs that each throughput row has in any case, and at most.
+    rows_s : float
+        Seconds after which no throughput row has more than it has in any case; half of them for the
+        daemon's.
+    wakes, warm_up : int
+        Wake-ups of a turn that count, and those before them, which do not: first calls, first
+        touches.
+    wake_turns, most_wake_turns : int
+        Turns that there are in any case, and at most.
+    wakes_s : float
+        Seconds after which there are no more turns than in any case.
     stash_groups : (int, int)
         Open groups, few and many.
     stash_adds : int
@@ -40,8 +51,13 @@ class Sizes:
     hop_256: int
     packed: int
     repetitions: int
+    most_repetitions: int
+    rows_s: float
     wakes: int
+    warm_up: int
     wake_turns: int
+    most_wake_turns: int
+    wakes_s: float
     stash_groups: tuple[int, int]
     stash_adds: int
     memory_trajectories: int
@@ -51,14 +67,19 @@ class Sizes:
 
 FULL: Final = Sizes(
     memcpy_bytes=256 << 20,
-    memcpy_repetitions=25,
+    memcpy_repetitions=9,
     hop_2048=800_000,
     hop_16384=200_000,
     hop_256=1_600_000,
     packed=640_000,
     repetitions=3,
+    most_repetitions=9,
+    rows_s=180.0,
     wakes=2000,
+    warm_up=50,
     wake_turns=3,
+    most_wake_turns=15,
+    wakes_s=40.0,
     stash_groups=(1000, 1_000_000),
     stash_adds=4_000_000,
     memory_trajectories=1_000_000,
@@ -67,14 +88,19 @@ FULL: Final = Sizes(
 )
 QUICK: Final = Sizes(
     memcpy_bytes=256 << 20,
-    memcpy_repetitions=9,
+    memcpy_repetitions=5,
     hop_2048=320_000,
     hop_16384=40_000,
     hop_256=512_000,
     packed=192_000,
     repetitions=3,
+    most_repetitions=5,
+    rows_s=30.0,
     wakes=500,
-    wake_turns=2,
+    warm_up=50,
+    wake_turns=3,
+    most_wake_turns=9,
+    wakes_s=8.0,
     stash_groups=(1000, 100_000),
     stash_adds=400_000,
     memory_trajectories=100_000,
@@ -89,8 +115,13 @@ TINY: Final = Sizes(
     hop_256=1024,
     packed=1024,
     repetitions=1,
+    most_repetitions=1,
+    rows_s=0.0,
     wakes=20,
+    warm_up=5,
     wake_turns=1,
+    most_wake_turns=1,
+    wakes_s=0.0,
     stash_groups=(100, 1000),
     stash_adds=10_000,
     memory_trajectories=10_000,

@@ -20,22 +20,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import machine
+from bench import fitness, machine, yardsticks
 from bench import run as core
 from bench import sizes as core_sizes
 from bench.contenders import contenders
 from bench.contest import plan
 from bench.contest import run as contest
-from bench.processes import MeasurementError
+from bench.fitness import TWO, Need
+from bench.processes import MeasurementError, use_template
 from bench.report import report, verdicts
-from bench.rows import curves, memcpy
+from bench.rows import curves
 from bench.rows.row import Row, table
 from shmbus import ShmbusError
 
 __all__ = ["FORMAT", "main"]
 
 #: Of results.json.
-FORMAT: Final = 2
+FORMAT: Final = 3
 OUTPUT: Final = "shmbus-bench"
 #: Open groups of the curve, and what is timed at each.
 OPEN_GROUPS: Final = {
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An ordinary exit, so that processes, servers and segments are cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
+    if options.level == "tiny":
+        modules = core.TEMPLATE_MODULES if _measures_rows(options) else ()
+        use_template(*modules, "bench.contest.child")
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
     try:
@@ -142,6 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _measures_rows(options: argparse.Namespace) -> bool:
+    """Whether rows of shmbus itself are asked for, and not only the contest."""
+    return bool(options.only) or not (options.contender or options.series)
+
+
 def _say_since(began: float) -> Callable[[str], None]:
     def say(what: str) -> None:
         print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
@@ -156,25 +165,37 @@ def _measure(
     say = _say_since(began)
     chosen = bool(options.contender or options.series)
     rows: list[Row] = []
-    if options.only or not chosen:
+    if _measures_rows(options):
         rows = core.measure(options.only or list(core.NAMES), sizes, options.capacity, say)
-    rates = [row.figures["mean_bytes_per_s"] for row in rows if row.name == "memcpy"]
+    copied = yardsticks.memcpy(sizes.memcpy_bytes, sizes.memcpy_repetitions)
+    rates = [row.figures["median_bytes_per_s"] / 1e9 for row in rows if row.name == "memcpy"]
     if not rates:
         say("memcpy")
-        rates = [memcpy.measure(sizes.memcpy_bytes, sizes.memcpy_repetitions)]
+        rates = [copied.measure()]
     groups: list[dict[str, Any]] = []
     counts = OPEN_GROUPS[options.level]
     if counts and not options.only and not chosen:
         groups = curves.open_groups(counts, OPEN_GROUP_ADDS[options.level], say)
         rows += verdicts.open_groups(groups)
     found: dict[str, Any] = {}
-    if chosen or not options.only:
+    here = fitness.here()
+    notes = core.notes(rows, tiny=options.level == "tiny", found=here)
+    if why := fitness.why_not(Need(processors=TWO), here):
+        notes.append(f"NOTE: nothing was set beside other ways to move a trajectory: {why}\n")
+    elif chosen or not options.only:
         known = list(contenders())
         names = options.contender or known
         series = options.series or contest.SERIES
         left_s = level.budget_s - (time.monotonic() - began)
-        found = contest.run([verdicts.OURS, *names], level, series, say, left_s)
-        rows += verdicts.rows(found)
+        before = copied.measure()
+        with fitness.Watch() as watch:
+            found = contest.run([verdicts.OURS, *names], level, series, say, left_s)
+        around = (before, copied.measure())
+        rows += [
+            # A death is counted, not timed.
+            dataclasses.replace(row, others=watch.others) if row.reference else row
+            for row in verdicts.rows(found, around)
+        ]
     return rows, {
         "format": FORMAT,
         "machine": facts,
@@ -183,9 +204,9 @@ def _measure(
             "shmbus": dataclasses.asdict(sizes) | {"capacity": options.capacity},
             "contest": dataclasses.asdict(level),
         },
-        "memcpy_bytes_per_s": rates[0],
+        "memcpy_bytes_per_s": rates[0] * 1e9,
         "rows": [row.as_json() for row in rows],
-        "notes": core.notes(rows, tiny=options.level == "tiny"),
+        "notes": notes,
         "contest": found,
         "open_groups": groups,
     }

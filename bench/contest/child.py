@@ -78,7 +78,7 @@ def answer(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
         parameters = {key: value for key, value in request.items() if key != "what"}
         return dataclasses.asdict(latency.measure(name, **parameters))
     if what == "survival":
-        return survival.measure(name, request["kills"]).as_json()
+        return survival.measure(name, request["kills"], request["stopped_s"]).as_json()
     raise ValueError(f"unknown request {what!r}")
 
 

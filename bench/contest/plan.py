@@ -97,6 +97,8 @@ class Level:
         Of each latency; a contender that starts a cluster gets a tenth.
     kills : int
         Writers that are killed; a contender whose processes take long to begin gets a quarter.
+    stopped_s : float
+        Seconds without a delivery after a kill, after which a run counts as stopped.
     paced : int
         Trajectories of the comparison at equal work; 0 for none.
     budget_s : float
@@ -115,6 +117,7 @@ class Level:
     everything: bool
     probes: int
     kills: int
+    stopped_s: float
     paced: int
     budget_s: float
     patience_s: float
@@ -130,6 +133,7 @@ FULL: Final = Level(
     everything=True,
     probes=3000,
     kills=20,
+    stopped_s=10.0,
     paced=16,
     budget_s=1620.0,
     patience_s=60.0,
@@ -144,6 +148,7 @@ QUICK: Final = Level(
     everything=False,
     probes=600,
     kills=4,
+    stopped_s=10.0,
     paced=0,
     budget_s=280.0,
     patience_s=20.0,
@@ -158,6 +163,7 @@ TINY: Final = replace(
     capacities=("16MiB", "32MiB"),
     probes=20,
     kills=1,
+    stopped_s=2.0,
     paced=4,
     budget_s=600.0,
     patience_s=60.0,
@@ -308,7 +314,7 @@ def _survival(contender: Contender, level: Level) -> Planned:
     return Planned(
         series="survival",
         point="",
-        request={"what": "survival", "kills": kills},
+        request={"what": "survival", "kills": kills, "stopped_s": level.stopped_s},
         expected_s=contender.begin_s * (kills + 1) + STOPPED_S,
     )
 

@@ -89,8 +89,8 @@ class Survival:
         return {**asdict(self), "goes_on": self.goes_on}
 
 
-def measure(module: str, kills: int) -> Survival:
-    """Kill so many writers, one after the other, or until the run has stopped."""
+def measure(module: str, kills: int, patience_s: float = PATIENCE_S) -> Survival:
+    """Kill so many writers, one after the other, or until nothing has come for `patience_s`."""
     contender = importlib.import_module(module)
     slow = contender.CONTENDER.per_second < SLOW_PER_S
     workload = Workload(
@@ -111,14 +111,18 @@ def measure(module: str, kills: int) -> Survival:
         reader = start_role(Role(_read, (module, address, workload, counters)))
         running = [reader]
         try:
-            return _kill_all(senders, reader, running, counters)
+            return _kill_all(senders, reader, running, counters, patience_s)
         finally:
             for one in running:
                 one.end()
 
 
 def _kill_all(
-    senders: list[Role], reader: Started, running: list[Started], counters: Any
+    senders: list[Role],
+    reader: Started,
+    running: list[Started],
+    counters: Any,
+    patience_s: float,
 ) -> Survival:
     began = time.monotonic()
     received, sent, within = (_Part(counters, offset) for offset in range(3))
@@ -139,7 +143,7 @@ def _kill_all(
         in_send += within[number]
         # One that was begun now or earlier may have been on its way.
         mark = sent[0]
-        if not arrived or not _wait(lambda m=mark: counters[latest] > m, PATIENCE_S, reader):  # type: ignore[misc]
+        if not arrived or not _wait(lambda m=mark: counters[latest] > m, patience_s, reader):  # type: ignore[misc]
             stopped_after = number
             break
     victims = range(1, killed + 1)

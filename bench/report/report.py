@@ -1,15 +1,11 @@
 """The report of a run: Markdown tables and plots, made of ``results.json`` and nothing else.
 
-``python -m bench.report DIR`` makes them again. ``--readme README.md bench/README.md`` replaces the
-marked blocks of those pages, so that their figures are always of one run: a few rows
-(``short``), all rows of shmbus itself (``rows``), the contenders beside each other (``contest``).
+``python -m bench.report DIR`` makes them again, with ``--readme`` the marked blocks of pages too
+(`bench.report.blocks`); ``python -m bench.report fold`` folds several (`bench.report.fold`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -18,50 +14,22 @@ from bench import machine
 from bench.contest.run import SERIES
 from bench.report.verdicts import OURS, USUAL, find, percentile
 
-__all__ = ["BLOCKS", "contest_text", "main", "replace_blocks", "write"]
+__all__ = [
+    "contest_text",
+    "judged",
+    "markdown",
+    "survives",
+    "throughput_table",
+    "with_spread",
+    "write",
+]
 
-#: The line before a block of this name, and the line behind each block.
-BEGIN: Final = "<!-- bench {}: made by python -m bench.report; do not edit -->"
-END: Final = "<!-- bench: end -->"
-#: Rows of the short table: the two rates, what a daemon and a sleeping reader cost, the three ways
-#: that a bus replaces, and a death. Missed targets belong here too.
-SHORT_ROWS: Final = (
-    "hop-2048",
-    "packed",
-    "daemon-packed",
-    "wake-p50",
-    "against-multiprocessing.Queue",
-    "against-TransferQueue",
-    "against-atropos",
-    "survival",
-)
 #: Tokens a second of a claim of the field: over REST, and over shared memory.
 CLAIM_REST: Final = 223.0
 CLAIM_SHARED: Final = 6_284.0
 
 #: Heads, and lines of cells.
 _Table: TypeAlias = tuple[list[str], list[list[str]]]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make the report of a directory again."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report",
-        description="Make tables and plots of a run's results.json.",
-        epilog="example: python -m bench.report bench/results/two-cores --readme README.md "
-        "bench/README.md",
-    )
-    parser.add_argument("directory", type=Path, help="that holds results.json")
-    parser.add_argument(
-        "--readme", type=Path, nargs="+", default=[], metavar="PAGE",
-        help="Markdown pages whose blocks are replaced",
-    )  # fmt: skip
-    options = parser.parse_args(argv)
-    result = json.loads((options.directory / "results.json").read_text())
-    write(result, options.directory)
-    for page in options.readme:
-        replace_blocks(result, options.directory, page)
-    return 0
 
 
 def write(result: dict[str, Any], directory: Path) -> None:
@@ -107,36 +75,49 @@ def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _rows(result: dict[str, Any]) -> str:
     if not result["rows"]:
         return ""
-    return "## Targets\n\n" + _shortfalls(result) + _judged(result["rows"])
+    return "## Targets\n\n" + _shortfalls(result) + judged(result["rows"])
 
 
-def _judged(rows: Sequence[dict[str, Any]]) -> str:
+def judged(rows: Sequence[dict[str, Any]]) -> str:
     """Lay out rows with their targets and verdicts."""
     lines = []
+    # Kept runs of an older form have no bounds.
+    bounded = any(row.get("bound") for row in rows)
     for row in rows:
-        value = "" if row["value"] is None else _short(row["value"])
-        if row["spread"] and row["spread"][0] < row["spread"][1]:
-            value += f" ({_short(row['spread'][0])} to {_short(row['spread'][1])})"
+        value = "" if row["value"] is None else with_spread(row["value"], row["spread"] or ())
         verdict = {None: "", True: "met", False: "**not met**"}[row["met"]]
+        if row.get("not_quiet") and row["target"]:
+            verdict = f"machine not quiet: {row['not_quiet']}"
         if row["skipped"]:
             verdict = f"skipped: {row['skipped']}"
-        lines.append([row["title"], row["measured"], value, row["target"] or "", verdict])
-    heads = ["what", "measured", "value (lowest to highest)", "target", "verdict"]
+        near = [_near(row["bound"])] if bounded else []
+        lines.append([row["title"], row["measured"], value, *near, row["target"] or "", verdict])
+    heads = ["what", "measured", "value (its interval)", "target", "verdict"]
+    if bounded:
+        heads.insert(3, "its bound, and its share of it")
     return markdown(heads, lines)
+
+
+def _near(bound: dict[str, Any] | None) -> str:
+    """Say a row's bound, and the share of it that the row reached, with its interval."""
+    if bound is None:
+        return ""
+    share = with_spread(bound["share"], bound["share_interval"])
+    return f"{bound['name']}, {_short(bound['median'])} {bound['unit']}: {share}"
 
 
 def _shortfalls(result: dict[str, Any]) -> str:
     """List the missed targets in words, above the table."""
-    judged = [row for row in result["rows"] if row["met"] is not None]
-    short = [row for row in judged if not row["met"]]
+    known = [row for row in result["rows"] if row["met"] is not None]
+    short = [row for row in known if not row["met"]]
     if not short:
-        return f"All {len(judged)} targets that could be measured are met.\n\n" if judged else ""
+        return f"All {len(known)} targets that could be measured are met.\n\n" if known else ""
     lines = [
         f"- {row['title']}: {_short(row['value'])}, where the target is {row['target']} "
         f"({row['measured']})"
         for row in short
     ]
-    count = f"{len(judged) - len(short)} of {len(judged)} targets are met. These are not:"
+    count = f"{len(known) - len(short)} of {len(known)} targets are met. These are not:"
     return "\n".join([count, "", *lines]) + "\n\n"
 
 
@@ -159,6 +140,14 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
+def with_spread(value: float, values: Sequence[float]) -> str:
+    """Write a number, and the lowest and the highest of others where they differ."""
+    text = _short(value)
+    if values and min(values) < max(values):
+        text += f" ({_short(min(values))} to {_short(max(values))})"
+    return text
+
+
 def _us(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
@@ -167,7 +156,8 @@ def _percentiles(one: dict[str, Any]) -> str:
     return " / ".join(_us(percentile(one, percent)) for percent in (50, 99, 99.9))
 
 
-def _survives(one: dict[str, Any]) -> str:
+def survives(one: dict[str, Any]) -> str:
+    """Say what became of a run whose writers were killed."""
     if not one["goes_on"]:
         word = f"**no**: stopped after kill {one['stopped_after']}"
     else:
@@ -176,7 +166,8 @@ def _survives(one: dict[str, Any]) -> str:
     return f"{word}{', ' if harm else ''}{', '.join(harm)}"
 
 
-def _throughput_table(result: dict[str, Any]) -> _Table:
+def throughput_table(result: dict[str, Any]) -> _Table:
+    """Set the contenders beside each other, at the usual size."""
     contest = result["contest"]
     ours = find(contest, "size", OURS, USUAL)
     heads = ["contender", "trajectories/s", "M tokens/s", "of memcpy", "shmbus is",
@@ -193,9 +184,9 @@ def _throughput_table(result: dict[str, Any]) -> _Table:
         times = f"{_short(ours['rate'] / one['rate'])} times" if ours and name != OURS else ""
         lines.append(
             [
-                facts["title"], _rate(one), _short(one["rate"] * USUAL / 1e6), f"{of_memcpy:.2g}",
-                times, _rate(read) if read else "", _rate(packed) if packed else "", _cpu(one),
-                facts["groups"] or "no",
+                facts["title"], _rate(one), _short(one["rate"] * USUAL / 1e6),
+                f"{of_memcpy:.2g}", times, _rate(read) if read else "",
+                _rate(packed) if packed else "", _cpu(one), facts["groups"] or "no",
             ]
         )  # fmt: skip
     return heads, lines
@@ -228,9 +219,9 @@ def _cost_table(result: dict[str, Any]) -> _Table:
             all_faults = watched["faults"] + watched["figures"]["others_faults"]
             faults = f"{all_faults / watched['trajectories']:.2f}"
             memory = f"{watched['figures'].get('memory_bytes', 0) / 2**20:,.0f}"
-        survives = _survives(killed) if killed else ""
+        after_kill = survives(killed) if killed else ""
         copies = str(facts["copies"])
-        lines.append([facts["title"], copies, _memcpys(result, name), faults, memory, survives])
+        lines.append([facts["title"], copies, _memcpys(result, name), faults, memory, after_kill])
     return heads, lines
 
 
@@ -262,7 +253,7 @@ _TABLES: Final[tuple[tuple[str, str, Callable[[dict[str, Any]], _Table]], ...]] 
     (
         "2,048 tokens, one producer: trajectories/s to arrays, each byte read, packed to batches",
         "size",
-        _throughput_table,
+        throughput_table,
     ),
     ("One way, p50 / p99 / p99.9, microseconds", "latency", _latency_table),
     ("What it costs, and what a death does", "survival", _cost_table),
@@ -379,82 +370,3 @@ def _claim(result: dict[str, Any]) -> str:
             f"shmbus {rates[1]:,.0f}.\n"
         )
     return "\n".join(text)
-
-
-# -- blocks of other pages -----------------------------------------------------------------------
-
-
-def replace_blocks(result: dict[str, Any], directory: Path, page: Path) -> None:
-    """Replace the blocks that a page has marks for."""
-    where = os.path.relpath(directory, page.resolve().parent)
-    text = page.read_text()
-    present = [name for name in BLOCKS if BEGIN.format(name) in text]
-    if not present:
-        begin = BEGIN.format("NAME")
-        raise SystemExit(
-            f"{page}: expected the line {begin!r}, NAME one of {', '.join(BLOCKS)}; found none"
-        )
-    for name in present:
-        before, begin, rest = text.partition(BEGIN.format(name))
-        _, end, after = rest.partition(END)
-        if not end:
-            raise SystemExit(f"{page}: expected the line {END!r} behind {begin!r}, found none")
-        text = f"{before}{begin}\n{BLOCKS[name](result, where)}\n{END}{after}"
-    page.write_text(text)
-
-
-def _run_of(result: dict[str, Any], where: str) -> str:
-    facts = result["machine"]
-    return (
-        f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
-        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start;\n"
-        f"[the whole report]({where}/report.md).\n"
-    )
-
-
-def _short_block(result: dict[str, Any], where: str) -> str:
-    rows = {row["name"]: row for row in result["rows"]}
-    chosen = [rows[name] for name in SHORT_ROWS if name in rows]
-    plot = f"![Throughput by size against memcpy]({where}/throughput.svg)\n"
-    return "\n".join([_run_of(result, where), _judged(chosen), plot])
-
-
-def _rows_block(result: dict[str, Any], where: str) -> str:
-    own = [row for row in result["rows"] if not row["name"].startswith("against-")]
-    return f"{_run_of(result, where)}\n{_judged(own)}"
-
-
-def _contest_block(result: dict[str, Any], where: str) -> str:
-    heads, lines = _throughput_table(result)
-    short = [[line[0], line[1], line[3], line[4], line[5], line[8]] for line in lines]
-    killed = {
-        contest_facts["title"]: find(result["contest"], "survival", name)
-        for name, contest_facts in result["contest"]["contenders"].items()
-    }
-    for line in short:
-        one = killed[line[0]]
-        line.append(_survives(one) if one else "")
-    chosen = [
-        heads[0],
-        heads[1],
-        heads[3],
-        heads[4],
-        heads[5],
-        heads[8],
-        "after kill -9 in mid-write",
-    ]
-    block = [
-        f"![Throughput by size against memcpy]({where}/throughput.svg)\n",
-        markdown(chosen, short),
-        f"![One-way latency]({where}/latency.svg)\n",
-        f"![How costs grow]({where}/scaling.svg)\n" if result["open_groups"] else "",
-    ]  # fmt: skip
-    return "\n".join(filter(None, block))
-
-
-#: What a block of each name holds.
-BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
-    "short": _short_block,
-    "rows": _rows_block,
-    "contest": _contest_block,
-}

@@ -6,10 +6,13 @@ without a value, and says why.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from bench.bounds import Beside
 from bench.rows.row import Row, Target
+from bench.yardsticks import MEMCPY
 
 __all__ = ["GROWTH", "OURS", "USUAL", "find", "open_groups", "percentile", "rows"]
 
@@ -40,9 +43,14 @@ def find(
     return None
 
 
-def rows(contest: dict[str, Any]) -> list[Row]:
-    """Judge a contest."""
-    return [*_throughput(contest), *_latency(contest), *_growth(contest), *_survival(contest)]
+def rows(contest: dict[str, Any], memcpy_gb_per_s: tuple[float, float]) -> list[Row]:
+    """Judge a contest, and memcpy before and behind it: if that moved, nothing timed is judged."""
+    around = Beside(bound=MEMCPY, values=(memcpy_gb_per_s[0],), bounds=(memcpy_gb_per_s,))
+    timed = [*_throughput(contest, memcpy_gb_per_s), *_latency(contest), *_growth(contest)]
+    return [
+        *(dataclasses.replace(row, reference=around) for row in timed),
+        *_survival(contest),
+    ]
 
 
 def open_groups(points: Sequence[dict[str, Any]]) -> list[Row]:
@@ -66,7 +74,7 @@ def _skipped(contest: dict[str, Any], contender: str) -> str:
     return contest["contenders"].get(contender, {}).get("skipped") or "not measured in this run"
 
 
-def _throughput(contest: dict[str, Any]) -> Iterator[Row]:
+def _throughput(contest: dict[str, Any], memcpy: tuple[float, float]) -> Iterator[Row]:
     ours = find(contest, "size", OURS, USUAL)
     if ours is None:
         return
@@ -92,6 +100,11 @@ def _throughput(contest: dict[str, Any]) -> Iterator[Row]:
             value=ours["rate"] / theirs["rate"],
             spread=(ours["lowest"] / theirs["highest"], ours["highest"] / theirs["lowest"]),
             target=target,
+            bound=Beside(
+                bound=MEMCPY,
+                values=(ours["rate"] * ours["bytes_each"] / 1e9,),
+                bounds=(memcpy,),
+            ),
             figures={"ours_per_s": ours["rate"], "theirs_per_s": theirs["rate"]},
         )
 

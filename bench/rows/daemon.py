@@ -12,6 +12,7 @@ Embedded and daemon runs take turns, so that a slow minute of the machine falls 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import statistics
@@ -21,18 +22,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 import shmbus
+from bench.bounds import Beside, Bound, interval, turns
 from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.rows import interpreters, packed, wake
+from bench.rows.idle import beside_sleeps
 from bench.rows.row import Row, Target
 from bench.sending import check_ledger, produce, temporary_bus
+from bench.sizes import Sizes
 from bench.workload import Workload
+from bench.yardsticks import sleep_us, syscall_us
 from shmbus.control.socket_path import socket_path
 
-__all__ = ["measure"]
+__all__ = ["measure", "serving"]
 
 #: Tokens of the second workload: four times the payload, which the daemon must not notice. Its
 #: batches have as many trajectories, since each costs the daemon a message of its own.
@@ -47,10 +53,17 @@ LEASED_AT_ONCE = 256
 LEASES_PER_S = 100_000.0
 #: Microseconds from a put, through the daemon, to a reader that slept.
 WAKE_US = 25.0
+PASSED_ON: Final = Bound(name="a semaphore passed on", unit="us", sense="cost")
+#: Asked for and acknowledged by a message each, answered by one.
+LEASE_MESSAGES: Final = Bound(name="two messages for 256 leases", unit="groups/s")
+EMBEDDED: Final = Bound(name="embedded", unit="trajectories/s")
+#: A batch is asked for and answered, and acknowledged and answered.
+MESSAGES: Final = Bound(name="two messages a batch", unit="us a trajectory", sense="cost")
+SHORT: Final = Bound(name="the short ones", unit="us a trajectory", sense="cost")
 
 
 @contextmanager
-def _serving(name: str) -> Iterator[int]:
+def serving(name: str) -> Iterator[int]:
     """Run a daemon on a bus; yield its pid."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
@@ -79,12 +92,21 @@ def _cpu_s(pid: int) -> float:
     return nanoseconds / 1e9
 
 
+def _wakes(pid: int) -> int:
+    """How often threads of a process went off the processor by themselves."""
+    wakes = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        words = (task / "status").read_text().split()
+        wakes += int(words[words.index("voluntary_ctxt_switches:") + 1])
+    return wakes
+
+
 def _run(workload: Workload, *, daemon: bool, per_s: float = 0.0) -> tuple[float, float]:
     """Move a workload into packed batches; trajectories a second, daemon microseconds each."""
     with temporary_bus(workload.capacity) as name:
         if not daemon:
             return _train(name, workload, per_s), 0.0
-        with _serving(name) as pid:
+        with serving(name) as pid:
             before = _cpu_s(pid)
             rate = _train(name, workload, per_s)
             return rate, (_cpu_s(pid) - before) / workload.trajectories * 1e6
@@ -98,29 +120,17 @@ def _train(name: str, workload: Workload, per_s: float) -> float:
     return workload.trajectories / float(seconds)
 
 
-def measure(
-    trajectories: int,
-    repetitions: int,
-    wakes: int,
-    idle_s: float,
-    capacity: str,
-    say: Callable[[str], None],
-) -> list[Row]:
+def measure(sizes: Sizes, capacity: str, say: Callable[[str], None]) -> list[Row]:
     """Measure all of them.
 
     Parameters
     ----------
-    trajectories : int
-        Of one run.
-    repetitions : int
-    wakes : int
-        One way, in each repetition.
-    idle_s : float
-        Seconds that the daemon sleeps.
+    sizes : Sizes
     capacity : str
     say : callable
         Told what is under way.
     """
+    trajectories, least = sizes.packed, sizes.repetitions
     short = Workload(trajectories=trajectories, tokens=2048, capacity=capacity)
     long = Workload(trajectories=trajectories // 4, tokens=LONG_TOKENS, capacity=capacity)
     even = int(min(EVEN_PER_S * EVEN_S, trajectories)) // TRAJECTORIES_PER_BATCH
@@ -128,30 +138,42 @@ def measure(
         dataclasses.replace(each, trajectories=even * TRAJECTORIES_PER_BATCH)
         for each in (short, long)
     ]
-    ratios, rates, cpu, cpu_long, even_cpu = [], [], [], [], []
-    for number in range(repetitions):
-        say(f"packed batches without and with a daemon ({number + 1} of {repetitions})")
-        embedded, _ = _run(short, daemon=False)
+    embedded: list[float] = []
+    rates: list[float] = []
+    cpu, cpu_long, even_cpu = [], [], []
+    messages_us = [syscall_us()]
+
+    def beside() -> Beside:
+        bounds = tuple((rate,) for rate in embedded)
+        return Beside(bound=EMBEDDED, values=tuple(rates), bounds=bounds)
+
+    for number in turns(least, sizes.most_repetitions, sizes.rows_s / 2, lambda: beside().narrow):
+        say(f"packed batches without and with a daemon ({number})")
+        embedded.append(_run(short, daemon=False)[0])
         rate, each = _run(short, daemon=True)
-        ratios.append(rate / embedded)
         rates.append(rate)
+        if number > least:
+            continue
         cpu.append(each)
         cpu_long.append(_run(long, daemon=True)[1])
         even_cpu.append([_run(each, daemon=True, per_s=EVEN_PER_S)[1] for each in evenly])
+        messages_us.append(syscall_us())
+    least_us = [2 * us / TRAJECTORIES_PER_BATCH for us in messages_us]
     say("one way through a daemon, to a reader that sleeps")
-    ways = _wake(wakes, repetitions, capacity)
+    ways = _wake(sizes, capacity)
     say("leases of small groups through a daemon")
-    leases = _leases(trajectories, repetitions, capacity)
+    leases = _leases(trajectories, least, capacity)
     say("a daemon asleep")
     return [
         Row(
             name="daemon-packed",
             title="put to packed torch batches through the daemon, 2,048 tokens",
             measured=f"{statistics.median(rates):,.0f} trajectories/s",
-            value=statistics.median(ratios),
-            spread=(min(ratios), max(ratios)),
+            value=statistics.median(beside().ratios),
+            spread=interval(beside().ratios),
+            bound=beside(),
             target=Target("at least", 0.9, "of embedded"),
-            figures={"trajectories_per_s": rates, "of_embedded": ratios},
+            figures={"trajectories_per_s": rates, "of_embedded": beside().ratios},
         ),
         Row(
             name="daemon-cpu",
@@ -159,26 +181,31 @@ def measure(
             measured=f"{statistics.median(cpu):.2f} us a trajectory; "
             f"{statistics.median(cpu_long):.2f} us at {LONG_TOKENS:,} tokens",
             value=statistics.median(cpu),
-            spread=(min(cpu), max(cpu)),
+            spread=interval(cpu),
+            bound=Beside(
+                bound=MESSAGES,
+                values=tuple(cpu),
+                bounds=tuple(itertools.pairwise(least_us)),
+            ),
             target=Target("at most", 3.0, "us a trajectory"),
             figures={"us_2048": cpu, f"us_{LONG_TOKENS}": cpu_long},
         ),
         _payload(even_cpu),
         ways,
         leases,
-        _idle(idle_s, capacity),
+        _idle(sizes.idle_s, capacity),
     ]
 
 
-def _wake(wakes: int, turns: int, capacity: str) -> Row:
+def _wake(sizes: Sizes, capacity: str) -> Row:
     """Measure one way through the daemon, beside a semaphore that is passed on."""
-    pauses = wake.pauses_ns(wakes)
+    pauses = wake.pauses_ns(sizes)
     ours, bare = [], []
-    for _ in range(turns):
-        way = wake.run_shmbus(pauses, capacity, beside=_serving)
-        ours.append(float(np.median(way[wake.WARM_UP :])) / 1000)
+    for _ in range(sizes.repetitions):
+        way = wake.run_shmbus(pauses, capacity, beside=serving)
+        ours.append(float(np.median(way[sizes.warm_up :])) / 1000)
         bound = interpreters.measure(pauses, between=1)
-        bare.append(float(np.median(bound[wake.WARM_UP :])) / 1000)
+        bare.append(float(np.median(bound[sizes.warm_up :])) / 1000)
     added = [mine - least for mine, least in zip(ours, bare, strict=True)]
     return Row(
         name="daemon-wake",
@@ -186,7 +213,8 @@ def _wake(wakes: int, turns: int, capacity: str) -> Row:
         measured=f"{statistics.median(ours):.1f} us; a semaphore passed on "
         f"{statistics.median(bare):.1f} us",
         value=statistics.median(ours),
-        spread=(min(ours), max(ours)),
+        spread=interval(ours),
+        bound=Beside(bound=PASSED_ON, values=tuple(ours), bounds=tuple((least,) for least in bare)),
         target=Target("at most", WAKE_US, "us"),
         figures={"us": ours, "semaphore_us": bare, "added_us": added},
     )
@@ -201,22 +229,29 @@ def _leases(trajectories: int, turns: int, capacity: str) -> Row:
         batch=LEASED_AT_ONCE,
         capacity=capacity,
     )
-    rates, cpu = [], []
+    rates, cpu, messages_us = [], [], [syscall_us()]
     for _ in range(turns):
-        with temporary_bus(capacity) as name, _serving(name) as pid:
+        with temporary_bus(capacity) as name, serving(name) as pid:
             before = _cpu_s(pid)
             rate, _ = run_together(
                 [Role(_lease_all, (name, workload)), Role(produce, (name, workload, 0))]
             )
             rates.append(float(rate))
             cpu.append((_cpu_s(pid) - before) / trajectories * 1e6)
+        messages_us.append(syscall_us())
+    messages = [LEASED_AT_ONCE / (2 * us) * 1e6 for us in messages_us]
     return Row(
         name="daemon-leases",
         title=f"groups leased through the daemon, {LEASED_TOKENS} tokens each",
         measured=f"{statistics.median(rates):,.0f} groups/s; the daemon's processor time "
         f"{statistics.median(cpu):.2f} us a group",
         value=statistics.median(rates),
-        spread=(min(rates), max(rates)),
+        spread=interval(rates),
+        bound=Beside(
+            bound=LEASE_MESSAGES,
+            values=tuple(rates),
+            bounds=tuple(itertools.pairwise(messages)),
+        ),
         target=Target("at least", LEASES_PER_S, "groups/s"),
         figures={"groups_per_s": rates, "daemon_us": cpu},
     )
@@ -241,14 +276,19 @@ def _lease_all(start: Callable[[], None], name: str, workload: Workload) -> floa
 def _payload(runs: list[list[float]]) -> Row:
     """Compare microseconds a trajectory, short and long, of runs at one rate."""
     short, long = (statistics.median(each) for each in zip(*runs, strict=True))
-    times = [each[1] / each[0] for each in runs]
+    beside = Beside(
+        bound=SHORT,
+        values=tuple(each[1] for each in runs),
+        bounds=tuple((each[0],) for each in runs),
+    )
     return Row(
         name="daemon-payload",
         title=f"the daemon's processor time at {EVEN_PER_S:,.0f} trajectories/s, {LONG_TOKENS:,} "
         "tokens against 2,048",
         measured=f"{long:.2f} us a trajectory against {short:.2f}",
-        value=statistics.median(times),
-        spread=(min(times), max(times)),
+        value=statistics.median(beside.ratios),
+        spread=interval(beside.ratios),
+        bound=beside,
         target=Target("at most", 1.2, "times, whatever the payload"),
         figures={"us": runs},
     )
@@ -257,20 +297,22 @@ def _payload(runs: list[list[float]]) -> Row:
 def _idle(idle_s: float, capacity: str) -> Row:
     with (
         temporary_bus(capacity) as name,
-        _serving(name) as pid,
+        serving(name) as pid,
         shmbus.Producer(name),
         shmbus.Consumer(name) as consumer,
     ):
         consumer.take(timeout=0.0)
         time.sleep(0.1)
-        before = _cpu_s(pid)
+        sleep_before = sleep_us()
+        before, wakes = _cpu_s(pid), _wakes(pid)
         time.sleep(idle_s)
-        share = (_cpu_s(pid) - before) / idle_s
+        share, wakes = (_cpu_s(pid) - before) / idle_s, _wakes(pid) - wakes
     return Row(
         name="daemon-idle",
         title=f"a daemon asleep for {idle_s:.1f} s, with a producer and a consumer",
         measured=f"{share * 100:.3f} % of a processor",
         value=share * 100,
+        bound=beside_sleeps(share * idle_s, idle_s, wakes, (sleep_before, sleep_us())),
         target=Target("at most", 0.1, "% of a processor"),
         figures={"processor_share": share, "measured_s": idle_s},
     )

@@ -8,15 +8,17 @@ the median of its batches. Nothing waits: these are costs of calls, not of a hop
 
 from __future__ import annotations
 
+import operator
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
 
 import shmbus
+from bench.bounds import Beside, Bound
 from bench.processes import run_alone
 from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
@@ -40,11 +42,18 @@ def measure(puts: int, capacity: str) -> list[Row]:
     with temporary_bus(capacity) as name:
         ns: dict[str, list[float]] = run_alone(_batches, name, batches)
     median = {what: statistics.median(figures) for what, figures in ns.items()}
-    return [_sample(median), _ids(median), _schema(median)]
+    return [_sample(median, ns), _ids(median, ns), _schema(median, ns)]
 
 
-def _sample(ns: dict[str, float]) -> Row:
+def _beside(name: str, values: Iterable[float], bounds: Iterable[float]) -> Beside:
+    """Set each batch beside what its bound took in the same turn."""
+    bound = Bound(name=name, unit="ns", sense="cost")
+    return Beside(bound=bound, values=tuple(values), bounds=tuple((one,) for one in bounds))
+
+
+def _sample(ns: dict[str, float], turns: dict[str, list[float]]) -> Row:
     value = ns["put lists"] / (ns["asarray"] + ns["put arrays"])
+    converted = map(sum, zip(turns["asarray"], turns["put arrays"], strict=True))
     return Row(
         name="lists-sample",
         title=f"put of {TOKENS:,} tokens from lists, beside np.asarray and put",
@@ -52,12 +61,15 @@ def _sample(ns: dict[str, float]) -> Row:
         f"arrays {ns['put arrays'] / 1e3:.2f}",
         value=value,
         target=Target("at most", 1.2, "times"),
+        bound=_beside("put of arrays", turns["put lists"], turns["put arrays"]),
+        reference=_beside("np.asarray, and put of arrays", turns["put lists"], converted),
         figures={"ns": ns},
     )
 
 
-def _ids(ns: dict[str, float]) -> Row:
+def _ids(ns: dict[str, float], turns: dict[str, list[float]]) -> Row:
     converting = ns["put ids"] - ns["put id array"]
+    each = map(operator.sub, turns["put ids"], turns["put id array"])
     return Row(
         name="lists-ids",
         title=f"converting {TOKENS:,} ints, beside one pass over the list (sum)",
@@ -65,11 +77,13 @@ def _ids(ns: dict[str, float]) -> Row:
         f"{ns['asarray ids'] / 1e3:.2f}",
         value=converting / ns["sum"],
         target=Target("at most", 1.3, "times"),
+        bound=_beside("put of the array", turns["put ids"], turns["put id array"]),
+        reference=_beside("sum of the list", each, turns["sum"]),
         figures={"ns": ns},
     )
 
 
-def _schema(ns: dict[str, float]) -> Row:
+def _schema(ns: dict[str, float], turns: dict[str, list[float]]) -> Row:
     value = (ns["put short by schema"] - ns["put short"]) / len(DTYPES)
     return Row(
         name="lists-schema",
@@ -77,6 +91,7 @@ def _schema(ns: dict[str, float]) -> Row:
         measured=f"{ns['put short by schema']:.0f} ns with, {ns['put short']:.0f} without",
         value=value,
         target=Target("at most", 50, "ns"),
+        bound=_beside("put without", turns["put short by schema"], turns["put short"]),
         figures={"ns": ns},
     )
 

@@ -23,17 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from bench.bounds import Beside, Bound, interval, turns
 from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.rows.row import Row, Target
-from bench.rows.wake import WARM_UP, pauses_ns, put_after_pauses
+from bench.rows.wake import narrow, pauses_ns, put_after_pauses
 from bench.sending import temporary_bus
+from bench.sizes import Sizes
 
 __all__ = ["measure"]
 
 SOURCE: Final = PROGRAMS / "ring_polled.c"
 LIMIT_US: Final = 1.0
 AWAKE_LIMIT_US: Final = 2.0
+#: What is left of the way without an interpreter.
+ALONE: Final = Bound(name="the ring alone, in C", unit="us", sense="cost")
 #: Looks between two at the clock, and those that are timed while nothing comes.
 LOOKS: Final = 4096
 
@@ -41,9 +45,9 @@ LOOKS: Final = 4096
 _Ways = NDArray[np.int64]
 
 
-def measure(puts: int, turns: int, capacity: str) -> list[Row]:
-    """Measure so many ways in each of so many turns: a row from before the put, one from there."""
-    pauses = pauses_ns(puts)
+def measure(sizes: Sizes, capacity: str) -> list[Row]:
+    """Measure ways in turns: a row from before the put, one from publication."""
+    pauses = pauses_ns(sizes)
     ours: list[_Ways] = []
     awake: list[_Ways] = []
     ring: list[_Ways] = []
@@ -52,32 +56,38 @@ def measure(puts: int, turns: int, capacity: str) -> list[Row]:
         program = Path(directory, "ring_polled")
         why_not = ""
         try:
-            compile_program(SOURCE, program, ring=True)
+            compile_program(SOURCE, program, ("ring",))
         except CannotRun as error:
             why_not = str(error)
-        for _ in range(turns):
+
+        def rows() -> list[Row]:
+            look_us = statistics.median(looks_ns) / 1000
+            return [
+                _row(0, "polled", "from before put", ours, ring, look_us, why_not),
+                _row(1, "polled-published", "from publication", ours, ring, look_us, why_not),
+                _row(
+                    0,
+                    "polled-awake",
+                    "from before put by a producer that does not sleep",
+                    awake,
+                    ring,
+                    look_us,
+                    why_not,
+                    AWAKE_LIMIT_US,
+                ),
+            ]
+
+        for _ in turns(
+            sizes.wake_turns, sizes.most_wake_turns, sizes.wakes_s, lambda: narrow(rows())
+        ):
             if not why_not:
                 said, _ = run([str(program)], "\n".join(map(str, pauses)))
-                ring.append(np.array(said.split(), np.int64).reshape(-1, 2)[WARM_UP:])
+                ring.append(np.array(said.split(), np.int64).reshape(-1, 2)[sizes.warm_up :])
             ways, look_ns = _run_shmbus(pauses, capacity)
-            ours.append(ways[WARM_UP:])
+            ours.append(ways[sizes.warm_up :])
             looks_ns.append(look_ns)
-            awake.append(_run_shmbus(pauses, capacity, awake=True)[0][WARM_UP:])
-    look_us = statistics.median(looks_ns) / 1000
-    return [
-        _row(0, "polled", "from before put", ours, ring, look_us, why_not),
-        _row(1, "polled-published", "from publication", ours, ring, look_us, why_not),
-        _row(
-            0,
-            "polled-awake",
-            "from before put by a producer that does not sleep",
-            awake,
-            ring,
-            look_us,
-            why_not,
-            AWAKE_LIMIT_US,
-        ),
-    ]
+            awake.append(_run_shmbus(pauses, capacity, awake=True)[0][sizes.warm_up :])
+        return rows()
 
 
 def _row(
@@ -94,18 +104,19 @@ def _row(
         return [float(np.percentile(turn[:, column], percent)) / 1000 for turn in turns]
 
     p50, p99 = middle(ours, 50), middle(ours, 99)
-    alone = (
-        f"the ring alone, in C, {statistics.median(middle(ring, 50)):.2f} us"
-        if ring
-        else f"the ring alone was not measured: {why_not}"
-    )
+    alone = f"; the ring alone was not measured: {why_not}" if why_not else ""
+    bound = None
+    if ring:
+        bounds = tuple((turn,) for turn in middle(ring, 50))
+        bound = Beside(bound=ALONE, values=tuple(p50), bounds=bounds)
     return Row(
         name=f"{name}-p50",
         title=f"one way to a polling reader, {what} to take, p50",
-        measured=f"{statistics.median(p50):.2f} us, p99 {statistics.median(p99):.2f} us; {alone}; "
-        f"a take that finds nothing {look_us:.2f} us",
+        measured=f"{statistics.median(p50):.2f} us, p99 {statistics.median(p99):.2f} us; "
+        f"a take that finds nothing {look_us:.2f} us{alone}",
         value=statistics.median(p50),
-        spread=(min(p50), max(p50)),
+        spread=interval(p50),
+        bound=bound,
         target=Target("at most", limit_us, "us"),
         figures={
             "p50_us_by_turn": p50,

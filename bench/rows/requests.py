@@ -14,9 +14,12 @@ from typing import Final
 import numpy as np
 
 import shmbus
+from bench.bounds import Beside, Bound
+from bench.fitness import TWO
 from bench.processes import STALL_S, MeasurementError, Role, run_together
 from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
+from bench.yardsticks import queue_us
 
 __all__ = ["measure"]
 
@@ -24,6 +27,8 @@ WORKERS: Final = 4
 GROUP_SIZE: Final = 8
 #: Seconds without a request after which a worker has seen the last one.
 IDLE_S: Final = 1.0
+#: A feeder on one core and the workers on another, with Python's own queue between them.
+QUEUE: Final = Bound(name="dicts through queue.SimpleQueue, on two cores", unit="samples/s")
 #: Tokens of a prompt.
 PROMPT: Final = 64
 #: Groups that are offered by one call, and samples that are taken by one.
@@ -38,7 +43,9 @@ MOST_GROUPS: Final = 16_000
 def measure(groups: int) -> Row:
     """Offer so many groups to four workers."""
     groups = min(groups, MOST_GROUPS)
+    before = queue_us()
     several = _figures(groups, OFFERED, TAKEN)
+    bounds = tuple(TWO / us * 1e6 for us in (before, queue_us()))
     single = _figures(groups, 1, 1)
     return Row(
         name="requests",
@@ -50,6 +57,7 @@ def measure(groups: int) -> Row:
         f"{single['worker_us']:.1f} us",
         value=several["samples_s"],
         target=Target("at least", 200_000, "samples/s"),
+        bound=Beside(bound=QUEUE, values=(several["samples_s"],), bounds=(bounds,)),
         figures={
             "groups": groups,
             **several,

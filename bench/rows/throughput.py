@@ -1,165 +1,247 @@
-"""The throughput rows: the workload, the path and the target of each.
+"""The throughput rows: the workload, the path, the bound and the target of each.
 
 Repetitions go round by round, each round one run of every case, so that a slow minute of the
-machine does not fall on one case alone. A figure is the median of its runs.
+machine does not fall on one case alone. Right before and behind each run stands what it is compared
+with. A case has further runs until its interval is narrow or time is over. A figure is the median
+of its runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
+from bench import yardsticks
+from bench.bounds import Beside, Bound, interval, turns
+from bench.fitness import MEMORY, TWO, Need, Watch
 from bench.rows import hop, packed
 from bench.rows.row import Row, Target
 from bench.sizes import Sizes
-from bench.workload import BYTES_PER_TOKEN, Measure, Timed, Workload
+from bench.workload import BYTES_PER_TOKEN, COLD_BYTES, Measure, Timed, Workload
+from bench.yardsticks import Yardstick
+from shmbus._arguments import parse_size
 
-__all__ = ["Case", "cases", "repeat", "rows"]
+__all__ = ["Against", "Case", "Runs", "cases", "repeat", "rows"]
+
+
+@dataclass(frozen=True)
+class Against:
+    """A yardstick, and what one trajectory is in its unit."""
+
+    yardstick: Yardstick
+    each: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: a workload, the function that measures it, and the target.
+    """One row: a workload, the function that measures it, what it is compared with, the target.
 
-    `reference` names the case whose rate this one's is compared with; without it, bytes a second
-    are compared with memcpy. `moved_bytes_per_token`, of a row that keeps two cores at memory, are
-    those that it reads and writes: what both cores can move bounds it. A case without a target is
-    there to put another one into proportion.
+    The value is a ratio to `reference`. `bound` is what the row is near, where that is another
+    yardstick. A case without a target is there to put another one into proportion.
     """
 
     name: str
     title: str
     measure: Measure
     workload: Workload
-    target: float | None = None
+    reference: Against
+    bound: Against | None = None
+    target: Target | None = None
     bytes_per_token: int = BYTES_PER_TOKEN
-    reference: str = ""
-    moved_bytes_per_token: int | None = None
+
+    @property
+    def against(self) -> tuple[Against, ...]:
+        """What stands around each run."""
+        return (self.reference,) if self.bound is None else (self.reference, self.bound)
+
+    @property
+    def need(self) -> Need:
+        """What a machine has to have for it."""
+        cold = COLD_BYTES if self.workload.cold else 0
+        return Need(
+            processors=TWO,
+            shm_bytes=parse_size(self.workload.capacity),
+            memory_bytes=MEMORY + cold * self.workload.producers,
+        )
+
+
+@dataclass
+class Runs:
+    """What the runs of a case came to, and what stood around each of them."""
+
+    timed: list[Timed] = field(default_factory=list)
+    around: list[dict[Bound, tuple[float, float]]] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def beside(self, against: Against) -> Beside:
+        """Set the runs beside one of the case's yardsticks."""
+        bound = against.yardstick.bound
+        return Beside(
+            bound=bound,
+            values=tuple(one.rate * against.each for one in self.timed),
+            bounds=tuple(around[bound] for around in self.around),
+        )
+
+    def of(self, bound: Bound) -> list[float]:
+        """Return everything that was measured of a bound around the runs."""
+        return [one for around in self.around for one in around.get(bound, ())]
 
 
 def cases(sizes: Sizes, capacity: str) -> list[Case]:
     """All throughput rows, in the order of the table."""
     short = Workload(trajectories=sizes.hop_2048, tokens=2048, capacity=capacity)
     long = Workload(trajectories=sizes.hop_16384, tokens=16_384, capacity=capacity)
+    small = Workload(trajectories=sizes.hop_256, tokens=256, batch=64, capacity=capacity)
+    packing = Workload(trajectories=sizes.packed, tokens=2048, capacity=capacity)
+    size, times = sizes.memcpy_bytes, sizes.memcpy_repetitions
+    copied = yardsticks.memcpy(size, times)
+    hops = [("hop-2048", short), ("hop-16384", long)]
+    from_cache = {
+        name: yardsticks.from_cache(workload.bytes_each, times) for name, workload in hops
+    }
+    one_producer = Yardstick(
+        Bound(name="one producer", unit="trajectories/s"),
+        partial(lambda workload: hop.measure(workload).rate, short),
+    )
     return [
-        Case(
-            name="hop-2048",
-            title="put to views, 2,048 tokens",
-            measure=hop.measure,
-            workload=short,
-            target=0.9,
-        ),
-        Case(
-            name="hop-2048-cold",
-            title="put to views, 2,048 tokens, sources cold",
-            measure=hop.measure,
-            workload=dataclasses.replace(short, cold=True),
-        ),
-        Case(
-            name="hop-16384",
-            title="put to views, 16,384 tokens",
-            measure=hop.measure,
-            workload=long,
-            target=0.9,
-        ),
-        Case(
-            name="hop-16384-cold",
-            title="put to views, 16,384 tokens, sources cold",
-            measure=hop.measure,
-            workload=dataclasses.replace(long, cold=True),
+        *(
+            case
+            for name, workload in hops
+            for case in _warm_and_cold(name, workload, copied, from_cache[name])
         ),
         Case(
             name="hop-256",
             title="put_many of 64 to views, 256 tokens",
             measure=hop.measure,
-            workload=Workload(trajectories=sizes.hop_256, tokens=256, batch=64, capacity=capacity),
-            target=0.15,
+            workload=small,
+            reference=_of(copied, small),
+            bound=Against(yardsticks.python_calls(small), 1.0),
+            target=Target("at least", 0.15, "of memcpy"),
         ),
         Case(
             name="packed",
             title="put to packed torch batches, 2,048 tokens",
             measure=packed.measure,
-            workload=Workload(trajectories=sizes.packed, tokens=2048, capacity=capacity),
-            target=0.9,
+            workload=packing,
+            reference=_of(copied, packing, packed.PACKED_BYTES_PER_TOKEN),
+            bound=_of(yardsticks.both_cores(size, times), packing, packed.MOVED_BYTES_PER_TOKEN),
+            target=Target("at least", 0.9, "of memcpy"),
             bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
-            moved_bytes_per_token=packed.MOVED_BYTES_PER_TOKEN,
         ),
         Case(
             name="four-producers",
             title="four producers, put to views, 2,048 tokens",
             measure=hop.measure,
             workload=dataclasses.replace(short, producers=4),
-            target=0.8,
-            reference="hop-2048",
+            reference=Against(one_producer, 1.0),
+            target=Target("at least", 0.8, "of one producer"),
         ),
     ]
 
 
+def _of(stick: Yardstick, workload: Workload, bytes_per_token: int = BYTES_PER_TOKEN) -> Against:
+    """Compare the bytes of a workload with a yardstick in GB/s."""
+    return Against(stick, workload.tokens * bytes_per_token / 1e9)
+
+
+def _warm_and_cold(
+    name: str, workload: Workload, copied: Yardstick, from_cache: Yardstick
+) -> tuple[Case, Case]:
+    title = f"put to views, {workload.tokens:,} tokens"
+    reference = _of(copied, workload)
+    warm = Case(
+        name=name,
+        title=title,
+        measure=hop.measure,
+        workload=workload,
+        reference=reference,
+        bound=_of(from_cache, workload),
+        target=Target("at least", 0.9, "of memcpy"),
+    )
+    cold = Case(
+        name=f"{name}-cold",
+        title=f"{title}, sources cold",
+        measure=hop.measure,
+        workload=dataclasses.replace(workload, cold=True),
+        reference=reference,
+    )
+    return warm, cold
+
+
 def repeat(
-    chosen: Iterable[Case], repetitions: int, say: Callable[[str], None]
-) -> dict[str, list[Timed]]:
-    """Run each case so many times, round by round."""
+    chosen: Iterable[Case],
+    sizes: Sizes,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Runs]:
+    """Run each case, round by round, between two measurements of what it is compared with.
+
+    Each case has `sizes.repetitions` runs, and then more until it is narrow, as long as
+    `sizes.rows_s` seconds have not passed.
+    """
     chosen = list(chosen)
-    runs: dict[str, list[Timed]] = {case.name: [] for case in chosen}
-    for number in range(repetitions):
+    found = {case.name: Runs() for case in chosen}
+    latest: dict[Bound, float] = {}
+
+    def measure(stick: Yardstick, *, again: bool) -> float:
+        # What was measured right behind a run stands right before the next one.
+        if again or stick.bound not in latest:
+            latest[stick.bound] = stick.measure()
+        return latest[stick.bound]
+
+    def narrow(case: Case) -> bool:
+        runs = found[case.name]
+        return all(runs.beside(against).narrow for against in case.against)
+
+    most = sizes.most_repetitions
+    rounds = turns(sizes.repetitions, most, sizes.rows_s, lambda: all(map(narrow, chosen)), clock)
+    for number in rounds:
         for case in chosen:
-            say(f"{case.title} ({number + 1} of {repetitions})")
-            runs[case.name].append(case.measure(case.workload))
-    return runs
+            if number > sizes.repetitions and narrow(case):
+                continue
+            say(f"{case.title} ({number} of {sizes.repetitions} to {most})")
+            runs = found[case.name]
+            sticks = [against.yardstick for against in case.against]
+            before = {stick.bound: measure(stick, again=False) for stick in sticks}
+            with Watch() as watch:
+                runs.timed.append(case.measure(case.workload))
+            latest.clear()
+            after = {stick.bound: measure(stick, again=True) for stick in sticks}
+            runs.around.append({bound: (before[bound], after[bound]) for bound in before})
+            runs.others.append(watch.others)
+    return found
 
 
-def rows(
-    chosen: Sequence[Case],
-    runs: dict[str, list[Timed]],
-    memcpy: float,
-    both_cores: float | None = None,
-) -> list[Row]:
-    """Turn runs into rows; memcpy in bytes a second, and those that two cores read and write."""
-    return [_row(case, runs, memcpy, both_cores) for case in chosen]
+def rows(chosen: Sequence[Case], found: dict[str, Runs]) -> list[Row]:
+    """Turn runs into rows."""
+    return [_row(case, found[case.name]) for case in chosen]
 
 
-def _bound(case: Case, rate: float, both_cores: float | None) -> tuple[str, dict[str, float]]:
-    """Say how near a rate is to what the memory gives two cores; nothing where it is no bound."""
-    if case.moved_bytes_per_token is None or both_cores is None:
-        return "", {}
-    moved = case.moved_bytes_per_token * case.workload.tokens
-    bound = both_cores / moved
-    text = f"; {rate / bound:.2f} of its bound, {bound:,.0f}"
-    return text, {
-        "moved_bytes_per_trajectory": moved,
-        "both_cores_bytes_per_s": both_cores,
-        "bound_trajectories_per_s": bound,
-        "of_bound": rate / bound,
-    }
-
-
-def _row(case: Case, runs: dict[str, list[Timed]], memcpy: float, both_cores: float | None) -> Row:
-    timed = runs[case.name]
+def _row(case: Case, runs: Runs) -> Row:
     tokens = case.workload.tokens
     bytes_each = tokens * case.bytes_per_token
-    rates = [one.rate for one in timed]
-    rate = statistics.median(rates)
-    if case.reference:
-        unit, whole = "of one producer", statistics.median(r.rate for r in runs[case.reference])
-    else:
-        unit, whole = "of memcpy", memcpy / bytes_each
-    bound, of_bound = _bound(case, rate, both_cores)
+    rate = statistics.median(one.rate for one in runs.timed)
+    beside = [runs.beside(against) for against in case.against]
+    ratios = beside[0].ratios
     return Row(
         name=case.name,
         title=case.title,
         measured=f"{rate:,.0f} trajectories/s, {rate * tokens / 1e6:,.0f} M tokens/s, "
-        f"{rate * bytes_each / 1e9:.2f} GB/s{bound}",
-        value=rate / whole,
-        spread=(min(rates) / whole, max(rates) / whole),
-        target=None if case.target is None else Target("at least", case.target, unit),
+        f"{rate * bytes_each / 1e9:.2f} GB/s",
+        value=statistics.median(ratios),
+        spread=interval(ratios),
+        target=case.target,
+        bound=beside[-1],
+        reference=beside[0],
+        others=statistics.median(runs.others),
         figures={
             "trajectories_per_s": rate,
             "tokens_per_s": rate * tokens,
             "bytes_per_s": rate * bytes_each,
-            "memcpy_ratio": rate * bytes_each / memcpy,
-            **of_bound,
             "bytes_per_trajectory": bytes_each,
             "trajectories": case.workload.trajectories,
             "producers": case.workload.producers,
@@ -173,7 +255,7 @@ def _row(case: Case, runs: dict[str, list[Timed]], memcpy: float, both_cores: fl
                     "consumer_cpu_us_per_trajectory": one.consumer_cpu_s / one.trajectories * 1e6,
                     "producer_cpu_us_per_trajectory": one.producer_cpu_s / one.trajectories * 1e6,
                 }
-                for one in timed
+                for one in runs.timed
             ],
         },
     )

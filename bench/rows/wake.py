@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
@@ -25,28 +25,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from bench.bounds import Beside, Bound, interval, turns
 from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role
 from bench.rows import interpreters
 from bench.rows.row import Row, Target
 from bench.sending import temporary_bus
+from bench.sizes import Sizes
 
-__all__ = ["WARM_UP", "measure", "pauses_ns", "put_after_pauses", "run_shmbus"]
+__all__ = ["measure", "narrow", "pauses_ns", "put_after_pauses", "run_shmbus"]
 
 #: Microseconds between two puts: long enough for the reader to be asleep again.
 PAUSE_US: Final = (300.0, 1000.0)
-#: Wake-ups at the beginning of each turn that are not counted: first calls, first touches.
-WARM_UP: Final = 50
 #: The pauses are the same in every run of the benchmark.
 SEED: Final = 20240229
 #: Microseconds that the bus may add, at its p99, to the p99 of a bare wake-up.
 ADDED_US: Final = 10.0
 SOURCE: Final = PROGRAMS / "raw_futex.c"
+#: A wake-up is no faster than the kernel's own.
+SEMAPHORE: Final = Bound(name="a semaphore between two interpreters", unit="us", sense="cost")
+FUTEX: Final = Bound(name="raw futex", unit="us", sense="cost")
 
 
-def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
-    """Measure so many wake-ups in each of so many turns: p50, p99, and what is added."""
-    pauses = pauses_ns(wakes)
+def measure(sizes: Sizes, capacity: str) -> list[Row]:
+    """Measure wake-ups in turns until both rows are narrow; one for p50 and one for p99."""
+    pauses = pauses_ns(sizes)
     ours: list[NDArray[np.int64]] = []
     raw: list[NDArray[np.int64]] = []
     bare: list[NDArray[np.int64]] = []
@@ -58,25 +61,38 @@ def measure(wakes: int, turns: int, capacity: str) -> list[Row]:
             compile_program(SOURCE, program)
         except CannotRun as error:
             why_not = str(error)
-        for _ in range(turns):
+
+        def rows() -> list[Row]:
+            turned = list(zip(ours, bare, strict=True))
+            return [
+                *[_row(percent, ours, raw, why_not) for percent in (50, 99)],
+                _added("wake-added-p99", "p99 of a wake-up", turned),
+                _added("wake-loaded-p99", "p99 of a wake-up beside a load", loaded),
+            ]
+
+        for _ in turns(
+            sizes.wake_turns, sizes.most_wake_turns, sizes.wakes_s, lambda: narrow(rows())
+        ):
             if not why_not:
                 said, _ = run([str(program)], "\n".join(map(str, pauses)))
-                raw.append(np.array(said.split(), np.int64)[WARM_UP:])
-            ours.append(run_shmbus(pauses, capacity)[WARM_UP:])
-            bare.append(interpreters.measure(pauses)[WARM_UP:])
-            under_load = run_shmbus(pauses, capacity, loaded=True)[WARM_UP:]
-            loaded.append((under_load, interpreters.measure(pauses, loaded=True)[WARM_UP:]))
-    return [
-        *[_row(percent, ours, raw, why_not) for percent in (50, 99)],
-        _added("wake-added-p99", "p99 of a wake-up", list(zip(ours, bare, strict=True))),
-        _added("wake-loaded-p99", "p99 of a wake-up beside a load", loaded),
-    ]
+                raw.append(np.array(said.split(), np.int64)[sizes.warm_up :])
+            ours.append(run_shmbus(pauses, capacity)[sizes.warm_up :])
+            bare.append(interpreters.measure(pauses)[sizes.warm_up :])
+            under_load = run_shmbus(pauses, capacity, loaded=True)[sizes.warm_up :]
+            beside = interpreters.measure(pauses, loaded=True)[sizes.warm_up :]
+            loaded.append((under_load, beside))
+        return rows()
 
 
-def pauses_ns(wakes: int) -> list[int]:
+def narrow(rows: Iterable[Row]) -> bool:
+    """Whether no row needs a further turn."""
+    return all(row.bound is None or row.bound.narrow for row in rows)
+
+
+def pauses_ns(sizes: Sizes) -> list[int]:
     """Return the nanoseconds before each put, those of the warm-up first."""
     generator = random.Random(SEED)
-    return [int(generator.uniform(*PAUSE_US) * 1000) for _ in range(WARM_UP + wakes)]
+    return [int(generator.uniform(*PAUSE_US) * 1000) for _ in range(sizes.warm_up + sizes.wakes)]
 
 
 def _row(
@@ -85,18 +101,16 @@ def _row(
     ours_us = [float(np.percentile(turn, percent)) / 1000 for turn in ours]
     raw_us = [float(np.percentile(turn, percent)) / 1000 for turn in raw]
     middle = statistics.median(ours_us)
-    measured = f"{middle:.1f} us"
-    value = spread = None
+    bound = None
     if raw:
-        bare = statistics.median(raw_us)
-        measured += f"; raw futex {bare:.1f} us"
-        value, spread = middle / bare, (min(ours_us) / bare, max(ours_us) / bare)
+        bound = Beside(bound=FUTEX, values=tuple(ours_us), bounds=tuple((turn,) for turn in raw_us))
     return Row(
         name=f"wake-p{percent}",
         title=f"wake-up of a sleeping reader, one way, p{percent}",
-        measured=measured,
-        value=value,
-        spread=spread,
+        measured=f"{middle:.1f} us",
+        value=statistics.median(bound.ratios) if bound else None,
+        spread=interval(bound.ratios) if bound else None,
+        bound=bound,
         target=Target("at most", 2.0, "times a raw futex"),
         skipped=f"raw futex: {why_not}" if why_not else "",
         figures={
@@ -117,7 +131,12 @@ def _added(name: str, what: str, turns: list[tuple[NDArray[np.int64], NDArray[np
         measured=f"{statistics.median(mine[1] for mine in ours):.1f} us; semaphore "
         f"{statistics.median(least[1] for least in bare):.1f} us",
         value=statistics.median(added),
-        spread=(min(added), max(added)),
+        spread=interval(added),
+        bound=Beside(
+            bound=SEMAPHORE,
+            values=tuple(mine[1] for mine in ours),
+            bounds=tuple((least[1],) for least in bare),
+        ),
         target=Target("at most", ADDED_US, "us more"),
         figures={"shmbus_us_p50_p99_by_turn": ours, "semaphore_us_p50_p99_by_turn": bare},
     )

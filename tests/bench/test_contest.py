@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,13 @@ import numpy as np
 import pytest
 from conftest import Spawner
 
-from bench import instructions, native
+from bench import instructions, native, processes, suite
 from bench.contenders import MODULES, contenders, module
 from bench.contest import child, environments, latency, moving, plan, survival
 from bench.contest.run import run
 from bench.processes import MeasurementError
-from bench.report import report, verdicts
+from bench.report import blocks, report, verdicts
+from bench.report.__main__ import main as report_main
 from bench.workload import OPEN_GROUPS, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,19 @@ def installed(name: str) -> ModuleType:
     except MeasurementError as error:
         pytest.skip(f"{name}: {error}")
     return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked() -> Iterator[None]:
+    """Fork the processes of measurements: no figure counts here, and imports take the longest."""
+    before = os.environ.get(processes.TEMPLATE)
+    processes.use_template("torch", "trainer_adapter", "bench.contest.child")
+    processes._context.cache_clear()
+    yield
+    os.environ.pop(processes.TEMPLATE)
+    if before is not None:
+        os.environ[processes.TEMPLATE] = before
+    processes._context.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -203,9 +218,9 @@ def test_one_command_measures_and_writes_report_and_plots(spawn: Spawner, tmp_pa
     assert "multiprocessing.Queue" in printed
     page = tmp_path / "README.md"
     page.write_text(
-        "\n".join(f"{report.BEGIN.format(n)}\nobsolete\n{report.END}" for n in report.BLOCKS)
+        "\n".join(f"{blocks.BEGIN.format(n)}\nobsolete\n{blocks.END}" for n in blocks.BLOCKS)
     )
-    report.replace_blocks(result, output, page)
+    blocks.replace_blocks(result, output, page)
     assert "report/throughput.svg" in page.read_text() and "obsolete" not in page.read_text()
 
 
@@ -213,31 +228,31 @@ def test_a_report_replaces_the_blocks_that_a_page_has_marks_for(tmp_path: Path) 
     directory = tmp_path / "report"
     directory.mkdir()
     shutil.copy(ROOT / "bench" / "results" / "two-cores" / "results.json", directory)
-    blocks = {
-        name: f"{report.BEGIN.format(name)}\nobsolete\n{report.END}\n" for name in report.BLOCKS
+    marked = {
+        name: f"{blocks.BEGIN.format(name)}\nobsolete\n{blocks.END}\n" for name in blocks.BLOCKS
     }
     pages = [tmp_path / "README.md", tmp_path / "TABLES.md"]
-    pages[0].write_text(f"before\n{blocks['short']}after\n")
-    pages[1].write_text(f"before\n{blocks['rows']}between\n{blocks['contest']}after\n")
-    assert report.main([str(directory), "--readme", *map(str, pages)]) == 0
+    pages[0].write_text(f"before\n{marked['short']}after\n")
+    pages[1].write_text(f"before\n{marked['rows']}between\n{marked['contest']}after\n")
+    assert report_main([str(directory), "--readme", *map(str, pages)]) == 0
     short, long = (page.read_text() for page in pages)
     for text in (short, long):
         assert text.startswith("before\n") and text.endswith("after\n") and "obsolete" not in text
         assert "report/throughput.svg" in text and "report/report.md" in text
-    assert f"{report.END}\nbetween\n" in long
+    assert f"{blocks.END}\nbetween\n" in long
     assert "put to views, 2,048 tokens" in short and "put to views, 16,384 tokens" in long
     assert "Redis streams" in long and "Redis streams" not in short
     measured = [line for line in short.splitlines() if line.startswith("| ")][2:]
-    assert len(measured) == len(report.SHORT_ROWS) <= 8
+    assert len(measured) == len(blocks.SHORT_ROWS) <= 8
 
 
 def test_a_page_without_marks_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     results = ROOT / "bench" / "results" / "two-cores" / "results.json"
     page = tmp_path / "README.md"
-    for text in ("no mark\n", f"{report.BEGIN.format('short')}\nobsolete\n"):
+    for text in ("no mark\n", f"{blocks.BEGIN.format('short')}\nobsolete\n"):
         page.write_text(text)
         with pytest.raises(SystemExit, match="expected the line"):
-            report.replace_blocks(json.loads(results.read_text()), tmp_path, page)
+            blocks.replace_blocks(json.loads(results.read_text()), tmp_path, page)
         assert page.read_text() == text
 
 
@@ -245,21 +260,25 @@ def test_a_page_without_marks_is_refused_and_left_as_it_is(tmp_path: Path) -> No
 def test_the_figures_of_a_page_are_those_of_the_run_that_is_kept(page: str, tmp_path: Path) -> None:
     directory = ROOT / "bench" / "results" / "two-cores"
     copy = ROOT / page
-    blocks = re.findall(
+    found = re.findall(
         r"<!-- bench (\w+): .*?-->\n(.*?)<!-- bench: end -->", copy.read_text(), re.S
     )
-    assert blocks
+    assert found
     result = json.loads((directory / "results.json").read_text())
     where = os.path.relpath(directory, copy.parent)
-    for name, text in blocks:
-        assert text == f"{report.BLOCKS[name](result, where)}\n"
+    for name, text in found:
+        assert text == f"{blocks.block(name, result, directory, where)}\n"
 
 
-def test_a_bad_command_line_is_refused_before_anything_is_measured(spawn: Spawner) -> None:
+def test_a_bad_command_line_is_refused_before_anything_is_measured(
+    spawn: Spawner, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in (["--series", "nothing"], ["--contender", "x"], ["--quick", "--full"]):
-        child = spawn.module("shmbus.cli", "bench", *arguments)
-        assert child.wait() == 2
-        assert arguments[-1].strip("-") in child.output()
+        with pytest.raises(SystemExit) as refused:
+            suite.main(arguments)
+        said = capsys.readouterr()
+        assert refused.value.code == 2 and said.out == ""
+        assert arguments[-1].strip("-") in said.err
     assert "example" in spawn.module("shmbus.cli", "bench", "--help").finish()
 
 
@@ -306,10 +325,24 @@ def test_a_verdict_compares_what_one_run_measured() -> None:
     contest: dict[str, Any] = {series: [] for series in ("latency", "producers", "capacity")}
     contest |= {"survival": [], "contenders": {n: {"title": t} for n, t in titles.items()}}
     contest["size"] = [
-        {"contender": "shmbus", "point": 2048, "rate": 160.0, "lowest": 150.0, "highest": 170.0},
-        {"contender": "pyzmq", "point": 2048, "rate": 10.0, "lowest": 10.0, "highest": 10.0},
+        {
+            "contender": "shmbus",
+            "point": 2048,
+            "rate": 160.0,
+            "lowest": 150.0,
+            "highest": 170.0,
+            "bytes_each": 2048 * 9,
+        },
+        {
+            "contender": "pyzmq",
+            "point": 2048,
+            "rate": 10.0,
+            "lowest": 10.0,
+            "highest": 10.0,
+            "bytes_each": 2048 * 9,
+        },
     ]
-    (row,) = verdicts.rows(contest)
+    (row,) = verdicts.rows(contest, (10.0, 10.5))
     assert (row.name, row.value, row.spread, row.met) == ("against-pyzmq", 16.0, (15.0, 17.0), True)
 
 
@@ -329,12 +362,21 @@ def test_a_program_that_is_measured_has_nothing_preloaded(monkeypatch: pytest.Mo
     assert "LD_PRELOAD" not in said and "CC=clang" in said and complained == ""
 
 
+def test_every_operation_that_is_counted_is_one_of_the_program() -> None:
+    functions = set(re.findall(r"\b(op_\w+)\(", instructions.SOURCE.read_text()))
+    assert functions == instructions.OPERATIONS.keys()
+    baselines = json.loads(instructions.BASELINES.read_text())
+    assert baselines and all(one.keys() == functions for one in baselines.values())
+
+
 @pytest.mark.slow
-def test_instructions_of_every_operation_are_counted_and_the_same_twice() -> None:
+def test_instructions_are_counted_and_the_same_twice() -> None:
     if shutil.which("valgrind") is None:
         pytest.skip("valgrind is not installed")
-    counts = instructions.count(rounds=20)
-    assert counts.keys() == instructions.OPERATIONS.keys()
-    assert min(counts.values()) > 0
-    again = instructions.count(rounds=20, operations={"op_put": instructions.OPERATIONS["op_put"]})
-    assert again["op_put"] == counts["op_put"]
+    with instructions.built() as program:
+        counts = [
+            instructions.count_one(program, name, instructions.OPERATIONS[name], 20)
+            for name in ("op_put", "op_stash", "op_put")
+        ]
+    assert min(counts) > 0
+    assert counts[0] == counts[2] != counts[1]

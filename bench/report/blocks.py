@@ -1,0 +1,164 @@
+"""The marked blocks of pages: their figures are those of the reports that are kept.
+
+Of the folded reports beside a run (``folded.json``; of the run alone where there is none) a few
+rows (``short``) and all rows of shmbus itself (``rows``); of the run the contenders beside each
+other (``contest``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench.report import fold
+from bench.report.report import judged, markdown, survives, throughput_table, with_spread
+from bench.report.verdicts import find
+
+__all__ = ["BEGIN", "BLOCKS", "END", "FOLDED", "SHORT_ROWS", "block", "replace_blocks"]
+
+#: The line before a block of this name, and the line behind each block.
+BEGIN: Final = "<!-- bench {}: made by python -m bench.report; do not edit -->"
+END: Final = "<!-- bench: end -->"
+#: Beside a run: what it came to together with others.
+FOLDED: Final = "folded.json"
+#: Rows of the short table: the two rates, what a daemon and a sleeping reader cost, the three ways
+#: that a bus replaces, and a death. Missed targets belong here too.
+SHORT_ROWS: Final = (
+    "hop-2048",
+    "packed",
+    "daemon-packed",
+    "wake-p50",
+    "against-multiprocessing.Queue",
+    "against-TransferQueue",
+    "against-atropos",
+    "survival",
+)
+
+
+def replace_blocks(result: dict[str, Any], directory: Path, page: Path) -> None:
+    """Replace the blocks that a page has marks for."""
+    where = os.path.relpath(directory, page.resolve().parent)
+    text = page.read_text()
+    present = [name for name in BLOCKS if BEGIN.format(name) in text]
+    if not present:
+        begin = BEGIN.format("NAME")
+        raise SystemExit(
+            f"{page}: expected the line {begin!r}, NAME one of {', '.join(BLOCKS)}; found none"
+        )
+    for name in present:
+        before, begin, rest = text.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END)
+        if not end:
+            raise SystemExit(f"{page}: expected the line {END!r} behind {begin!r}, found none")
+        text = f"{before}{begin}\n{block(name, result, directory, where)}\n{END}{after}"
+    page.write_text(text)
+
+
+def _folded(directory: Path) -> dict[str, Any] | None:
+    path = directory / FOLDED
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
+def _run_of(result: dict[str, Any], where: str) -> str:
+    facts = result["machine"]
+    return (
+        f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
+        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start;\n"
+        f"[the whole report]({where}/report.md).\n"
+    )
+
+
+def _folded_table(rows: Sequence[fold.FoldedRow]) -> str:
+    """Lay out what reports come to together."""
+    lines = []
+    bounded = any(row.bound for row in rows)
+    for row in rows:
+        value = "" if row.median is None else with_spread(row.median, row.values)
+        target = str(row.target) if row.target else ""
+        bound = [row.bound] if bounded else []
+        lines.append([row.title, row.measured, value, *bound, target, row.verdict])
+    heads = ["what", "in the newest run", "median (lowest to highest)", "target", "verdict"]
+    if bounded:
+        heads.insert(3, "share of its bound")
+    return markdown(heads, lines)
+
+
+def block(name: str, result: dict[str, Any], directory: Path, where: str) -> str:
+    """Make a block: of the folded reports where there are some, else of the run."""
+    folded = _folded(directory)
+    if folded is None or name not in FOLDED_BLOCKS:
+        return BLOCKS[name](result, where)
+    return FOLDED_BLOCKS[name](folded, where)
+
+
+def _said_of(folded: dict[str, Any], where: str) -> str:
+    return f"{fold.named(folded)}\n[The newest report]({where}/report.md).\n"
+
+
+def _short_folded(folded: dict[str, Any], where: str) -> str:
+    rows = {row.name: row for row in fold.fold(folded)}
+    chosen = [rows[name] for name in SHORT_ROWS if name in rows]
+    plot = f"![Throughput by size against memcpy]({where}/throughput.svg)\n"
+    return "\n".join([_said_of(folded, where), _folded_table(chosen), plot])
+
+
+def _rows_folded(folded: dict[str, Any], where: str) -> str:
+    own = [row for row in fold.fold(folded) if not row.name.startswith("against-")]
+    return f"{_said_of(folded, where)}\n{_folded_table(own)}"
+
+
+def _short_block(result: dict[str, Any], where: str) -> str:
+    rows = {row["name"]: row for row in result["rows"]}
+    chosen = [rows[name] for name in SHORT_ROWS if name in rows]
+    plot = f"![Throughput by size against memcpy]({where}/throughput.svg)\n"
+    return "\n".join([_run_of(result, where), judged(chosen), plot])
+
+
+def _rows_block(result: dict[str, Any], where: str) -> str:
+    own = [row for row in result["rows"] if not row["name"].startswith("against-")]
+    return f"{_run_of(result, where)}\n{judged(own)}"
+
+
+def _contest_block(result: dict[str, Any], where: str) -> str:
+    heads, lines = throughput_table(result)
+    few = [[line[0], line[1], line[3], line[4], line[5], line[8]] for line in lines]
+    killed = {
+        contest_facts["title"]: find(result["contest"], "survival", name)
+        for name, contest_facts in result["contest"]["contenders"].items()
+    }
+    for line in few:
+        one = killed[line[0]]
+        line.append(survives(one) if one else "")
+    chosen = [
+        heads[0],
+        heads[1],
+        heads[3],
+        heads[4],
+        heads[5],
+        heads[8],
+        "after kill -9 in mid-write",
+    ]
+    block = [
+        f"![Throughput by size against memcpy]({where}/throughput.svg)\n",
+        markdown(chosen, few),
+        f"![One-way latency]({where}/latency.svg)\n",
+        f"![How costs grow]({where}/scaling.svg)\n" if result["open_groups"] else "",
+    ]  # fmt: skip
+    return "\n".join(filter(None, block))
+
+
+#: What a block of each name holds.
+BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
+    "short": _short_block,
+    "rows": _rows_block,
+    "contest": _contest_block,
+}
+#: And of folded reports.
+FOLDED_BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
+    "short": _short_folded,
+    "rows": _rows_folded,
+}

@@ -1,0 +1,228 @@
+"""Many reports as one: the median of each row, its spread, and a verdict that rests on both.
+
+``python -m bench.report fold FILE DIR...`` adds full reports to a file that keeps, of each, what
+its rows came to. One report shows the bus together with the machine's weather of that half hour;
+a verdict needs `REPORTS` of them, of `DAYS` days.
+
+Invariants:
+
+- All reports of a file are of one kind of machine, and none is there twice.
+- A row that a report could not measure, or for which its machine was not quiet, counts for nothing.
+- Values are comparable: those of another target, or of another workload, are left out.
+- What is said of a row follows from the file alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.rows.row import Target
+
+__all__ = ["DAYS", "REPORTS", "CannotFold", "FoldedRow", "add", "fold", "main", "named"]
+
+FORMAT: Final = 1
+#: Quiet values that a verdict rests on: with five, both ends of the spread may be chance.
+REPORTS: Final = 5
+#: Different days of them: a virtual machine's neighbours stay for hours.
+DAYS: Final = 2
+#: Of a machine: what has to be the same in all reports of a file.
+MACHINE: Final = ("cpu", "cores", "machine")
+
+
+class CannotFold(Exception):
+    """A report does not belong to the others; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedRow:
+    """One row over all reports.
+
+    Attributes
+    ----------
+    name, title : str
+    measured : str
+        The figures of the newest report in words.
+    values : tuple of float
+        Of the reports that measured it in quiet, oldest first.
+    days : int
+        Different days of these.
+    restless : int
+        Reports that measured it while their machine was not quiet.
+    target : Target, optional
+    bound : str
+        What it is near, and its median share of that; nothing where no report says it.
+    """
+
+    name: str
+    title: str
+    measured: str
+    values: tuple[float, ...]
+    days: int
+    restless: int
+    target: Target | None
+    bound: str
+
+    @property
+    def median(self) -> float | None:
+        """The median value; None where no report has one."""
+        return statistics.median(self.values) if self.values else None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median meets the target, and whether there is enough to say so."""
+        if self.target is None:
+            return ""
+        if self.median is None:
+            return "machine never quiet" if self.restless else "not measured"
+        word = "met" if self.target.met_by(self.median) else "**not met**"
+        if len(self.values) < REPORTS:
+            return f"{word} so far, by {len(self.values)} of {REPORTS} reports"
+        if self.days < DAYS:
+            return f"{word} so far, on {self.days} of {DAYS} days"
+        return word
+
+
+def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Return what is folded with one report more.
+
+    Parameters
+    ----------
+    folded : dict
+        What a file holds; empty for a new one.
+    result : dict
+        A report's ``results.json``.
+
+    Raises
+    ------
+    CannotFold
+        It is not a full report, is of another machine, or is there already.
+    """
+    reports: list[dict[str, Any]] = folded.get("reports", [])
+    facts = result["machine"]
+    when = facts["date_utc"]
+    if result["level"] != "full":
+        raise CannotFold(f"{when}: expected a report of --full, got --{result['level']}")
+    if any(one["date_utc"] == when for one in reports):
+        raise CannotFold(f"{when}: this report is there already")
+    machine = {what: facts[what] for what in MACHINE}
+    if reports and machine != folded["machine"]:
+        raise CannotFold(
+            f"{when}: expected a report of {folded['machine']}, got {machine}; keep another file "
+            "for another machine"
+        )
+    rows = {row["name"]: _kept(row) for row in result["rows"]}
+    more = {
+        "date_utc": when,
+        "commit": facts["commit"],
+        "load_average": facts["load_average"][0],
+        "rows": rows,
+    }
+    return {
+        "format": FORMAT,
+        "machine": machine,
+        "reports": sorted([*reports, more], key=lambda one: str(one["date_utc"])),
+    }
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    bound = row.get("bound")
+    return {
+        "title": row["title"],
+        "measured": row["measured"],
+        "value": row["value"],
+        "target": row["target"],
+        "bound": {what: bound[what] for what in ("name", "share")} if bound else None,
+        "not_quiet": row.get("not_quiet"),
+        "skipped": row["skipped"],
+    }
+
+
+def fold(folded: dict[str, Any]) -> list[FoldedRow]:
+    """Fold all reports, row by row, in the order of the newest one."""
+    reports = folded["reports"]
+    if not reports:
+        return []
+    rows = [_fold(name, reports) for name in reports[-1]["rows"]]
+    # A row that has neither value nor target says something about the others of its report.
+    return [row for row in rows if row.values or row.target]
+
+
+def _fold(name: str, reports: Sequence[dict[str, Any]]) -> FoldedRow:
+    newest = reports[-1]["rows"][name]
+    target = Target.parse(newest["target"]) if newest["target"] else None
+    same = [
+        (one["date_utc"], row)
+        for one in reports
+        if (row := one["rows"].get(name)) is not None
+        and row["value"] is not None
+        and _comparable(row, newest)
+    ]
+    quiet = [(when, row) for when, row in same if not row["not_quiet"]]
+    shares = [row["bound"]["share"] for _, row in quiet if row["bound"]]
+    bound = f"{statistics.median(shares):.2g} of {newest['bound']['name']}" if shares else ""
+    return FoldedRow(
+        name=name,
+        title=newest["title"],
+        measured=newest["measured"],
+        values=tuple(row["value"] for _, row in quiet),
+        days=len({when[:10] for when, _ in quiet}),
+        restless=len(same) - len(quiet),
+        target=target,
+        bound=bound,
+    )
+
+
+def _comparable(row: dict[str, Any], newest: dict[str, Any]) -> bool:
+    """Whether two values are of one thing: a bound that moved by a decision may differ."""
+    units = [Target.parse(one["target"]).unit if one["target"] else None for one in (row, newest)]
+    bounds = [one["bound"]["name"] if one["bound"] else None for one in (row, newest)]
+    return (
+        row["title"] == newest["title"]
+        and units[0] == units[1]
+        and (None in bounds or bounds[0] == bounds[1])
+    )
+
+
+def named(folded: dict[str, Any]) -> str:
+    """Say what was folded."""
+    reports, machine = folded["reports"], folded["machine"]
+    days = len({one["date_utc"][:10] for one in reports})
+    return (
+        f"Medians, lowest and highest of {len(reports)} runs of `shmbus bench --full` on {days} "
+        f"days, on {machine['cores']} cores of an {machine['cpu']}."
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Add reports to a file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report fold",
+        description="Add full reports to a file of folded ones, and say what they come to.",
+        epilog="example: python -m bench.report fold bench/results/two-cores/folded.json "
+        "shmbus-bench",
+    )
+    parser.add_argument("file", type=Path, help="that is made, or added to")
+    parser.add_argument("directories", type=Path, nargs="*", help="that hold a results.json each")
+    options = parser.parse_args(argv)
+    folded = json.loads(options.file.read_text()) if options.file.exists() else {"reports": []}
+    for directory in options.directories:
+        try:
+            folded = add(folded, json.loads((directory / "results.json").read_text()))
+        except (CannotFold, OSError, ValueError) as error:
+            parser.exit(1, f"fold: {directory}: {error}; nothing was written\n")
+    if not folded["reports"]:
+        parser.exit(1, f"fold: {options.file} holds no report, and none was named\n")
+    if options.directories:
+        options.file.write_text(json.dumps(folded, indent=1) + "\n")
+    print(named(folded))
+    for row in fold(folded):
+        median = "" if row.median is None else f"{row.median:.3g}"
+        spread = f" ({min(row.values):.3g} to {max(row.values):.3g})" if row.values else ""
+        print(f"{row.title}: {median}{spread} {row.verdict}".rstrip())
+    return 0
