@@ -10,22 +10,26 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
-
-import numpy as np
 
 import shmbus
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
+from trainer_adapter.adapters.trl.slots import (
+    check_equal,
+    check_for_grpo,
+    key_of,
+    lay_out,
+    offer,
+    one_row_each,
+)
 from trainer_adapter.adapters.trl.stack import needed, versions
 
 __all__ = ["ShmbusRollouts"]
@@ -155,8 +159,8 @@ class ShmbusRollouts:
         ValueError
             The samples did not come from this rollout function.
         """
-        scores = columns.get("bus_score")
-        if scores is None or len(scores) != len(completions):
+        scores = columns.get("bus_score") or []
+        if len(scores) != len(completions):
             raise ValueError(
                 "reward: expected a bus_score for each completion, got none; pass the same object "
                 "as rollout_func and its .reward as a reward function"
@@ -232,17 +236,14 @@ class ShmbusRollouts:
         expected = Expected(size, int(trainer.max_completion_length), None)
         deadline = time.monotonic() + self._timeout_s
         ended = EndedGroups(self._attached().consumer)
+        tokenizing = trainer if self._tokenize else None
         wanted: dict[tuple[str, int], int] = {}
         found: dict[int, list[tuple[RowArrays, float | None]]] = {}
         for slot in range(0, len(prompts), size):
-            if any(each != prompts[slot] for each in prompts[slot : slot + size]):
-                raise ValueError(
-                    f"rollouts: expected {size} equal prompts from slot {slot} on, got others; TRL "
-                    "gives them so, unless num_generations was changed after its constructor"
-                )
-            key = _key(prompts[slot]), next(self._epochs)
+            check_equal(prompts, slot, size)
+            key = key_of(prompts[slot]), next(self._epochs)
             # A lane that is full is emptied by groups that are taken meanwhile.
-            while not self._offer(key, prompts[slot], size, trainer, split):
+            while not offer(self._attached().consumer, key, prompts[slot], size, split, tokenizing):
                 self._receive(split, wanted, found, expected, 0.1, deadline)
             wanted[key] = slot
         while wanted:
@@ -251,21 +252,8 @@ class ShmbusRollouts:
         answer: dict[str, list[Any]] = {key: [] for key in _KEYS}
         for slot in sorted(found):
             for arrays, score in found[slot]:
-                _lay_out(arrays, score, answer)
+                lay_out(arrays, score, answer)
         return answer
-
-    def _offer(
-        self, key: tuple[str, int], prompt: Any, size: int, trainer: Any, split: str
-    ) -> bool:
-        fields = {"prompt": _token_ids(prompt, trainer)} if self._tokenize else {}
-        try:
-            self._attached().consumer.request(
-                key[0], group_size=size, epoch=key[1], split=split,
-                meta={"prompt": prompt, "split": split}, timeout=0, **fields,
-            )  # fmt: skip
-        except shmbus.BusFullError:
-            return False
-        return True
 
     def _receive(
         self,
@@ -294,9 +282,9 @@ class ShmbusRollouts:
                 continue
             try:
                 check_size(group, expected)
-                rows = _one_row_each(group, read_rows(group, expected))
+                rows = one_row_each(group, read_rows(group, expected))
                 rewards, zeroed = rewards_of(group)
-                _check_for_grpo(group, rows, zeroed)
+                check_for_grpo(group, rows, zeroed)
             except ValueError:
                 consumer.drop(group)
                 raise
@@ -305,58 +293,3 @@ class ShmbusRollouts:
             del wanted[group.instance_id, epoch]
             consumer.ack(group)
         return bool(groups)
-
-
-def _one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:
-    for t, of_sample in zip(group, rows, strict=True):
-        if len(of_sample) != 1:
-            raise ValueError(
-                f"group {t.instance_id!r}, sample {t.index}: expected one row, got "
-                f"{len(of_sample)}: GRPOTrainer has one completion a slot; put one row, or train "
-                "with AsyncGRPOTrainer, which takes forks as rows"
-            )
-    return [row for (row,) in rows]
-
-
-def _check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool]) -> None:
-    for t, row, zero in zip(group, rows, zeroed, strict=True):
-        where = f"group {t.instance_id!r}, sample {t.index}"
-        if not row.completion_mask.any():
-            raise ValueError(
-                f"{where}, field 'loss_mask': expected a sampled token, got none; GRPOTrainer "
-                "takes no empty completion: report such a sample by Producer.fail_for"
-            )
-        if zero:
-            raise ValueError(
-                f"{where}: set_advantage_to_zero: GRPOTrainer computes the advantages itself; give "
-                "the sample no score (scored(None)), or report it by Producer.fail_for"
-            )
-
-
-def _key(prompt: Any) -> str:
-    """Name a prompt by what it says, so that logs of two runs have the same names."""
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _token_ids(prompt: Any, trainer: Any) -> Any:
-    """Tokenize a prompt as TRL does: text as it is, messages by the chat template."""
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
-    return np.asarray(ids, np.int32).reshape(-1)
-
-
-def _lay_out(arrays: RowArrays, score: float | None, answer: dict[str, list[Any]]) -> None:
-    """Part a sequence: what comes before the first sampled token is the prompt."""
-    sampled = np.flatnonzero(arrays.completion_mask)
-    begin = int(sampled[0]) if len(sampled) else len(arrays.input_ids)
-    answer["prompt_ids"].append(arrays.input_ids[:begin].tolist())
-    answer["completion_ids"].append(arrays.input_ids[begin:].tolist())
-    answer["logprobs"].append(arrays.old_log_probs[begin:].tolist())
-    answer["env_mask"].append(arrays.completion_mask[begin:].tolist())
-    answer["bus_score"].append(score)

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
 
+if TYPE_CHECKING:
+    from trainer_adapter.adapters.trl.callback import TrainerArguments
+
 __all__ = [
     "Advantages",
     "Expected",
     "advantages_of",
     "check_size",
+    "ledger_metrics",
     "messages_of",
     "metrics_of",
     "rewards_of",
@@ -34,6 +38,8 @@ UNSCORABLE: Final = "unscorable"
 ZEROED: Final = "set_advantage_to_zero"
 #: What TRL's own worker adds to a group's standard deviation.
 TRL_EPS: Final = 1e-8
+#: Counters of the ledger that TRL logs, as what was added since the last step.
+_DROPS: Final = ("stale", "failed", "timeout", "overflow", "zero_variance")
 #: Kinds that compare across the groups of a batch, which a worker of TRL never sees.
 _OF_A_BATCH: Final = ("batch", "batch_std")
 
@@ -54,6 +60,14 @@ class Expected(NamedTuple):
     group_size: int | None = None
     completion_tokens: int | None = None
     row_tokens: int | None = None
+
+    def or_of(self, arguments: TrainerArguments) -> Expected:
+        """Return what is said here, and where nothing is, what the trainer's arguments say."""
+        return Expected(
+            self.group_size or arguments.num_generations,
+            self.completion_tokens or arguments.max_completion_length,
+            self.row_tokens or (arguments.token_budget or None),
+        )
 
 
 def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -192,6 +206,30 @@ def metrics_of(meta: dict[str, Any], reward: float, std: float) -> dict[str, flo
             if isinstance(value, (int, float))
         }
     return metrics
+
+
+def ledger_metrics(
+    ledger: shmbus.Ledger, logged: Mapping[str, int]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return what TRL logs of a ledger: what was added since the last time.
+
+    Parameters
+    ----------
+    ledger : Ledger
+    logged : mapping of int
+        The counters as they were then; none the first time.
+
+    Returns
+    -------
+    (dict of float, dict of int)
+        For TRL, and the counters for the next time.
+    """
+    found = {"acknowledged": ledger.acknowledged}
+    found |= {reason: ledger.dropped.get(reason, 0) for reason in _DROPS}
+    metrics = {"shmbus/groups_ready": float(ledger.groups_ready)}
+    for name, count in found.items():
+        metrics[f"shmbus/{name}_total"] = float(count - logged.get(name, count))
+    return metrics, found
 
 
 def messages_of(given: object) -> list[Any]:

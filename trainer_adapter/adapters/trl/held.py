@@ -1,0 +1,281 @@
+"""The groups that TRL's async trainer has: rows on their way in, and what may be acknowledged.
+
+Invariants:
+
+- A group may be acknowledged once each of its rows is trained, dropped, or known from a checkpoint;
+  with saves, once a checkpoint was saved that has it.
+- A row that a checkpoint's weights have is never handed out again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import shmbus
+from trainer_adapter.adapters.trl.checkpoints import TrainedRows
+from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
+from trainer_adapter.adapters.trl.rows import read_rows
+from trainer_adapter.adapters.trl.samples import (
+    Advantages,
+    Expected,
+    advantages_of,
+    check_size,
+    messages_of,
+    metrics_of,
+    rewards_of,
+)
+from trainer_adapter.adapters.trl.stack import versions
+
+__all__ = ["HeldGroups", "check_choice", "check_options", "open_within"]
+
+
+def check_choice(name: str, given: str, *known: str) -> None:
+    """Raise ValueError where an argument is none of the words that it may be."""
+    if given not in known:
+        expected = " or ".join(map(repr, known))
+        raise ValueError(f"{name}: expected {expected}, got {given!r}")
+
+
+def check_options(bus: str, options: dict[str, Any]) -> None:
+    """Refuse what is no option of a consumer, or is TRL's to choose.
+
+    Parameters
+    ----------
+    bus : str
+    options : dict
+
+    Raises
+    ------
+    TypeError
+        Says which.
+    """
+    for taken in ("rank", "world_size"):
+        if taken in options:
+            raise TypeError(
+                f"{taken}: TRL's main process takes all rows and shares them out; leave it out"
+            )
+    inspect.signature(shmbus.Consumer).bind(bus, **options)
+
+
+def open_within(bus: str, lag: int | None, options: dict[str, Any]) -> shmbus.Consumer:
+    """Open a consumer that leaves out what is older than TRL trains on.
+
+    Parameters
+    ----------
+    bus : str
+    lag : int or None
+        TRL's bound in versions.
+    options : dict
+        The consumer's own; a bound among them counts instead.
+
+    Returns
+    -------
+    Consumer
+    """
+    own = {} if lag is None else {"max_policy_lag": lag}
+    try:
+        return shmbus.Consumer(bus, **{**own, **options})
+    except ValueError:
+        if lag is None or "max_policy_lag" in options:
+            raise
+        # A daemon has a bound of its own; what is older than TRL's, TRL leaves out.
+        return shmbus.Consumer(bus, **options)
+
+
+class HeldGroups:
+    """What was taken and is not acknowledged.
+
+    Attributes
+    ----------
+    trained : TrainedRows
+        What a checkpoint says of the bus.
+    """
+
+    def __init__(self) -> None:
+        self.trained = TrainedRows(0)
+        self._account = Account()
+        self._open: dict[int, OpenGroup] = {}
+        self._numbers = 0
+        self._ended: list[OpenGroup] = []
+        self._at_save: list[OpenGroup] = []
+        self._packed_before = 0
+
+    def hint(self, *, at_save: bool) -> str:
+        """Return what a message about a silent bus says of rows that wait for a save."""
+        held = sum(len(group.rows) for group in self._open.values())
+        if not (at_save and held):
+            return ""
+        return (
+            f"; {held} rows wait for the next save: make the bus hold a whole save interval, or "
+            'save more often, or take acknowledge="version"'
+        )
+
+    def open(
+        self,
+        group: shmbus.Group,
+        expected: Expected,
+        advantages: Advantages,
+        sample_type: Any,
+        offset: int,
+    ) -> tuple[list[Any], OpenGroup]:
+        """Make TRL's samples of a group's rows.
+
+        Parameters
+        ----------
+        group : Group
+        expected : Expected
+            What the trainer takes.
+        advantages : str or callable
+            How they are computed.
+        sample_type : type
+            TRL's RolloutSample.
+        offset : int
+            The bus's version less TRL's.
+
+        Returns
+        -------
+        (list of RolloutSample, OpenGroup)
+            The rows that are to be trained: none of those that a checkpoint has.
+
+        Raises
+        ------
+        ValueError
+            The trainer cannot take the group.
+        """
+        check_size(group, expected)
+        arrays = read_rows(group, expected)
+        rewards, zeroed = rewards_of(group)
+        values, std = advantages_of(rewards, zeroed, advantages)
+        number = self._numbers
+        self._numbers += 1
+        opened = OpenGroup(group)
+        clock_s = time.time() - time.monotonic_ns() / 1e9
+        made = []
+        known = False
+        for t, rows, reward, advantage in zip(
+            group, arrays, rewards.tolist(), values.tolist(), strict=True
+        ):
+            meta = t.meta
+            if not isinstance(meta, dict):
+                meta = {}
+            for place, row in enumerate(rows):
+                if len(rows) > 1 and not row.completion_mask.any():
+                    continue  # as TRL's own worker: a fork without a sampled token is no row
+                identity = (t.producer_id, t.sequence, place)
+                if self.trained.take(identity):
+                    opened.add(identity, t.index, known=True)
+                    known = True
+                    continue
+                account = opened.add(identity, t.index, known=False)
+                made.append(
+                    sample_type(
+                        prompt=messages_of(meta.get("prompt")),
+                        completion=messages_of(meta.get("completion")),
+                        input_ids=row.input_ids,
+                        completion_mask=row.completion_mask,
+                        old_log_probs=row.old_log_probs,
+                        advantage=advantage,
+                        model_version=t.policy_version - offset,
+                        group_id=number,
+                        metrics=RowMetrics(metrics_of(meta, reward, std), self._account, account),
+                        enqueued_at=clock_s + t.committed_ns / 1e9,
+                    )
+                )
+        self.trained.note_group(known=known)
+        self._open[id(opened)] = opened
+        return made, opened
+
+    def hand_out(self, row: Row) -> None:
+        """Note that a row goes to the trainer."""
+        self._ended += self._account.hand_out(row)
+
+    def finish(self, micro_batches: int) -> int:
+        """Note that the trainer has finished micro-batches.
+
+        Parameters
+        ----------
+        micro_batches : int
+
+        Returns
+        -------
+        int
+            How many of them were packed, and so are finished.
+        """
+        before = self._account.finished
+        self._ended += self._account.finish(micro_batches)
+        return self._account.finished - before
+
+    def finish_all(self, micro_batches: int) -> None:
+        """Note that a step has finished.
+
+        Parameters
+        ----------
+        micro_batches : int
+            Of the step.
+
+        Raises
+        ------
+        RuntimeError
+            Fewer were packed: this TRL reads the metrics of rows in another way.
+        """
+        finished = self.finish(micro_batches)
+        if finished < micro_batches:
+            raise RuntimeError(
+                f"TRL finished {micro_batches} micro-batches, and its collator has read the "
+                f"metrics of {finished}: this version works in another way than the tested one: "
+                f"{versions()}. Nothing of this step is acknowledged; resume with the tested "
+                "version"
+            )
+
+    def finish_packed_before(self) -> None:
+        """Note that what was packed when this was last called is finished."""
+        self.finish(self._packed_before - self._account.finished)
+        self._packed_before = self._account.packed
+
+    def take_ended(self) -> list[OpenGroup]:
+        """Return the groups that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def save(self, bus: str, version: int, behind: bool) -> dict[str, Any]:
+        """Return what goes into a checkpoint; what has ended by now is acknowledged after it.
+
+        Parameters
+        ----------
+        bus, version, behind
+            As for `TrainedRows.save`.
+
+        Returns
+        -------
+        dict
+        """
+        self._at_save = list(self._ended)
+        return self.trained.save(bus, version, behind, list(self._open.values()))
+
+    def take_saved(self) -> list[OpenGroup]:
+        """Return the groups that had ended when the checkpoint was made that is saved now."""
+        ended, self._at_save = self._at_save, []
+        saved = {id(group) for group in ended}
+        self._ended = [each for each in self._ended if id(each) not in saved]
+        return ended
+
+    def acknowledge(self, consumer: shmbus.Consumer, groups: list[OpenGroup]) -> None:
+        """End the leases of groups.
+
+        Parameters
+        ----------
+        consumer : Consumer
+            Who has them.
+        groups : list[OpenGroup]
+        """
+        if not groups:
+            return
+        trained: list[Any] = [group.lease for group in groups if group.was_trained]
+        dropped: list[Any] = [group.lease for group in groups if not group.was_trained]
+        consumer.ack(trained)
+        if dropped:
+            consumer.drop(dropped)
+        for group in groups:
+            self._open.pop(id(group), None)
