@@ -15,8 +15,8 @@ from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
 
 SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
-#: Bytes of the longest completion, thirty times the usual: whoever samples sets a limit, and what is
-#: heavier than all that a sink gets at once cannot be made up for.
+#: Bytes of the longest completion, thirty times the usual: whoever samples sets a limit. What is
+#: heavier than all that a sink gets at once could not be made up for.
 LONGEST = 1 << 18
 
 
