@@ -72,9 +72,13 @@ class Pauses:
         self._busy = asyncio.Lock()
 
     async def close(self) -> None:
-        """Let go of connections to the servers; may be called twice."""
-        for server in self.servers:
-            await server.close()
+        """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
+        closing = asyncio.gather(*(server.close() for server in self.servers))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await uninterrupted(closing)
+            raise
 
     async def __aenter__(self) -> Self:
         return self
@@ -193,7 +197,7 @@ class Pauses:
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
 
 
-async def uninterrupted(task: asyncio.Task[Any]) -> None:
+async def uninterrupted(task: asyncio.Future[Any]) -> None:
     """Wait for a task's end, whoever cancels this one."""
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):
