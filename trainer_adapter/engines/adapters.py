@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import shmbus
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
+from trainer_adapter.engines.pauses import close_all
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.weights.adapters import AdapterVersion
 
@@ -179,9 +180,8 @@ class AdapterFleet:
             bus.policy_version = version
 
     async def close(self) -> None:
-        """Let go of connections to the servers; may be called twice."""
-        for server in self.servers:
-            await server.close()
+        """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
+        await close_all(self.servers)
 
     async def __aenter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import shmbus
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
@@ -25,7 +25,7 @@ from trainer_adapter.engines.server import EngineServer, PauseMode
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SETTLED", "Pairs", "Pauses", "Step", "uninterrupted"]
+__all__ = ["SETTLED", "Pairs", "Pauses", "Step", "close_all", "uninterrupted"]
 
 Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
 Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
@@ -73,12 +73,7 @@ class Pauses:
 
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
-        closing = asyncio.gather(*(server.close() for server in self.servers))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await uninterrupted(closing)
-            raise
+        await close_all(self.servers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,3 +198,20 @@ async def uninterrupted(task: asyncio.Future[Any]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(task)
     task.result()
+
+
+class Closing(Protocol):
+    """A server as far as it is closed."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+async def close_all(servers: Sequence[Closing]) -> None:
+    """Close every server, whoever cancels this meanwhile."""
+    closing = asyncio.gather(*(server.close() for server in servers))
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await uninterrupted(closing)
+        raise
