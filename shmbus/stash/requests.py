@@ -42,7 +42,7 @@ class Requests:
     ) -> None:
         self._segment = segment
         self._recent: dict[Hashable, int | None] = {} if recent is None else recent
-        #: The last request that `_open` knows of.
+        #: Up to which number `_open` knows of every request that was open.
         self._number = 0
         #: Rows and numbers of open requests by the key of their group, oldest first.
         self._open: dict[Hashable, list[tuple[int, int]]] = {}
@@ -66,14 +66,24 @@ class Requests:
         return found[0] if found else None
 
     def _learn(self) -> None:
-        """Learn of requests that were offered since."""
-        if _core.request_number(self._segment) == self._number:
+        """Learn of requests that were offered since.
+
+        One feeder at a time opens rows, in the order of their numbers. So all before the number
+        that was the last when the look began are open by then; that one may still be written, and
+        newer ones may lie in rows that the look has passed.
+        """
+        last = _core.request_number(self._segment)
+        if last == self._number:
             return
+        whole = last - 1
         for row, number, id_, epoch, split in sorted(
             _core.request_since(self._segment, self._number), key=lambda row: row[1]
         ):
+            if number > last:
+                break
             self._open.setdefault(self._key(id_, epoch, split), []).append((row, number))
-            self._number = number
+            whole = max(whole, number)
+        self._number = max(self._number, whole)
 
     def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
         """Hand out nothing more of groups that were delivered."""

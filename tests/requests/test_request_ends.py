@@ -19,6 +19,7 @@ import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
+from shmbus.stash.requests import Requests
 from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
@@ -248,6 +249,25 @@ def test_feeders_that_are_killed_leave_no_half_request_and_no_leaked_room(
                 worker.kill()
         with Feeder(bus_name) as feeder:
             feeder.request("last", group_size=1, prompt=np.zeros(free // 8 - 64))
+
+
+def test_a_collector_learns_of_every_request_that_is_offered_while_it_looks(
+    bus_name: str, spawn: Spawner
+) -> None:
+    # Whoever looks goes through the rows in turn, and a feeder of another process does not wait for
+    # that: of two that are opened meanwhile, the older may lie behind it and the newer before it.
+    with Bus.create(bus_name, "4MiB", request_capacity="256KiB") as bus:
+        requests = Requests(bus._segment)
+        feeder = spawn.script(FEEDER, bus_name, 0, 20_000, 1, 10)
+        feeder.expect("feeds")
+        ended, moved = 0, time.monotonic()
+        while ended < 20_000 and time.monotonic() < moved + 15:
+            requests._learn()
+            for key in list(requests._open):
+                requests._end(key)
+                ended, moved = ended + 1, time.monotonic()
+        assert (ended, totals(bus)[5]) == (20_000, 0)
+        feeder.finish()
 
 
 def _work(name: str, seed: int) -> None:
