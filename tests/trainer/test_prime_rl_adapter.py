@@ -62,7 +62,8 @@ def micro_batch(kind: Any, dice: random.Random, commit: str) -> Any:
         ref_logprobs=floats[2] if dice.random() < 0.5 else None,
         routed_experts=RoutedExperts(experts, [tokens, 3, 2], "uint8"),
         mm_refs={"pixels": bytes(dice.choice([10, 5000]))},
-        rl_weights=[1, *floats[3][1:]],
+        # What is said in whole numbers is read as floats too.
+        rl_weights=dice.choice([[1, *floats[3][1:]], [1] * tokens]),
         **more,
     )  # fmt: skip
 

@@ -9,10 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import msgspec.inspect
 import numpy as np
 from numpy.typing import NDArray
 
@@ -94,17 +96,41 @@ def encode(batches: Sequence[Any]) -> tuple[bytes, Parted]:
     return msgspec.msgpack.encode(_Head(small, out.pieces)), out._replace(nbytes=begin)
 
 
-def _without(value: Any, tokens: int, number: int, path: list[str | int], out: Parted) -> Any:
+@functools.cache
+def _float_lists(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the fields that are lists of floats: what reads them makes floats of ints."""
+    found: Any = msgspec.inspect.type_info(kind)
+    return frozenset(
+        field.name
+        for field in found.fields
+        for each in getattr(field.type, "types", (field.type,))
+        if isinstance(each, msgspec.inspect.ListType)
+        and isinstance(each.item_type, msgspec.inspect.FloatType)
+    )
+
+
+def _without(
+    value: Any,
+    tokens: int,
+    number: int,
+    path: list[str | int],
+    out: Parted,
+    *,
+    as_float: bool = False,
+) -> Any:
     """Return a value with empty ones where arrays were taken out; what is sent stays as it is."""
     if isinstance(value, msgspec.Struct):
         if type(value).__struct_config__.frozen:
             return value
+        floats = _float_lists(type(value))
         changed = {
-            name: _without(getattr(value, name), tokens, number, [*path, name], out)
+            name: _without(
+                getattr(value, name), tokens, number, [*path, name], out, as_float=name in floats
+            )
             for name in value.__struct_fields__
         }
         return type(value)(**changed)
-    array = _array_of(value, tokens, path)
+    array = _array_of(value, tokens, path, as_float)
     if array is not None:
         out.arrays.append(array)
         kind = "bytes" if isinstance(value, bytes) else array.dtype.str
@@ -117,7 +143,9 @@ def _without(value: Any, tokens: int, number: int, path: list[str | int], out: P
     return value
 
 
-def _array_of(value: Any, tokens: int, path: list[str | int]) -> NDArray[Any] | None:
+def _array_of(
+    value: Any, tokens: int, path: list[str | int], as_float: bool
+) -> NDArray[Any] | None:
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8) if len(value) >= _LEAST_BYTES else None
     if isinstance(value, np.ndarray):
@@ -128,6 +156,8 @@ def _array_of(value: Any, tokens: int, path: list[str | int]) -> NDArray[Any] | 
     dtype = _DTYPES.get(kinds.pop()) if len(kinds) == 1 else None
     if dtype is None:
         return None
+    if as_float and dtype.kind == "i":
+        dtype = _DTYPES[float]
     try:
         return np.array(value, dtype)
     except OverflowError:
