@@ -14,7 +14,7 @@ import shmbus.relay
 from bench.relay.bounds import RECORD, SIZE
 from bench.relay.cluster import Account
 
-__all__ = ["hop", "put_groups", "take_groups"]
+__all__ = ["hop", "put_groups", "sample_fields", "take_groups"]
 
 TOKENS: Final = 2048
 CAPACITY: Final = "256MiB"
@@ -24,13 +24,18 @@ GROUPS: Final = 4000
 LATENCY_GROUPS: Final = 150
 
 
-def put_groups(name: str, prefix: str, groups: int) -> None:
-    """Put groups as fast as the bus takes them."""
-    fields: dict[str, Any] = {
+def sample_fields() -> dict[str, Any]:
+    """Make what a trajectory of 18 kB has."""
+    return {
         "tokens": np.zeros(TOKENS, np.int32),
         "mask": np.ones(TOKENS, np.uint8),
         "logprobs": np.zeros(TOKENS, np.float32),
     }
+
+
+def put_groups(name: str, prefix: str, groups: int) -> None:
+    """Put groups as fast as the bus takes them."""
+    fields = sample_fields()
     with shmbus.Producer(name) as producer:
         for group in range(groups):
             for index in range(SIZE):

@@ -7,12 +7,10 @@ import threading
 import time
 from typing import Any, Final
 
-import numpy as np
-
 import shmbus
 import shmbus.relay
 from bench.relay.bounds import RECORD, SIZE
-from bench.relay.hop import TOKENS
+from bench.relay.hop import sample_fields
 
 __all__ = ["skew"]
 
@@ -25,11 +23,7 @@ FASTER: Final = 4
 
 
 def _put_halves(name: str, first: int, pause_s: float) -> None:
-    fields: dict[str, Any] = {
-        "tokens": np.zeros(TOKENS, np.int32),
-        "mask": np.ones(TOKENS, np.uint8),
-        "logprobs": np.zeros(TOKENS, np.float32),
-    }
+    fields = sample_fields()
     with shmbus.Producer(name) as producer:
         for group in range(GROUPS):
             for index in range(first, SIZE, 2):

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import shmbus
 from trainer_adapter.engines.errors import EngineError
-from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
-from trainer_adapter.engines.pauses import SETTLED, Pairs, Step, uninterrupted
+from trainer_adapter.engines.pause_note import PauseNote
+from trainer_adapter.engines.pauses import Pairs, Step, uninterrupted
 from trainer_adapter.engines.reloads import Reloads
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.rows import RankRows
@@ -200,40 +199,20 @@ class EngineFleet(SharedSteps, Reloads):
         return report
 
     async def _bring(self, note: PauseNote, report: UpdateReport) -> None:
-        pairs = list(zip(self.servers, report.servers, strict=True))
-        ready = await self._each(pairs, self._prepare(report.version))
-        self._require(ready, report, "nothing was touched, and the old weights are in force")
-        note.write(
-            PauseNotice(
-                pid=os.getpid(),
-                servers=[(server.kind, server.address) for server in self.servers],
-                version=report.version,
-                previous=report.previous,
-            )
-        )
-        async with self._workers_held(report.version):
-            paused = await self._each(ready, self._pause)
-            untouched = await self._each(paused, self._attach(report.version))
-            aside = [pair for pair in ready if pair not in untouched]
-            if len(untouched) < self.quorum:
-                await self._each(ready, self._resume)
-                self._clear(note, ready)
-                self._require(untouched, report, "the old weights are in force")
-            loaded = await self._each(untouched, self._load(report.version))
-            behind = [pair for pair in untouched if pair not in loaded]
-            if len(loaded) < self.quorum:
-                behind, loaded = untouched, []
-            restored = await self._restore(behind, report)
-            await self._each(aside + loaded + restored, self._resume)
-        self._clear(note, ready)
-        torn = [each for _, each in behind if each.state not in SETTLED]
-        self._judge(loaded, torn, report)
+        async def restore(behind: Pairs) -> Pairs:
+            # A server that has no version from before stays as it is.
+            if report.previous is None:
+                return []
+            return await self._each(behind, self._load(report.previous))
 
-    async def _restore(self, behind: Pairs, report: UpdateReport) -> Pairs:
-        """Load the version that ran before; a server that has none stays as it is."""
-        if report.previous is None:
-            return []
-        return await self._each(behind, self._load(report.previous))
+        await self._in_order(
+            note,
+            report,
+            prepare=self._prepare(report.version),
+            attach=self._attach(report.version),
+            load=self._load(report.version),
+            restore=restore,
+        )
 
     # -- one step at one server -------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import shmbus
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
-from trainer_adapter.engines.pause_note import PauseNote
+from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.server import EngineServer, PauseMode
 
@@ -119,6 +120,61 @@ class Pauses:
         """Take the note back, unless one that was paused is so still, or says nothing."""
         if all(each.state in SETTLED for _, each in pairs):
             note.clear()
+
+    async def _in_order(
+        self,
+        note: PauseNote,
+        report: UpdateReport,
+        *,
+        prepare: Step,
+        load: Step,
+        restore: Callable[[Pairs], Awaitable[Pairs]],
+        attach: Step | None = None,
+        directory: str = "",
+    ) -> None:
+        """Take the steps of an update at all servers together, and go back where too few took it.
+
+        Parameters
+        ----------
+        note, report : PauseNote, UpdateReport
+            Of this update.
+        prepare, attach, load : callable
+            Before the pause, in it, and what brings the version. Without `attach`, there is none.
+        restore : callable
+            Brings what ran before to servers that are behind; returns those that have it.
+        directory : str
+            For the note, as `PauseNotice` has it.
+        """
+        pairs = list(zip(self.servers, report.servers, strict=True))
+        ready = await self._each(pairs, prepare)
+        self._require(ready, report, "nothing was touched, and the old weights are in force")
+        note.write(
+            PauseNotice(
+                pid=os.getpid(),
+                servers=[(server.kind, server.address) for server in self.servers],
+                version=report.version,
+                previous=report.previous,
+                directory=directory,
+            )
+        )
+        async with self._workers_held(report.version):
+            untouched = await self._each(ready, self._pause)
+            if attach is not None:
+                untouched = await self._each(untouched, attach)
+            aside = [pair for pair in ready if pair not in untouched]
+            if len(untouched) < self.quorum:
+                await self._each(ready, self._resume)
+                self._clear(note, ready)
+                self._require(untouched, report, "the old weights are in force")
+            loaded = await self._each(untouched, load)
+            behind = [pair for pair in untouched if pair not in loaded]
+            if len(loaded) < self.quorum:
+                behind, loaded = untouched, []
+            restored = await restore(behind)
+            await self._each(aside + loaded + restored, self._resume)
+        self._clear(note, ready)
+        torn = [each for _, each in behind if each.state not in SETTLED]
+        self._judge(loaded, torn, report)
 
     def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
         if torn and (len(loaded) < self.quorum or not loaded):

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from pathlib import Path
 
 import shmbus
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
-from trainer_adapter.engines.pauses import SETTLED, Pairs, Pauses, Step, uninterrupted
+from trainer_adapter.engines.pauses import Pairs, Pauses, Step, uninterrupted
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.server import EngineServer
 from trainer_adapter.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
@@ -96,34 +95,14 @@ class Reloads(Pauses):
         newest: CheckpointPlace,
         before: CheckpointPlace | None,
     ) -> None:
-        pairs = list(zip(self.servers, report.servers, strict=True))
-        there = await self._each(pairs, self._find)
-        self._require(there, report, "nothing was touched, and the old weights are in force")
-        note.write(
-            PauseNotice(
-                pid=os.getpid(),
-                servers=[(server.kind, server.address) for server in self.servers],
-                version=report.version,
-                previous=report.previous,
-                directory=str(newest.path.parent.absolute()),
-            )
+        await self._in_order(
+            note,
+            report,
+            prepare=self._find,
+            load=self._read(newest),
+            restore=lambda behind: self._read_before(behind, before),
+            directory=str(newest.path.parent.absolute()),
         )
-        async with self._workers_held(report.version):
-            paused = await self._each(there, self._pause)
-            aside = [pair for pair in there if pair not in paused]
-            if len(paused) < self.quorum:
-                await self._each(there, self._resume)
-                self._clear(note, there)
-                self._require(paused, report, "the old weights are in force")
-            loaded = await self._each(paused, self._read(newest))
-            behind = [pair for pair in paused if pair not in loaded]
-            if len(loaded) < self.quorum:
-                behind, loaded = paused, []
-            restored = await self._read_before(behind, before)
-            await self._each(aside + loaded + restored, self._resume)
-        self._clear(note, there)
-        torn = [each for _, each in behind if each.state not in SETTLED]
-        self._judge(loaded, torn, report)
 
     async def _read_before(self, behind: Pairs, before: CheckpointPlace | None) -> Pairs:
         if before is None:
