@@ -144,3 +144,9 @@ def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[s
         found += consumer.take(timeout=0.1)
     assert len(found) == count, f"{len(found)} of {count} groups"
     return found
+
+
+def stats(name: str) -> shmbus.BusStats:
+    """What a bus says of itself."""
+    with shmbus.Bus.open(name) as bus:
+        return bus.stats()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import wait_until
-from relay.local import COORDINATOR, LocalRelay, put_group, relay, take
+from relay.local import COORDINATOR, LocalRelay, put_group, relay, stats, take
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -23,21 +22,7 @@ from shmbus.relay.sink_party import SinkParty
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
-
-@pytest.fixture
-def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    """Two sources and a trainer's bus."""
-    names = {"a": f"{bus_name}.a", "b": f"{bus_name}.b", "t": f"{bus_name}.t"}
-    for name in names.values():
-        shmbus.Bus.create(name, "4MiB").close()
-    yield names
-    for name in names.values():
-        shmbus.unlink(name)
-
-
-def stats(name: str) -> shmbus.BusStats:
-    with shmbus.Bus.open(name) as bus:
-        return bus.stats()
+pytest_plugins = ["relay.relay_fixtures"]
 
 
 def test_groups_whose_samples_are_on_two_nodes_arrive_and_every_ledger_balances(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, relay, take
+from relay.local import COORDINATOR, relay, stats, take
 
 import shmbus
 from shmbus import WantedSample
@@ -17,20 +15,7 @@ from shmbus.stash.stash import StashPolicy
 TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
 
 
-@pytest.fixture
-def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    """Two sources and a trainer's bus."""
-    names = {"a": f"{bus_name}.a", "b": f"{bus_name}.b", "t": f"{bus_name}.t"}
-    for name in names.values():
-        shmbus.Bus.create(name, "4MiB").close()
-    yield names
-    for name in names.values():
-        shmbus.unlink(name)
-
-
-def stats(name: str) -> shmbus.BusStats:
-    with shmbus.Bus.open(name) as bus:
-        return bus.stats()
+pytest_plugins = ["relay.relay_fixtures"]
 
 
 def put(producer: shmbus.Producer, index: int, *, size: int = 2, epoch: int | None = None) -> None:

@@ -1,0 +1,20 @@
+"""What the tests of a relay's parties are given: buses of two sources and of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import shmbus
+
+
+@pytest.fixture
+def buses(bus_name: str) -> Iterator[dict[str, str]]:
+    """Two sources and a trainer's bus."""
+    names = {"a": f"{bus_name}.a", "b": f"{bus_name}.b", "t": f"{bus_name}.t"}
+    for name in names.values():
+        shmbus.Bus.create(name, "4MiB").close()
+    yield names
+    for name in names.values():
+        shmbus.unlink(name)
