@@ -65,6 +65,12 @@ static inline uint64_t word_at(const unsigned char *p) {
     memcpy(&word, p, 8);
     return word;
 }
+
+static inline uint32_t half_at(const unsigned char *p) {
+    uint32_t half;
+    memcpy(&half, p, 4);
+    return half;
+}
 #endif
 
 #if defined(__x86_64__)
@@ -88,6 +94,10 @@ __attribute__((target("sse4.2"))) static uint32_t crc_by_hardware(uint32_t crc, 
         c = _mm_crc32_u64(c, word_at(p));
     }
     uint32_t c32 = (uint32_t)c;
+    if (bytes >= 4) {
+        c32 = _mm_crc32_u32(c32, half_at(p));
+        bytes -= 4, p += 4;
+    }
     while (bytes--) {
         c32 = _mm_crc32_u8(c32, *p++);
     }
@@ -126,6 +136,10 @@ WITH_CRC static uint32_t crc_by_hardware(uint32_t crc, const void *data, size_t 
     }
     for (; bytes >= 8; bytes -= 8, p += 8) {
         c = __crc32cd(c, word_at(p));
+    }
+    if (bytes >= 4) {
+        c = __crc32cw(c, half_at(p));
+        bytes -= 4, p += 4;
     }
     while (bytes--) {
         c = __crc32cb(c, *p++);

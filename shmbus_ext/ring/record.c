@@ -131,19 +131,23 @@ enum record_verdict record_read_frame(const struct record_header *shared, uint64
     return RECORD_OK;
 }
 
-/* Whether one field lies inside the record, by multiplications that cannot overflow. */
+/* Whether one field lies inside the record. A dimension of 0 makes its bytes 0, whatever the product
+ * of the others would come to. */
 static bool field_fits(const struct schema_entry *entry, const uint64_t *shape, uint64_t lowest,
                        uint64_t highest) {
-    bool empty = false;
+    uint64_t bytes = entry->itemsize;
+    bool empty = false, too_large = false;
     for (uint32_t d = 1; d <= entry->ndim; d++) {
-        empty = empty || shape[d] == 0;
-    }
-    uint64_t bytes = empty ? 0 : entry->itemsize;
-    for (uint32_t d = 1; d <= entry->ndim; d++) {
-        if (shape[d] > INT64_MAX || (!empty && bytes > highest / shape[d])) {
+        if (shape[d] > INT64_MAX) {
             return false;
         }
-        bytes *= shape[d];
+        empty = empty || shape[d] == 0;
+        too_large = too_large || __builtin_mul_overflow(bytes, shape[d], &bytes) || bytes > highest;
+    }
+    if (empty) {
+        bytes = 0;
+    } else if (too_large) {
+        return false;
     }
     return shape[0] >= lowest && shape[0] <= highest && bytes <= highest - shape[0] &&
            shape[0] % SHMBUS_RECORD_ALIGN == 0;
