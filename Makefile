@@ -147,10 +147,14 @@ bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction cou
 	$(BIN)/pytest -o addopts= --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name bench/calls.py $(ARGS)
 	$(BIN)/python -m bench.instructions check
 
-bench-report: $(VENV)/.bench ## Measure everything; write the report, the plots and the tables of both READMEs
-	$(BIN)/shmbus bench --full --output bench/results/two-cores $(ARGS)
-	$(BIN)/python -m bench.report fold bench/results/two-cores/folded.json bench/results/two-cores
-	$(BIN)/python -m bench.report bench/results/two-cores --readme README.md bench/README.md
+# REPORT: the reports of one kind of machine. PAGES: what shows them, or nothing. LEVEL=--tiny tries it.
+REPORT ?= bench/results/two-cores
+PAGES ?= README.md bench/README.md
+LEVEL ?= --full
+bench-report: $(VENV)/.bench ## Measure everything; add it to the reports in REPORT; write plots, and the tables of PAGES
+	$(BIN)/shmbus bench $(LEVEL) --output $(REPORT) $(ARGS)
+	$(if $(filter --full,$(LEVEL)),$(BIN)/python -m bench.report fold $(REPORT)/folded.json $(REPORT))
+	$(BIN)/python -m bench.report $(REPORT) $(if $(PAGES),--readme $(PAGES))
 
 explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search the interleavings of ring, pool and channel, with deaths, and find the planted bugs (half an hour)
 	build/explore/plain/explore --deep $(ARGS)

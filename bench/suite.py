@@ -28,7 +28,7 @@ from bench.contest import plan
 from bench.contest import run as contest
 from bench.fitness import TWO, Need
 from bench.processes import MeasurementError, use_template
-from bench.report import report, verdicts
+from bench.report import blocks, fold, report, verdicts
 from bench.rows import curves
 from bench.rows.row import Row, table
 from shmbus import ShmbusError
@@ -67,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         modules = core.TEMPLATE_MODULES if _measures_rows(options) else ()
         use_template(*modules, "bench.contest.child")
     facts = machine.describe()
+    try:
+        _check_output(output, facts, options.level)
+    except (fold.CannotFold, OSError, ValueError) as error:
+        parser.error(
+            f"--output: {output} holds reports that were folded: {error}; name another directory"
+        )
     print(machine.summary(facts), flush=True)
     try:
         rows, result = _measure(options, facts, began)
@@ -85,6 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.write(result, output)
     print(f"\n{result['took_s']:.0f} s; {path} and report.md beside it")
     return 0
+
+
+def _check_output(output: Path, facts: dict[str, Any], level: str) -> None:
+    """Refuse to write over the newest of kept reports what could not be added to them."""
+    kept = output / blocks.FOLDED
+    if kept.exists():
+        fold.check(json.loads(kept.read_text()), facts, level)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 __all__ = [
     "BYTES_PER_TOKEN",
     "GROUP_SIZE",
+    "PAYLOADS",
     "SIDES",
     "Arrival",
     "Item",
@@ -61,6 +62,15 @@ LENGTH_SIGMA: Final = 0.8
 LENGTH_BOUNDS: Final = (16, 32_768)
 SEED: Final = 20240229
 
+#: Sizes of a payload that stands for any.
+PAYLOADS: Final[dict[str, int]] = {
+    "64 KiB": 64 << 10,
+    "256 KiB": 256 << 10,
+    "1 MiB": 1 << 20,
+    "4 MiB": 4 << 20,
+    "16 MiB": 16 << 20,
+}
+
 #: Large payloads beside the tokens: dtype, and what follows the number of tokens in the shape.
 #: The experts that a mixture-of-experts model chose, for replay in the trainer: 8 of 128 in each of
 #: 48 layers. The 64 likeliest tokens of a teacher at each position. An image of a megapixel.
@@ -72,6 +82,8 @@ SIDES: Final[dict[str, tuple[tuple[str, str, tuple[int, ...]], ...]]] = {
         ("teacher_logprobs", "float32", (-1, 64)),
     ),
     "image": (("image", "uint8", (1024, 1024, 3)),),
+    # Bytes of any kind, for curves over their number.
+    **{name: (("payload", "uint8", (size,)),) for name, size in PAYLOADS.items()},
 }
 
 
@@ -112,6 +124,9 @@ class Workload:
     keep : bool
         Whether a consumer that gets samples one by one holds each until its group is whole, as one
         that gets groups does; of one producer in order.
+    warm_up : int
+        Trajectories that arrive before the clock starts, so that every place of what lies between
+        has been written once; at least the first delivery.
     pause_s : float
         Seconds that a producer sleeps before it sends each: the time that a model would take to
         generate it.
@@ -131,6 +146,7 @@ class Workload:
     read: bool = False
     reader: Reader = "fastest"
     keep: bool = False
+    warm_up: int = 0
     pause_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """The bounds that rows are near, each measured by itself: what is left of a row at its best.
 
-Memory: a copy from memory to memory by one core and by two, and one from a core's cache. Calls: the
+Memory: a copy from memory to memory by one core and by two, one within a core's cache, one of many
+arrays from memory into such a cache, and one over so many bytes of shared memory. Calls: the
 producer's loop around a call that does nothing, an object through Python's own queue, a system
 call, a sleep. A yardstick is measured in processes of its own, in the unit of its `Bound`.
 """
@@ -8,6 +9,7 @@ call, a sleep. A yardstick is measured in processes of its own, in the unit of i
 from __future__ import annotations
 
 import ctypes
+import mmap
 import queue
 import socket
 import statistics
@@ -29,7 +31,9 @@ __all__ = [
     "Yardstick",
     "both_cores",
     "from_cache",
+    "from_memory",
     "memcpy",
+    "over",
     "python_calls",
     "queue_us",
     "sleep_us",
@@ -42,6 +46,10 @@ PYTHON_CALLS: Final = Bound(name="the producer's loop alone", unit="trajectories
 #: Targets that a core's own cache holds, and how often they are filled for one figure.
 CACHED_BYTES: Final = 512 << 10
 FILLS: Final = 200
+#: At least so many are copied for one figure of `over`.
+OVER_BYTES: Final = 256 << 20
+#: Bytes a token of each array: tokens, loss_mask, logprobs.
+ARRAYS: Final = (4, 1, 4)
 #: Of a yardstick of calls: one turn, and turns, of which the median counts.
 CALLS: Final = 1000
 TURNS: Final = 9
@@ -77,6 +85,22 @@ def from_cache(item: int, repetitions: int) -> Yardstick:
     """Copy `item` bytes again and again, source and targets in a cache of one core."""
     bound = Bound(name=f"copies of {item >> 10} KiB within one core's cache", unit="GB/s")
     return Yardstick(bound, lambda: float(run_alone(_fill, item, repetitions)) / 1e9)
+
+
+def from_memory(tokens: int, size: int, repetitions: int) -> Yardstick:
+    """Copy the arrays of trajectories, `size` bytes of them, from memory into one core's cache.
+
+    By loops in C, a call for many trajectories: what is left of a put where its source is cold.
+    """
+    bound = Bound(name=f"copies of {tokens:,} tokens' arrays from memory, in C", unit="GB/s")
+    return Yardstick(bound, lambda: float(run_alone(_gather, tokens, size, repetitions)) / 1e9)
+
+
+def over(item: int, distance: int, repetitions: int) -> Yardstick:
+    """Copy `item` bytes again and again, to one place after the other of `distance` shared ones."""
+    name = f"copies of {item >> 10:,} KiB over {distance >> 10:,} KiB of shared memory"
+    bound = Bound(name=name, unit="GB/s")
+    return Yardstick(bound, lambda: float(run_alone(_go_over, item, distance, repetitions)) / 1e9)
 
 
 def python_calls(workload: Workload) -> Yardstick:
@@ -123,6 +147,48 @@ def _fill(start: Callable[[], None], item: int, repetitions: int) -> float:
             # One call for all targets, since a call each would be a part of what is measured.
             target[:] = source
         seconds.append((time.perf_counter() - began) / FILLS)
+    return target.nbytes / statistics.median(seconds)
+
+
+def _gather(start: Callable[[], None], tokens: int, size: int, repetitions: int) -> float:
+    widths = [array_bytes * tokens for array_bytes in ARRAYS]
+    count = max(1, size // sum(widths))
+    at_once = min(count, max(1, CACHED_BYTES // sum(widths)))
+    # In small pages, as what a process allocates for one trajectory after the other lies there.
+    sources = [
+        np.frombuffer(mmap.mmap(-1, count * width), np.uint8).reshape(count, width)
+        for width in widths
+    ]
+    targets = [np.ones((at_once, width), np.uint8) for width in widths]
+    for source in sources:
+        source[:] = 1
+    rows = np.arange(count)
+    start()
+    seconds = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        for first in range(0, count - at_once + 1, at_once):
+            chosen = rows[first : first + at_once]
+            for source, target in zip(sources, targets, strict=True):
+                # Not "raise", which copies into memory of its own first.
+                np.take(source, chosen, axis=0, out=target, mode="clip")
+        seconds.append(time.perf_counter() - began)
+    return (count // at_once * at_once) * sum(widths) / statistics.median(seconds)
+
+
+def _go_over(start: Callable[[], None], item: int, distance: int, repetitions: int) -> float:
+    source = np.ones(item, np.uint8)
+    places = max(2, distance // item)
+    memory = mmap.mmap(-1, places * item, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    target = np.frombuffer(memory, np.uint8).reshape(places, item)
+    target[:] = 1
+    start()
+    seconds = []
+    for _ in range(max(repetitions, OVER_BYTES // target.nbytes)):
+        began = time.perf_counter()
+        # One call for many places, as in `_fill`.
+        target[:] = source
+        seconds.append(time.perf_counter() - began)
     return target.nbytes / statistics.median(seconds)
 
 

@@ -104,7 +104,7 @@ def _produce(
 def _consume(
     start: Callable[[], None], module: str, address: Any, workload: Workload, pack: bool
 ) -> tuple[int, float, usage.Spent]:
-    """Receive everything; count what follows the first delivery, its time and its cost."""
+    """Receive everything; count what follows the warm-up, its time and its cost."""
     wanted, done, first = workload.trajectories, 0, 0
     contender = importlib.import_module(module)
     look: _Sink = _Reading(workload) if workload.read else _look
@@ -120,8 +120,9 @@ def _consume(
             received = receiver.receive(timeout_s)
             if not received:
                 continue
-            if began is None:
-                began, before, first = time.perf_counter(), usage.own(), len(received)
+            if began is None and done + len(received) >= workload.warm_up:
+                began, before = time.perf_counter(), usage.own()
+                first = done + len(received)
             arrays = sink(received)
             done += len(received)
             if done < wanted:

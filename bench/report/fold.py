@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from bench.rows.row import Target
 
-__all__ = ["DAYS", "REPORTS", "CannotFold", "FoldedRow", "add", "fold", "main", "named"]
+__all__ = ["DAYS", "REPORTS", "CannotFold", "FoldedRow", "add", "check", "fold", "main", "named"]
 
 FORMAT: Final = 1
 #: Quiet values that a verdict rests on: with five, both ends of the spread may be chance.
@@ -106,16 +106,9 @@ def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     reports: list[dict[str, Any]] = folded.get("reports", [])
     facts = result["machine"]
     when = facts["date_utc"]
-    if result["level"] != "full":
-        raise CannotFold(f"{when}: expected a report of --full, got --{result['level']}")
+    check(folded or {"reports": []}, facts, result["level"])
     if any(one["date_utc"] == when for one in reports):
         raise CannotFold(f"{when}: this report is there already")
-    machine = {what: facts[what] for what in MACHINE}
-    if reports and machine != folded["machine"]:
-        raise CannotFold(
-            f"{when}: expected a report of {folded['machine']}, got {machine}; keep another file "
-            "for another machine"
-        )
     rows = {row["name"]: _kept(row) for row in result["rows"]}
     more = {
         "date_utc": when,
@@ -125,9 +118,39 @@ def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "format": FORMAT,
-        "machine": machine,
+        "machine": _machine(facts),
         "reports": sorted([*reports, more], key=lambda one: str(one["date_utc"])),
     }
+
+
+def check(folded: dict[str, Any], facts: dict[str, Any], level: str) -> None:
+    """Refuse a run whose report could not be added, before it is made.
+
+    Parameters
+    ----------
+    folded : dict
+        What a file holds.
+    facts : dict
+        What `bench.machine.describe` says of this machine.
+    level : str
+
+    Raises
+    ------
+    CannotFold
+        The run is less than a full one, or this is another machine.
+    """
+    if level != "full":
+        raise CannotFold(f"expected a report of --full, got --{level}")
+    machine = _machine(facts)
+    if folded["reports"] and machine != folded["machine"]:
+        raise CannotFold(
+            f"expected a report of {folded['machine']}, got {machine}; keep another file for "
+            "another machine"
+        )
+
+
+def _machine(facts: dict[str, Any]) -> dict[str, Any]:
+    return {what: facts[what] for what in MACHINE}
 
 
 def _kept(row: dict[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,13 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
         *(
             case
             for name, workload in hops
-            for case in _warm_and_cold(name, workload, copied, from_cache[name])
+            for case in _warm_and_cold(
+                name,
+                workload,
+                copied,
+                from_cache[name],
+                yardsticks.from_memory(workload.tokens, size, times),
+            )
         ),
         Case(
             name="hop-256",
@@ -149,7 +155,11 @@ def _of(stick: Yardstick, workload: Workload, bytes_per_token: int = BYTES_PER_T
 
 
 def _warm_and_cold(
-    name: str, workload: Workload, copied: Yardstick, from_cache: Yardstick
+    name: str,
+    workload: Workload,
+    copied: Yardstick,
+    from_cache: Yardstick,
+    from_memory: Yardstick,
 ) -> tuple[Case, Case]:
     title = f"put to views, {workload.tokens:,} tokens"
     reference = _of(copied, workload)
@@ -168,6 +178,7 @@ def _warm_and_cold(
         measure=hop.measure,
         workload=dataclasses.replace(workload, cold=True),
         reference=reference,
+        bound=_of(from_memory, workload),
     )
     return warm, cold
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench import machine, suite
 from bench.report import blocks, fold
 from bench.report.__main__ import main
 from bench.rows.row import Target
@@ -135,3 +136,23 @@ def test_the_blocks_of_a_page_are_of_the_folded_reports(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["at least 0.9 of memcpy", "at most 0 runs stopped or harmed"])
 def test_a_target_is_read_from_its_text(text: str) -> None:
     assert str(Target.parse(text)) == text
+
+
+@pytest.mark.parametrize("level, cpu", [("--full", "B"), ("--quick", "A"), ("--tiny", "A")])
+def test_a_run_that_could_not_be_added_is_refused_before_it_is_measured(
+    level: str, cpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Its environment variable would outlive this test.
+    monkeypatch.setattr(suite, "use_template", lambda *_: None)
+    here = machine.describe() | {"date_utc": "2026-01-01"}
+    kept = here if cpu == "A" else here | {"cpu": cpu}
+    (tmp_path / "folded.json").write_text(json.dumps(folded(report("", 1.0) | {"machine": kept})))
+    (tmp_path / "results.json").write_text("the newest")
+    with pytest.raises(SystemExit) as refused:
+        suite.main([level, "--output", str(tmp_path)])
+    said = capsys.readouterr()
+    assert refused.value.code == 2 and said.out == ""
+    assert "name another directory" in said.err
+    assert ("expected a report of" if cpu == "B" else "--full") in said.err
+    assert (tmp_path / "results.json").read_text() == "the newest"

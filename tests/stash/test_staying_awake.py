@@ -6,10 +6,15 @@ no group of it is ever complete.
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -27,6 +32,51 @@ with Producer(sys.argv[1]) as producer:
     print("streaming", flush=True)
     while True:
         producer.put("half", group_size=2, index=0, x=np.arange(4), timeout=30)
+"""
+
+
+# The system call itself, and between it and Python's next look a signal for this thread. A reader
+# that asks for signals while it is awake comes here no more before the handler has run.
+YIELD = """
+#define _GNU_SOURCE
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int armed, yields_unheard;
+
+int sched_yield(void) {
+    static int sent;
+    long result = syscall(SYS_sched_yield);
+    if (armed && syscall(SYS_gettid) == getpid()) {
+        yields_unheard += sent;
+        if (!sent) {
+            sent = 1;
+            raise(SIGUSR1);
+        }
+    }
+    return (int)result;
+}
+"""
+
+AWAKE = """
+import ctypes, signal, sys
+from shmbus import Consumer
+
+class Interrupted(Exception):
+    pass
+
+def handle(number, frame):
+    raise Interrupted
+
+signal.signal(signal.SIGUSR1, handle)
+library = ctypes.CDLL(sys.argv[2])
+with Consumer(sys.argv[1]) as consumer:
+    ctypes.c_int.in_dll(library, "armed").value = 1
+    try:
+        consumer.take(1, 60)
+    except Interrupted:
+        print("unheard", ctypes.c_int.in_dll(library, "yields_unheard").value, flush=True)
 """
 
 
@@ -75,6 +125,22 @@ def test_a_signal_ends_the_take_of_a_consumer_that_records_keep_awake(
             killer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_consumer_that_is_awake_asks_for_signals_each_time_it_steps_aside(
+    bus: str, spawn: Spawner, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "yield.c", tmp_path / "yield.so"
+    source.write_text(YIELD)
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"there is no {compiler[0]} here")
+    subprocess.run([*compiler, "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    preloaded = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
+    begin_stream(spawn, bus)
+    child = spawn.script(AWAKE, bus, library, env={"LD_PRELOAD": preloaded})
+    # Without asking it would step aside for the stream again and again.
+    assert "unheard 0\n" in child.finish(60)
 
 
 def test_a_take_ends_at_its_timeout_and_a_close_ends_it_though_records_come(
