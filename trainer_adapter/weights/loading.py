@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trainer_adapter.device.streams import current_stream
 from trainer_adapter.weights.copies import (
@@ -23,6 +22,7 @@ from trainer_adapter.weights.errors import ManifestError, TornWeightsError
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.seen import SeenTensors
+from trainer_adapter.weights.sharded import is_sharded
 from trainer_adapter.weights.source import dtype_name, local_part
 from trainer_adapter.weights.staging import HostBatch, transfers_of
 
@@ -226,7 +226,7 @@ def _destinations(
     found = {name: tensor for name, tensor in targets.items() if name not in fused}
     for name, part in slices.items():
         whole = targets.get(part.of)
-        if whole is None or isinstance(whole, DTensor) or not _is_inside(part, whole):
+        if whole is None or is_sharded(whole) or not _is_inside(part, whole):
             continue
         view = whole.narrow(part.dim, part.start, part.length)
         found[name] = view.squeeze(part.dim) if part.drop_dim else view
@@ -304,7 +304,7 @@ def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice])
 
 
 def _pair(name: str, view: torch.Tensor, target: torch.Tensor) -> Pair:
-    if isinstance(target, DTensor):
+    if is_sharded(target):
         start, local, _ = local_part(name, target)
         for dim, (at, size) in enumerate(zip(start, local.shape, strict=True)):
             if size != view.shape[dim]:

@@ -17,7 +17,8 @@ from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from trainer_adapter.weights.sharded import is_sharded
 
 __all__ = ["SeenTensors", "are_same", "comparer_of"]
 
@@ -45,7 +46,7 @@ class SeenTensors:
         self._names, self._tensors = _tensors_of(tensors)
         # What is tied comes once. A DTensor's own part may move without a trace.
         self._once = list({id(tensor): tensor for tensor in self._tensors}.values())
-        self._told = not any(isinstance(tensor, DTensor) for tensor in self._once)
+        self._told = not any(is_sharded(tensor) for tensor in self._once)
         if self._told:
             self._addresses = self._addresses_now()
             self._columns = self._columns_now()

@@ -34,7 +34,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trainer_adapter.weights.errors import (
     ManifestError,
@@ -45,6 +44,7 @@ from trainer_adapter.weights.errors import (
 )
 from trainer_adapter.weights.manifest import Manifest, Slice
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at, view_of
+from trainer_adapter.weights.sharded import is_sharded
 from trainer_adapter.weights.shared_file import (
     HEADER,
     HEADER_BYTES,
@@ -283,7 +283,7 @@ def share(
     strange = [
         name
         for name, tensor in tensors.items()
-        if tensor.device.type != "cpu" or isinstance(tensor, DTensor)
+        if tensor.device.type != "cpu" or is_sharded(tensor)
     ]
     if strange:
         first = tensors[strange[0]]

@@ -7,14 +7,17 @@ shapes; together their pieces are each tensor exactly once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import ParamMeta, Slice
 from trainer_adapter.weights.seen import SeenTensors
+from trainer_adapter.weights.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "ForeseeingSource",
@@ -125,6 +128,9 @@ def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tenso
     WeightsError
         A placement is another one.
     """
+    # Whoever has a DTensor has loaded this.
+    from torch.distributed.tensor import Replicate, Shard
+
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate):
             raise WeightsError(
@@ -302,7 +308,7 @@ class ModuleSource:
         written = [0] * world_size
         for name, tensor in named.items():
             detached = tensor.detach()
-            if isinstance(detached, DTensor):
+            if is_sharded(detached):
                 start, local, first = local_part(name, detached)
                 if first:
                     yield LocalPiece(name, start, local)
@@ -316,8 +322,8 @@ class ModuleSource:
 
 def _identity(tensor: torch.Tensor) -> object:
     """Equal for tensors that are the same elements, seen alike."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.numel() == 0 or isinstance(tensor, DTensor):
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    if local.numel() == 0 or is_sharded(tensor):
         return id(tensor)
     at = (local.data_ptr(), local.device, local.dtype)
     return (*at, tuple(local.shape), local.stride())
