@@ -8,12 +8,13 @@ Invariants:
 - Exit status: 0 success, 1 failure, 2 usage. A known failure prints its message, not a traceback.
 - A plug-in that cannot be loaded harms no other command: help lists it with the reason. For a
   built-in command no plug-in is loaded, nor can one replace it.
+- A built-in command starts without the modules of the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import io
 import os
 import sys
@@ -21,45 +22,35 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import shmbus
-from shmbus.cli import (
-    bench,
-    doctor,
-    events,
-    gc,
-    inspect,
-    metrics,
-    pause,
-    record,
-    serve,
-    snapshot,
-    status,
-    top,
-    weights,
-)
-from shmbus.cli import list as list_
 from shmbus.cli._words import complete, unknown_command
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
 
-_COMMANDS = (
-    serve,
-    status,
-    top,
-    list_,
-    gc,
-    doctor,
-    inspect,
-    events,
-    metrics,
-    pause,
-    snapshot,
-    record,
-    weights,
-    bench,
-)
+#: The module of each command, in the order of the help.
+_COMMANDS = {
+    "serve": "serve",
+    "status": "status",
+    "top": "top",
+    "list": "list",
+    "gc": "gc",
+    "doctor": "doctor",
+    "inspect": "inspect",
+    "events": "events",
+    "metrics": "metrics",
+    "pause": "pause",
+    "resume": "pause",
+    "snapshot": "snapshot",
+    "restore": "snapshot",
+    "record": "record",
+    "replay": "record",
+    "weights": "weights",
+    "bench": "bench",
+}
 _PLUGINS = "shmbus.commands"
 
 
@@ -84,10 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"shmbus {shmbus.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(commands)
     words = sys.argv[1:] if arguments is None else arguments
-    if not words or words[0] not in commands.choices:
+    built_in = bool(words) and words[0] in _COMMANDS
+    # Each module once.
+    for module in dict.fromkeys([_COMMANDS[words[0]]] if built_in else _COMMANDS.values()):
+        importlib.import_module(f"{__name__}.{module}").add_parser(commands)
+    if not built_in:
         _add_plugins(commands)
     complete(parser, commands.choices.values())
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
@@ -114,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_plugins(commands: Commands) -> None:
+    import importlib.metadata
+
     for entry in sorted(importlib.metadata.entry_points(group=_PLUGINS), key=lambda e: e.name):
         if entry.name in commands.choices:
             continue
@@ -126,7 +121,7 @@ def _add_plugins(commands: Commands) -> None:
             _add_broken(commands, entry, error)
 
 
-def _add_broken(commands: Commands, entry: importlib.metadata.EntryPoint, error: Exception) -> None:
+def _add_broken(commands: Commands, entry: EntryPoint, error: Exception) -> None:
     """Add a command that says why it cannot be loaded, and nothing else."""
     reason = f"{entry.value}: {type(error).__name__}: {error}"
     parser = commands.add_parser(

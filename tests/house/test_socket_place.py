@@ -93,7 +93,7 @@ def test_a_daemon_of_another_user_says_what_is_in_its_place(
     else:
         leave(path, kind)
     script = (
-        f"import os, sys; import shmbus.cli; os.setgroups([]); os.setgid({NOBODY});"
+        f"import os, sys; import shmbus.cli.serve; os.setgroups([]); os.setgid({NOBODY});"
         f"os.setuid({NOBODY}); sys.exit(shmbus.cli.main(['serve', sys.argv[1]]))"
     )
     try:
