@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from fork_server import Forked, Streams, accept_environment, end_servers, fork
 
 from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.client.daemon_client import DaemonClient
@@ -106,6 +107,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(marker.args[0] * PATIENCE), append=False)
 
 
+def pytest_collection_finish() -> None:
+    """Take the environment that the imports of tests have left as the one of their children."""
+    accept_environment()
+
+
 # --- buses
 
 _bus_numbers = itertools.count()
@@ -136,6 +142,7 @@ _left_behind: list[str] = []
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a run that left segments behind, and remove them."""
+    end_servers()
     for path in segments_named(RUN_PREFIX):
         _left_behind.append(path.name)
         path.unlink(missing_ok=True)
@@ -177,18 +184,10 @@ def seed() -> int:
 class Child:
     """A process that a test started, with what it printed so far on either stream."""
 
-    def __init__(self, argv: list[str], log: Path, env: dict[str, str]) -> None:
-        self._log = log
+    def __init__(self, popen: subprocess.Popen[bytes] | Forked, log: Path) -> None:
+        self.popen = popen
         # A file rather than a pipe: a child that prints much never waits for the test to read.
-        with log.open("wb") as stream:
-            self.popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=log.parent,
-            )
+        self._log = log
 
     @property
     def pid(self) -> int:
@@ -246,6 +245,22 @@ class Child:
         return self.output()
 
 
+def execute(arguments: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start an interpreter."""
+    # Unbuffered, so that a line is there to be expected as soon as it is printed; and with the
+    # stacks of a child that a signal kills.
+    argv = [sys.executable, "-u", "-X", "faulthandler", *arguments]
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
+            cwd=log.parent,
+        )
+
+
 class Spawner:
     """Starts Python processes, and ends those, and only those, when the test is over."""
 
@@ -253,24 +268,42 @@ class Spawner:
         self._directory = directory
         self._children: list[Child] = []
 
-    def script(self, text: str, *args: object, env: dict[str, str] | None = None) -> Child:
-        """Start `text` as a program of its own, with `args` in its `sys.argv[1:]`."""
+    def script(
+        self, text: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> Child:
+        """Start `text` as a program of its own, with `args` in its `sys.argv[1:]`.
+
+        With `fresh`, or an environment, by an interpreter of its own; else as a fork of one that
+        has imported what the program needs (fork_server.py).
+        """
         path = self._directory / f"child-{len(self._children)}.py"
         path.write_text(text)
-        return self._start([str(path)], args, env)
+        return self._start([str(path)], text, args, env, fresh)
 
-    def module(self, name: str, *args: object, env: dict[str, str] | None = None) -> Child:
-        """Start `python -m name args`."""
-        return self._start(["-m", name], args, env)
+    def file(self, path: Path, *args: object) -> Child:
+        """Start a script where it lies, among what it imports, the same way."""
+        return self._start([str(path)], path.read_text(), args, None, fresh=False)
+
+    def module(
+        self, name: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> Child:
+        """Start `python -m name args`, the same way."""
+        return self._start(["-m", name], name, args, env, fresh)
 
     def _start(
-        self, program: list[str], args: tuple[object, ...], env: dict[str, str] | None
+        self,
+        program: list[str],
+        text: str,
+        args: tuple[object, ...],
+        env: dict[str, str] | None,
+        fresh: bool,
     ) -> Child:
-        # Unbuffered, so that a line is there to be expected as soon as it is printed; and with
-        # the stacks of a child that a signal kills.
-        argv = [sys.executable, "-u", "-X", "faulthandler", *program, *map(str, args)]
+        arguments = [*map(str, args)]
         log = self._directory / f"child-{len(self._children)}.log"
-        child = Child(argv, log, {**os.environ, **(env or {})})
+        log.touch()
+        streams = Streams(os.devnull, str(log), str(log))
+        forked = not fresh and not env and fork(program, arguments, log.parent, streams, text)
+        child = Child(forked or execute([*program, *arguments], log, env or {}), log)
         self._children.append(child)
         return child
 

@@ -10,11 +10,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from fork_server import Forked, Streams, fork
 
 import shmbus
 from shmbus_ext import _core
@@ -55,21 +57,33 @@ class Result(NamedTuple):
 
 def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> Result:
     """Run ``shmbus ARGUMENTS`` and wait for its end."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "shmbus.cli", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-    ) as process:
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, name) for name in Streams._fields]
+        for file, text in zip(files, (stdin, "", ""), strict=True):
+            file.write_text(text)
+        process = start(["-m", "shmbus.cli"], [*arguments], env, Streams(*map(str, files)))
         try:
-            out, err = process.communicate(stdin, COMMAND_TIMEOUT_S)
+            status = process.wait(COMMAND_TIMEOUT_S)
         except BaseException:
             process.kill()
+            process.wait()
             raise
+        _, out, err = (file.read_text() for file in files)
     assert "Traceback" not in err, err
-    return Result(process.returncode, out, err, process.pid)
+    return Result(status, out, err, process.pid)
+
+
+def start(
+    program: list[str], arguments: list[str], env: dict[str, str] | None, streams: Streams
+) -> Forked | subprocess.Popen[bytes]:
+    """Start it here, as the suite starts its children."""
+    if not env and (forked := fork(program, arguments, Path.cwd(), streams, program[-1])):
+        return forked
+    with open(streams[0]) as given, open(streams[1], "w") as out, open(streams[2], "w") as err:
+        return subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            stdin=given, stdout=out, stderr=err, env={**os.environ, **(env or {})},
+        )  # fmt: skip
 
 
 def segment_path(name: str) -> Path:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Spawner
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
-def run(script: str, *arguments: object) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
+def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(spawn.file(HERE / script, *arguments).finish(timeout=200))
     return report
 
 
@@ -38,17 +28,19 @@ OPERATIONS = {
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("where", OPERATIONS)
-def test_an_exception_at_any_step_of_the_handler_loses_nothing(bus_name: str, where: str) -> None:
+def test_an_exception_at_any_step_of_the_handler_loses_nothing(
+    bus_name: str, where: str, spawn: Spawner
+) -> None:
     operations = OPERATIONS[where].split()
-    report = run("handler.py", bus_name, *operations)
+    report = run(spawn, "handler.py", bus_name, *operations)
     assert report["faults"] == []
     assert min(report[operation] for operation in operations) > 20
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_signal_at_any_instant_loses_no_group_and_trains_none_twice(
-    bus_name: str, seed: int, prefetch: int
+    bus_name: str, seed: int, prefetch: int, spawn: Spawner
 ) -> None:
-    report = run("handler_signals.py", bus_name, prefetch, seed, 100)
+    report = run(spawn, "handler_signals.py", bus_name, prefetch, seed, 100)
     assert report["wrong"] == []
     assert report["interrupts"] >= 100

@@ -7,32 +7,41 @@ interrupt. They take operations, counts and seeds, for a longer look at one of t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Spawner
 
 HERE = Path(__file__).parent
 
+Reports = Callable[..., list[dict[str, Any]]]
 
-def reports(script: str, *arguments: object) -> list[dict[str, Any]]:
+
+@pytest.fixture
+def reports(spawn: Spawner) -> Reports:
     """Run a script of this folder, and return the lines of JSON that it prints."""
-    command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def run(script: str, *arguments: object) -> list[dict[str, Any]]:
+        said = spawn.file(HERE / script, *arguments).finish(timeout=240)
+        return [json.loads(line) for line in said.splitlines()]
+
+    return run
 
 
-def test_an_exception_at_any_step_of_an_embedded_consumer_costs_nothing(bus_name: str) -> None:
+def test_an_exception_at_any_step_of_an_embedded_consumer_costs_nothing(
+    bus_name: str, reports: Reports
+) -> None:
     (report,) = reports("embedded.py", bus_name)
     assert report["injections"] > 200
     assert report["faults"] == []
 
 
 @pytest.mark.timeout(240)
-def test_an_exception_at_any_step_of_a_served_consumer_costs_nothing(bus_name: str) -> None:
+def test_an_exception_at_any_step_of_a_served_consumer_costs_nothing(
+    bus_name: str, reports: Reports
+) -> None:
     # Of the others `make interrupts` takes care: they go through the same lines.
     short = "take ack ack-list give-back with stats version close rank-step rank-attach"
     doubted = "doubted-ack doubted-give-back"
@@ -42,7 +51,7 @@ def test_an_exception_at_any_step_of_a_served_consumer_costs_nothing(bus_name: s
 
 
 def test_the_sweep_ends_when_it_has_raised_enough_and_counts_by_path(
-    bus_name: str, seed: int
+    bus_name: str, seed: int, reports: Reports
 ) -> None:
     print(f"seed {seed}")
     embedded, whole = reports("sweep.py", bus_name, 1000, seed, "embedded")
@@ -59,7 +68,7 @@ SIGNALS = {"embedded": 30, "served": 30, "ranks": 30, "take": 20, "ack": 5, "wit
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", SIGNALS)
 def test_a_consumer_that_gets_signals_at_random_instants_loses_and_doubles_nothing(
-    bus_name: str, seed: int, mode: str
+    bus_name: str, seed: int, mode: str, reports: Reports
 ) -> None:
     print(f"seed {seed}")
     count = SIGNALS[mode]

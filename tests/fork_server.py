@@ -1,0 +1,266 @@
+"""Starts the suite's child programs as forks of a process that has imported what they need.
+
+A fresh interpreter needs a quarter of a second of processor to import NumPy and shmbus, and one and
+a quarter with torch; hundreds of children in a run of the suite did nothing else. A fork of a
+process that has done so, and nothing more, begins in a hundredth of that.
+
+Invariants:
+
+- A child is a process of its own, as one that was executed: its script is `__main__`, at the top of
+  its stack; its arguments, directory, streams and environment are its own, and it ends as an
+  interpreter does. Signals, locks and descriptors know no difference.
+- The server has one thread, and no handle, segment, loop or socket of shmbus is open in it: there
+  is nothing for a child to inherit but modules.
+- What only a fresh interpreter can do is left to one: another environment, what an interpreter does
+  at its start, and builds whose points are set before it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+from shmbus import cli
+
+__all__ = ["Forked", "Streams", "end_servers", "fork"]
+
+#: A request: arguments and an environment.
+REQUEST_BYTES = 1 << 20
+
+#: What every child needs, and what some need beside it.
+COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
+PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
+TORCH = (*PLAIN, "torch", "trainer_adapter.handler.handler")
+HTTP = (*PLAIN, "aiohttp.web")
+
+
+def modules_for(program: str) -> tuple[str, ...]:
+    """What a program, by its text or its module's name, will import."""
+    if "torch" in program or "trainer_adapter" in program:
+        return TORCH
+    return HTTP if "shmbus.gateway" in program or "shmbus.web" in program else PLAIN
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what pytest writes there for each test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+class Streams(NamedTuple):
+    """The files that are a child's streams; it writes from their beginning."""
+
+    input: str
+    output: str
+    errors: str
+
+
+class Forked:
+    """A child of the server, with the part of `subprocess.Popen` that the suite uses."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._lock = threading.Lock()
+        # It stays this process's number, alive or dead, until the server has reaped it.
+        self._end = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return its exit status, or None while it runs."""
+        return self._reap(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        status = self._reap(timeout)
+        if status is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, timeout: float | None) -> int | None:
+        if self.returncode is None and self._has_ended(timeout):
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = self._server.ask({"reap": self.pid})
+                    os.close(self._end)
+        return self.returncode
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+class ForkServer:
+    """The server's side that a test talks to; the process starts here.
+
+    Parameters
+    ----------
+    modules : tuple of str
+        What it imports.
+    """
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._lock = threading.Lock()
+        self._asked = 0
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
+        with theirs:
+            argv = [sys.executable, "-u", "-X", "faulthandler", __file__]
+            self._process = subprocess.Popen(
+                [*argv, str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def start(
+        self, program: list[str], arguments: list[str], directory: Path, streams: Streams
+    ) -> Forked:
+        """Start a program there."""
+        what = {"program": program, "arguments": arguments, "directory": str(directory)}
+        return Forked(self, self.ask({**what, "streams": streams, "environment": {**os.environ}}))
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """Send one request, and return the answer."""
+        with self._lock:
+            self._asked += 1
+            self._socket.send(json.dumps({**request, "number": self._asked}).encode())
+            while data := self._socket.recv(REQUEST_BYTES):
+                number, answer = json.loads(data)
+                # A watchdog may have ended the test that waited for an earlier one.
+                if number == self._asked:
+                    return answer
+        raise ChildProcessError(f"the fork server ended with status {self._process.wait()}")
+
+    def close(self) -> None:
+        """End it."""
+        # By a word, and not by the end of the connection: a forked child of this process may still
+        # hold one end.
+        self._socket.send(json.dumps({"end": True}).encode())
+        self._process.wait()
+        self._socket.close()
+
+
+_servers: dict[tuple[str, ...], ForkServer] = {}
+_environment: dict[str, str] = {}
+
+
+def accept_environment() -> None:
+    """Have children of this environment be forked; modules may read it when they are imported."""
+    _environment.update(environment())
+
+
+def fork(
+    program: list[str], arguments: list[str], directory: Path, streams: Streams, text: str
+) -> Forked | None:
+    """Start ``[path of a script]`` or ``["-m", module]`` by a server, which starts if need be.
+
+    Parameters
+    ----------
+    program, arguments : list of str
+        What an interpreter would be given.
+    directory : Path
+        Where it runs.
+    streams : Streams
+        They exist.
+    text : str
+        The program's text or name, which says what it imports.
+
+    Returns
+    -------
+    Forked or None
+        None where the environment is another one than was accepted.
+    """
+    if environment() != _environment:
+        return None
+    needs = modules_for(text)
+    if needs not in _servers:
+        _servers[needs] = ForkServer(needs)
+    return _servers[needs].start(program, arguments, directory, streams)
+
+
+def end_servers() -> None:
+    """End all of this process's."""
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+# --- in the server
+
+
+def serve(control: socket.socket) -> dict[str, Any]:
+    """Fork and reap for whoever is connected; returns in each child, with what it shall run."""
+    while data := control.recv(REQUEST_BYTES):
+        request: dict[str, Any] = json.loads(data)
+        if "end" in request:
+            break
+        if "reap" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                control.close()
+                return request
+        control.send(json.dumps([request["number"], answer]).encode())
+    sys.exit(0)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take over streams, directory, environment and arguments."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, path in enumerate(request["streams"]):
+        # Each has its end where the other one's is, if both are one file.
+        how = os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY
+        opened = os.open(path, how)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    program = request["program"]
+    # A script finds what lies beside it, and a module what lies in the directory.
+    sys.path[0] = os.path.dirname(program[0]) or request["directory"]
+    sys.argv = [program[-1], *request["arguments"]]
+
+
+def main_of(path: str) -> tuple[CodeType, dict[str, Any]]:
+    """Return a script's code, and the `__main__` that it runs in."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = path
+    return compile(Path(path).read_bytes(), path, "exec"), vars(module)
+
+
+if __name__ == "__main__":
+    # A Ctrl-C is for the suite, which then ends this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # Else NumPy's library of matrices starts threads when it is imported.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    todo = serve(connection)
+    become(todo)
+    if todo["program"][0] == "-m":
+        runpy.run_module(todo["program"][1], run_name="__main__", alter_sys=True)
+    else:
+        exec(*main_of(todo["program"][0]))
