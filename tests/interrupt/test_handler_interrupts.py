@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 
 
 def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(spawn.file(HERE / script, *arguments).finish(timeout=200))
+    said = spawn.file(HERE / script, *arguments).finish(timeout=200)
+    report: dict[str, Any] = json.loads(said.splitlines()[-1])
     return report
 
 
