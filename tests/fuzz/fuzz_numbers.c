@@ -64,6 +64,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const char *key;
     size_t key_bytes;
     for (const char *at = begin; at < text.end; at++) {
+        CHECK(text.end - at < BLOCK_BYTES || commas_of(at) == commas_plain(at));
         if (*at == '[') {
             read_list((struct json_text){at + 1, text.end});
         }
