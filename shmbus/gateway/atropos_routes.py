@@ -14,6 +14,7 @@ from aiohttp import web
 
 from shmbus.gateway.answers import json_answer, text_answer
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.heads import Request
 from shmbus.gateway.intake import Records
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.registry import NewEnvironment, Registration
@@ -139,15 +140,15 @@ class AtroposRoutes:
 
     # -- groups in ------------------------------------------------------------------------------
 
-    async def scored_data(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def scored_data(self, request: Request) -> web.StreamResponse:
         """Put a group."""
         return await self._post(request, several=False)
 
-    async def scored_data_list(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def scored_data_list(self, request: Request) -> web.StreamResponse:
         """Put several."""
         return await self._post(request, several=True)
 
-    async def _post(self, request: web.BaseRequest, *, several: bool) -> web.StreamResponse:
+    async def _post(self, request: Request, *, several: bool) -> web.StreamResponse:
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):
             groups = decode_groups(raw, several=several)

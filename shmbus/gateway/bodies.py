@@ -23,6 +23,7 @@ from isal import igzip_lib, isal_zlib
 
 from shmbus.gateway import settings
 from shmbus.gateway.connection import connection_of
+from shmbus.gateway.heads import Request
 from shmbus.gateway.incoming import Incoming
 from shmbus.gateway.refusal import Refusal
 
@@ -94,7 +95,7 @@ class Budget:
                 turn.set_result(None)
 
 
-def _encoding(request: web.BaseRequest) -> bool:
+def _encoding(request: Request) -> bool:
     """Whether the body is gzip; refuse what it may be beside that."""
     found = request.headers.getall("Content-Encoding", [])
     names = [name.strip().lower() for value in found for name in value.split(",")]
@@ -110,7 +111,7 @@ def _encoding(request: web.BaseRequest) -> bool:
     )
 
 
-def require_json(request: web.BaseRequest) -> None:
+def require_json(request: Request) -> None:
     """Refuse a body that is said to be something else than JSON."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (
@@ -170,7 +171,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def large(
-        self, request: web.BaseRequest, deadline_s: float
+        self, request: Request, deadline_s: float
     ) -> AsyncIterator[bytes | bytearray | memoryview]:
         """Have the body of a request with groups; its bytes are in the budget for the block.
 
@@ -193,6 +194,7 @@ class Bodies:
             if incoming is not None:
                 body: bytes | bytearray | memoryview = await _receive(incoming)
             else:
+                assert isinstance(request, web.BaseRequest)
                 connection.admitted = True
                 try:
                     body = await self._read(request, limit, too_large)

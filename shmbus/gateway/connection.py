@@ -1,10 +1,13 @@
 """A client's connection: what it was answered, and whether that reached it.
 
 It stands between the transport and aiohttp's parser. Polls it answers itself, and large bodies it
-receives itself where nothing of the request before them is left; everything else it passes on.
+receives itself where nothing of the request before them is left; where their head is known too, the
+parser sees nothing of them. Everything else it passes on.
 
 Invariants:
 
+- Requests are answered in their order: what comes behind one whose head is known waits for its
+  answer, a piece of it at the most.
 - An answer that somebody tracks ends once: delivered, or lost. It is delivered when all of it was
   written, and the client then asked again or closed in order; it is lost when the connection ended
   before that, or was reset, as the kernel does for a client that dies without reading.
@@ -21,7 +24,16 @@ from typing import Any, Final, Protocol, cast
 from aiohttp import web
 
 from shmbus.gateway import settings
-from shmbus.gateway.incoming import Incoming, plain_head
+from shmbus.gateway.heads import (
+    Heads,
+    KnownHead,
+    KnownRequest,
+    Request,
+    is_plain,
+    split_head,
+    wire_head,
+)
+from shmbus.gateway.incoming import Incoming
 
 __all__ = ["Connection", "Connections", "connection_of"]
 
@@ -98,6 +110,11 @@ class Connection(asyncio.BufferedProtocol):
         self.admitted = False
         #: The body of the request that is answered, where it is received here.
         self.incoming: Incoming | None = None
+        #: Its head, while it has the library's answer only: known once that is 200.
+        self.plain_head: bytes | None = None
+        #: Whether a request with a known head is answered, and what came behind it meanwhile.
+        self._answering = False
+        self._behind = bytearray()
         #: Whether all that came was requests whose ends are known, each answered by now.
         self._between = True
         self.busy = 0
@@ -135,32 +152,49 @@ class Connection(asyncio.BufferedProtocol):
         if self._only_poll is not None:
             self._connections.polls.note_kept(self._only_poll)
             self._only_poll = None
+        self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
+        if self.incoming is not None and not self.incoming.is_whole:
+            data = self.incoming.keep(data)
+            if not data:
+                return
+        if self._answering:
+            self._keep_behind(data)
+            return
+        begins = self._between and self.incoming is None
+        split = split_head(data) if begins and self._transport is not None else None
         if self._inner is None:
             if self._flushed.is_set() and (found := self._connections.polls.answer(data)):
                 self.note_poll(data)
                 self._answer_poll(*found)
+                return
+            if split is not None and (known := self._connections.heads.find(split.head)):
+                self._begin_known(known, split.behind, split.length)
                 return
             self._inner = self._connections.make_inner()
             self._inner.connection_made(self._transport)
             self.received = data
         else:
             self.received = b""
-        if self.incoming is not None and not self.incoming.is_whole:
-            data = self.incoming.keep(data)
-            if not data:
-                return
-        if (
-            self._between
-            and self.incoming is None
-            and self._transport is not None
-            and (plain := plain_head(data))
-        ):
-            data, first, length = plain
-            self.incoming = Incoming(self._transport, first, length)
+        if split is not None and self._transport is not None and is_plain(split.head):
+            data = self.plain_head = split.head
+            self.incoming = Incoming(self._transport, split.behind, split.length)
         else:
             # From here on only the library knows where a request ends.
             self._between = False
         self._inner.data_received(data)
+
+    def _begin_known(self, head: KnownHead, first: bytes, length: int) -> None:
+        assert self._transport is not None
+        self._answering = True
+        self.incoming = Incoming(self._transport, first, length)
+        self._connections.answer_known(self, KnownRequest(head, self._transport))
+
+    def _keep_behind(self, data: bytes) -> None:
+        self._behind += data
+        if self._transport is not None and len(self._behind) >= settings.SMALL_PIECE_BYTES:
+            self._transport.pause_reading()
 
     def _answer_poll(self, answer: bytes, stays: bool) -> None:
         transport = self._transport
@@ -218,7 +252,24 @@ class Connection(asyncio.BufferedProtocol):
     def end_request(self) -> bool:
         """Note that a request was answered; returns whether another one can follow it."""
         incoming, self.incoming = self.incoming, None
+        self.plain_head = None
         return incoming is None or incoming.is_whole
+
+    def end_known(self, stays: bool) -> None:
+        """Note that a request with a known head was answered; take what came behind it."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if not stays:
+            # What is written still leaves.
+            transport.close()
+            return
+        self._answering = False
+        behind, self._behind = bytes(self._behind), bytearray()
+        if len(behind) >= settings.SMALL_PIECE_BYTES:
+            transport.resume_reading()
+        if behind:
+            self._pass_on(behind)
 
     def abort(self) -> None:
         """End the connection now."""
@@ -227,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def send(
         self,
-        request: web.BaseRequest,
+        request: Request,
         response: web.Response,
         on_end: Callable[[bool], None] | None = None,
         finish: Finish | None = None,
@@ -248,6 +299,11 @@ class Connection(asyncio.BufferedProtocol):
         try:
             if not self.alive:
                 raise ConnectionResetError("the client has gone")
+            if isinstance(request, KnownRequest):
+                answer.whole = True
+                self._answers.append(answer)
+                await self._write_known(request, response)
+                return self._unless_lost(answer, response)
             if finish is not None:
                 sent = web.StreamResponse(status=response.status, headers=response.headers)
                 sent.content_length = len(_body_of(response))
@@ -274,9 +330,20 @@ class Connection(asyncio.BufferedProtocol):
                     f"the client read nothing for {settings.ANSWER_S:g} s"
                 ) from error
             raise
+        return self._unless_lost(answer, sent)
+
+    def _unless_lost(self, answer: _Answer, sent: web.StreamResponse) -> web.StreamResponse:
         if answer.delivered is False:
             raise ConnectionResetError("the client went while it was answered")
         return sent
+
+    async def _write_known(self, request: KnownRequest, response: web.Response) -> None:
+        assert self._transport is not None
+        request.answered = True
+        stays = request.head.keep_alive and response.keep_alive is not False
+        self._transport.write(wire_head(response, stays) + _body_of(response))
+        if not self._flushed.is_set():
+            await asyncio.wait_for(self._flushed.wait(), settings.ANSWER_S)
 
     async def _write(
         self,
@@ -314,15 +381,20 @@ class Connections:
         Makes the protocol of aiohttp for one connection.
     polls : Polls
         Known requests, which are answered without it.
+    answer_known : callable
+        Begins the answer to a request whose head is known.
     """
 
     def __init__(
         self,
         make_inner: Callable[[], Any],
         polls: Polls,
+        answer_known: Callable[[Connection, KnownRequest], None],
     ) -> None:
         self.make_inner = make_inner
         self.polls = polls
+        self.answer_known = answer_known
+        self.heads = Heads()
         self.large = memoryview(bytearray(settings.LARGE_PIECE_BYTES))
         self.small = self.large[: settings.SMALL_PIECE_BYTES]
         self._all: dict[Connection, None] = {}
@@ -365,7 +437,7 @@ class Connections:
         await asyncio.sleep(0)
 
 
-def connection_of(request: web.BaseRequest) -> Connection:
+def connection_of(request: Request) -> Connection:
     """Return the connection of a request.
 
     Raises

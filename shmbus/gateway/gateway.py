@@ -22,6 +22,7 @@ from shmbus.gateway.bodies import Bodies
 from shmbus.gateway.connection import connection_of
 from shmbus.gateway.deliveries import Batch, Deliveries
 from shmbus.gateway.handover import BodyKey, Handover
+from shmbus.gateway.heads import Request
 from shmbus.gateway.inherited import committed_by, whole_groups
 from shmbus.gateway.intake import Body, Intake, Records, key_of
 from shmbus.gateway.metrics import Metrics
@@ -132,7 +133,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def body(
-        self, request: web.BaseRequest
+        self, request: Request
     ) -> AsyncIterator[tuple[bytes | bytearray | memoryview, float]]:
         """Have the body of a request with groups, and until when it may be held."""
         deadline_s = time.monotonic() + self.settings.hold_s
@@ -144,7 +145,7 @@ class Gateway:
 
     async def put(
         self,
-        request: web.BaseRequest,
+        request: Request,
         raw: bytes | bytearray | memoryview,
         deadline_s: float,
         count: int,
@@ -211,7 +212,7 @@ class Gateway:
                 raise
 
     async def answer_put(
-        self, request: web.BaseRequest, response: web.Response, body: Body
+        self, request: Request, response: web.Response, body: Body
     ) -> web.StreamResponse:
         """Answer a body that is in the bus, and learn whether the answer arrived."""
 

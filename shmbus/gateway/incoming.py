@@ -1,13 +1,11 @@
 """A large body, from the socket straight into the memory that it is used in.
 
 The HTTP library copies a body three times, in pieces of what one read of the socket gives. Where
-the head says plainly how long the body is, the library is given the head with a length of zero, and
-the body is received here.
+the head says plainly how long the body is (`heads.is_plain`), the library is given the head with a
+length of zero, or nothing at all, and the body is received here.
 
 Invariants:
 
-- A head is taken only where no two readers can differ on where the body ends: one Content-Length of
-  digits, and nothing that changes how it is framed. All others are the library's.
 - Until a body has its part of the budget, no more than READ_AHEAD_BYTES of it are kept, and one
   piece; from then on exactly its length.
 - Whoever waits for a body is woken once: by its last byte, by the end of its connection, or by the
@@ -18,47 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
-from typing import Final
 
 import numpy as np
 
 from shmbus.gateway import settings
 
-__all__ = ["Incoming", "plain_head"]
-
-#: What opens a request whose body is a group, or several.
-_OPENS: Final = (b"POST /scored_data", b"POST /buffer/write")
-_LENGTH: Final = re.compile(rb"\r\nContent-Length: *([0-9]{1,15})\r\n", re.IGNORECASE)
-#: What says more about a body's framing, in lower case, and what may begin the same header twice.
-_UNPLAIN: Final = (b"transfer-encoding", b"expect", b"upgrade", b"\n ", b"\n\t", b"\0")
-
-
-def plain_head(received: bytes) -> tuple[bytes, bytes, int] | None:
-    """Return a head for the library, what came behind it, and how many bytes the body has.
-
-    None where the body is small, or the library has to find out where it ends.
-    """
-    if not received.startswith(_OPENS):
-        return None
-    head, end, behind = received.partition(b"\r\n\r\n")
-    head += end
-    found = _LENGTH.search(head)
-    if not end or found is None:
-        return None
-    length = int(found[1])
-    lower = head.lower()
-    if (
-        length <= settings.SMALL_BYTES
-        or not head.count(b"\r\n") == head.count(b"\n") == head.count(b"\r")
-        or len(behind) > length
-        or lower.count(b"content-length") > 1
-        or any(word in lower for word in _UNPLAIN)
-    ):
-        return None
-    begin, stop = found.span(1)
-    return head[:begin] + b"0" * (stop - begin) + head[stop:], behind, length
+__all__ = ["Incoming"]
 
 
 class Incoming:

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import time
 from http import HTTPStatus
 from typing import Final
@@ -32,7 +31,6 @@ PATH: Final = "/status-env"
 #: Bytes of a request that is remembered; those of environments have some 250.
 _MOST_BYTES: Final = 1024
 
-access_logger = logging.getLogger("shmbus.gateway.access")
 _encoder = msgspec.json.Encoder()
 
 
@@ -72,10 +70,13 @@ class Polls:
     ----------
     gateway : Gateway
         Whose state they ask for.
+    logged : bool
+        Whether each has a line in the log: then all go the long way.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, logged: bool) -> None:
         self._gateway = gateway
+        self._logged = logged
         #: By request; the oldest first.
         self._known: dict[bytes, _Poll] = {}
         #: How many polls were answered the short way.
@@ -129,7 +130,7 @@ class Polls:
 
     def _answer(self, poll: _Poll, received: bytes) -> bytes | None:
         gateway = self._gateway
-        if gateway.supply.stale or access_logger.isEnabledFor(logging.DEBUG):
+        if gateway.supply.stale or self._logged:
             return None
         began_s = time.monotonic()
         try:

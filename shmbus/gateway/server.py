@@ -31,9 +31,11 @@ from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_ans
 from shmbus.gateway.atropos_routes import AtroposRoutes
 from shmbus.gateway.connection import Connection, Connections, connection_of
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.heads import KnownRequest, Request
 from shmbus.gateway.listener import Listener
 from shmbus.gateway.polls import PATH, Polls
 from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.request_log import RequestLog
 from shmbus.gateway.settings import SMALL_PIECE_BYTES, Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
 
@@ -42,9 +44,8 @@ __all__ = ["Server", "serve"]
 logger = logging.getLogger(__name__)
 #: What aiohttp says of bytes that are no HTTP.
 http_logger = logging.getLogger("shmbus.gateway.http")
-access_logger = logging.getLogger("shmbus.gateway.access")
 
-Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Route = Callable[[Any], Awaitable[web.StreamResponse]]
 
 #: Routes that are polled many times a second: a line each only at level debug.
 _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
@@ -80,6 +81,7 @@ class Server:
         self._gateway = gateway
         http_logger.addFilter(_without_traceback)
         self._access = Access(gateway.settings)
+        self._log = RequestLog(gateway.settings)
         self._inner = web.Server(
             self._answer,
             logger=http_logger,
@@ -90,8 +92,11 @@ class Server:
             read_bufsize=_READ_AHEAD,
             lingering_time=0.0,
         )
-        self._polls = Polls(gateway)
-        self.connections = Connections(self._inner, self._polls)
+        self._polls = Polls(gateway, self._log.polled)
+        self.connections = Connections(self._inner, self._polls, self._begin_known)
+        #: Answers to requests whose heads are known.
+        self._known: set[asyncio.Task[None]] = set()
+        self._short_posts = 0
         self._routes: dict[tuple[str, str], Route] = {
             **AtroposRoutes(gateway).routes,
             **SlimeRoutes(gateway).routes,
@@ -133,11 +138,28 @@ class Server:
         if self._sweeping is not None:
             self._sweeping.cancel()
         await self.connections.close()
+        for task in self._known:
+            task.cancel()
+        await asyncio.gather(*self._known, return_exceptions=True)
         await self._inner.shutdown(timeout=1.0)
 
     # -- a request ------------------------------------------------------------------------------
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    def _begin_known(self, connection: Connection, request: KnownRequest) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer_known(connection, request))
+        self._known.add(task)
+        task.add_done_callback(self._known.discard)
+
+    async def _answer_known(self, connection: Connection, request: KnownRequest) -> None:
+        self._short_posts += 1
+        response = await self._answer(request)
+        assert isinstance(response, web.Response)
+        if not request.answered:
+            with contextlib.suppress(ConnectionResetError):
+                await connection.send(request, response)
+        connection.end_known(request.head.keep_alive and response.keep_alive is not False)
+
+    async def _answer(self, request: Request) -> web.StreamResponse:
         began_s = time.monotonic()
         route = request.path if request.path in self._paths else "other"
         try:
@@ -156,8 +178,11 @@ class Server:
             status = response.status
             sent = response.content_length or 0
             polled = connection.received if route == PATH and status == HTTPStatus.OK else b""
-            if polled and self._polls.remember(polled, request):
-                connection.note_poll(polled)
+            if not isinstance(request, KnownRequest):
+                if polled and self._polls.remember(polled, request):
+                    connection.note_poll(polled)
+                if connection.plain_head is not None:
+                    self.connections.heads.remember(connection.plain_head, request, status)
             if not connection.end_request():
                 # What is left of its body would be taken for the next request.
                 response.force_close()
@@ -168,11 +193,12 @@ class Server:
             self._note(request, route, status, time.monotonic() - began_s, received, sent)
 
     async def _guarded(
-        self, request: web.BaseRequest, connection: Connection, route: str
+        self, request: Request, connection: Connection, route: str
     ) -> web.StreamResponse:
         """Answer, whatever happens in the route."""
         try:
-            self._access.require(request)
+            if not isinstance(request, KnownRequest):
+                self._access.require(request)
             response = await self._dispatch(request)
         except Refusal as refusal:
             response = refusal_answer(refusal)
@@ -188,10 +214,11 @@ class Server:
             logger.exception("%s %s failed", request.method, request.path)
             text = "a mistake of the gateway, which its log shows; send the request again"
             response = refusal_answer(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, text))
-        self._access.allow_origin(request, response)
+        if not isinstance(request, KnownRequest):
+            self._access.allow_origin(request, response)
         return response
 
-    async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _dispatch(self, request: Request) -> web.StreamResponse:
         route = self._routes.get((request.method, request.path))
         if route is not None:
             return await route(request)
@@ -217,7 +244,7 @@ class Server:
 
     def _note(
         self,
-        request: web.BaseRequest,
+        request: Request,
         route: str,
         status: int,
         seconds: float,
@@ -225,17 +252,10 @@ class Server:
         sent: int,
     ) -> None:
         self._gateway.metrics.note(route, status, seconds, received, sent)
-        ordinary = route in _POLLED and status == HTTPStatus.OK
-        level = logging.DEBUG if ordinary else logging.INFO
-        if access_logger.isEnabledFor(level):
-            access_logger.log(
-                level,
-                "%s %s", request.method, request.path[:200],
-                extra={
-                    "status": status, "ms": round(seconds * 1e3, 2), "received": received,
-                    "sent": sent, "peer": request.remote, "bus": self._gateway.bus.name,
-                },
-            )  # fmt: skip
+        polled = route in _POLLED and status == HTTPStatus.OK
+        self._log.write(
+            request.method, request.path, polled, status, seconds, received, sent, request.remote
+        )
 
     async def _healthz(self, request: web.BaseRequest) -> web.StreamResponse:
         gateway = self._gateway
@@ -253,6 +273,7 @@ class Server:
             **self._gateway.gauges(),
             "connections": len(self.connections),
             "short_polls": self._polls.answered,
+            "short_posts": self._short_posts,
         }
         text = self._gateway.metrics.expose(self._gateway.bus.name, gauges)
         return web.Response(

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from shmbus.gateway.answers import json_answer
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.heads import Request
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.shapes import decode_object
 from shmbus.gateway.supply import SLIME
@@ -38,7 +39,7 @@ class SlimeRoutes:
             ("POST", "/start_rollout"): self.start_rollout,
         }
 
-    async def write(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def write(self, request: Request) -> web.StreamResponse:
         """Put a sample."""
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):

@@ -84,7 +84,7 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
 
 def _typed(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
     """Do the same for a list or an array whose items are known to be of the right type."""
-    if isinstance(values, np.ndarray) and values.dtype == dtype and values.ndim == 1:
+    if isinstance(values, np.ndarray) and values.dtype.type is dtype and values.ndim == 1:
         return values
     try:
         found = np.array(values, dtype)
@@ -112,7 +112,11 @@ def _table(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any] | N
 
 
 def _scores(value: Any, count: int) -> list[float]:
-    scores = [float(score) for score in _numbers("scores", value, np.float64)]
+    scores: list[float]
+    if type(value) is list and all(type(each) is float and math.isfinite(each) for each in value):
+        scores = value  # a few numbers, which need no array to be looked at
+    else:
+        scores = [float(score) for score in _numbers("scores", value, np.float64)]
     if len(scores) != count:
         raise ValueError(
             f"scores: expected {count}, one for each sequence of tokens, got {len(scores)}; a "

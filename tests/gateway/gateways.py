@@ -42,12 +42,14 @@ ENVIRONMENT = {"max_token_length": 512, "desired_name": "math", "weight": 1.0, "
 class Gateway:
     """A gateway of one bus, to be killed and started again."""
 
-    def __init__(self, spawner: Spawner, name: str, options: tuple[object, ...]) -> None:
+    def __init__(
+        self, spawner: Spawner, name: str, options: tuple[object, ...], fault: str = ""
+    ) -> None:
         self.name = name
         self.port = 0
         self._spawner = spawner
         self._options = options
-        self.child = self.start()
+        self.child = self.start(fault)
 
     def start(self, fault: str = "") -> Child:
         """Start it, and wait until it serves; the port stays. `fault` is run in it before."""
@@ -109,12 +111,12 @@ class Gateway:
 
 
 @contextmanager
-def serving(directory: Path, label: str, *options: object) -> Iterator[Gateway]:
+def serving(directory: Path, label: str, *options: object, fault: str = "") -> Iterator[Gateway]:
     """A gateway that several tests use one after the other."""
     spawner = Spawner(directory)
     name = f"{RUN_PREFIX}{label}"
     try:
-        gateway = Gateway(spawner, name, options)
+        gateway = Gateway(spawner, name, options, fault)
         yield gateway
     finally:
         spawner.end_all()

@@ -1,10 +1,14 @@
-"""Large bodies go from the socket into place: whole, in whatever pieces they come, or not."""
+"""Large bodies go from the socket into place: whole, in whatever pieces they come, or not.
+
+All of it holds twice: below heads that the gateway knows, and below heads that it has to parse.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 import random
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -15,18 +19,37 @@ from gateways import TIMEOUT_S, Gateway, serving
 from http_answers import more, read_answer
 from http_requests import request_bytes, reset, scored
 
-from shmbus.gateway.incoming import plain_head
+from shmbus.gateway.heads import is_plain, split_head
 
 #: Tokens of a sequence: its group is 600 kB of JSON, which no one piece holds.
 TOKENS = 30_000
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+#: Run in a gateway that knows no head.
+FORGETFUL = "from shmbus.gateway.heads import Heads; Heads.find = lambda self, head: None"
+
+
+@pytest.fixture(scope="module", params=["heads are known", "heads are parsed"])
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
     options = ("--create", "64MiB", "--body-limit", "4")
-    with serving(tmp_path_factory.mktemp("gateway"), "large", *options) as gateway:
+    knows = request.param == "heads are known"
+    directory = tmp_path_factory.mktemp("gateway")
+    label = "large-known" if knows else "large-parsed"
+    with serving(directory, label, *options, fault="" if knows else FORGETFUL) as gateway:
         gateway.register(batch_size=1)
+        assert gateway.post("/scored_data", large(0)).status == 200
+        assert was_put(gateway, large(0))
         yield gateway
+        assert (short_posts(gateway) > 0) == knows
+
+
+def short_posts(gateway: Gateway) -> int:
+    """How many bodies came below heads that were known."""
+    found = re.search(rb"gateway_short_posts\{.*\} (\d+)", gateway.get("/metrics").body)
+    assert found is not None
+    return int(found[1])
 
 
 def large(first: int, **more: Any) -> dict[str, Any]:
@@ -181,9 +204,11 @@ PLAIN = b"POST /scored_data HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r
 
 
 def test_a_plain_head_is_given_on_with_no_body() -> None:
-    head, behind, length = plain_head(PLAIN) or (b"", b"", 0)
-    assert head == PLAIN[:-3].replace(b"1000000", b"0000000")
-    assert (behind, length) == (b"abc", 1_000_000)
+    found = split_head(PLAIN)
+    assert found is not None
+    assert found.head == PLAIN[:-3].replace(b"1000000", b"0000000")
+    assert (found.behind, found.length) == (b"abc", 1_000_000)
+    assert is_plain(found.head)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +231,5 @@ def test_a_plain_head_is_given_on_with_no_body() -> None:
     ],
 )
 def test_what_could_be_read_in_two_ways_is_left_to_the_library(old: bytes, new: bytes) -> None:
-    assert plain_head(PLAIN.replace(old, new, 1)) is None
+    found = split_head(PLAIN.replace(old, new, 1))
+    assert found is None or not is_plain(found.head)
