@@ -123,7 +123,7 @@ class KnownRequest:
         Of its connection.
     """
 
-    __slots__ = ("_transport", "answered", "head", "headers", "path")
+    __slots__ = ("_transport", "answered", "head", "headers", "path", "remote")
 
     method: Final = "POST"
     #: As the library has it: the body is received beside it.
@@ -136,17 +136,21 @@ class KnownRequest:
         self._transport = transport
         #: Whether an answer was written.
         self.answered = False
+        #: Who asks: noted now, since a connection that has ended does not know it.
+        self.remote = _peer_of(transport)
 
     @property
     def transport(self) -> asyncio.Transport | None:
         """Where it came from; None once that has ended."""
         return None if self._transport.is_closing() else self._transport
 
-    @property
-    def remote(self) -> str | None:
-        """Who asks."""
-        peer = self._transport.get_extra_info("peername")
-        return str(peer[0]) if isinstance(peer, tuple) else None
+
+def _peer_of(transport: asyncio.Transport) -> str | None:
+    try:
+        peer = transport.get_extra_info("peername")
+    except (OSError, ValueError):  # it was reset already
+        return None
+    return str(peer[0]) if isinstance(peer, tuple) else None
 
 
 #: What a route that takes groups is asked by.

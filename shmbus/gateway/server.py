@@ -152,12 +152,17 @@ class Server:
 
     async def _answer_known(self, connection: Connection, request: KnownRequest) -> None:
         self._short_posts += 1
-        response = await self._answer(request)
-        assert isinstance(response, web.Response)
-        if not request.answered:
-            with contextlib.suppress(ConnectionResetError):
+        try:
+            response = await self._answer(request)
+            assert isinstance(response, web.Response)
+            if not request.answered:
                 await connection.send(request, response)
-        connection.end_known(request.head.keep_alive and response.keep_alive is not False)
+            connection.end_known(request.head.keep_alive and response.keep_alive is not False)
+        except ConnectionResetError:
+            connection.abort()
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            connection.abort()
 
     async def _answer(self, request: Request) -> web.StreamResponse:
         began_s = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import select
 import socket
@@ -208,6 +209,46 @@ def test_a_body_whose_answer_was_lost_is_put_once(gateway: Gateway) -> None:
     for _ in range(2):
         assert post(gateway, group(3)) == 200
     assert [taken(gateway), taken(gateway), taken(gateway)] == [3, 3, None]
+
+
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+def test_a_client_that_goes_within_a_body_is_in_the_log(gateway: Gateway, end: Any) -> None:
+    for _ in range(2):
+        assert post(gateway, group(1)) == 200
+        assert taken(gateway) == 1
+    lost = re.compile(r"POST /scored_data status=0 .* peer=127\.0\.0\.1 ")
+    before = len(lost.findall(gateway.child.output()))
+    data = request_bytes("POST", "/scored_data", group(2), **ALLOWED)
+    for count, cut in enumerate((data.index(b"\r\n\r\n") + 4, 60_000, len(data) - 1), 1):
+        with gateway.connect() as connection:
+            connection.sendall(data[:cut])
+            time.sleep(0.02)
+            end(connection)
+        wait_until(
+            lambda: len(lost.findall(gateway.child.output())) == before + count,  # noqa: B023
+            what="its line in the log",
+        )
+    assert "Traceback" not in gateway.child.output()
+    assert taken(gateway) is None
+
+
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+def test_one_that_goes_at_once_leaves_nothing_behind(gateway: Gateway, end: Any, seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(2):
+        assert post(gateway, group(1)) == 200
+        assert taken(gateway) == 1
+    data = request_bytes("POST", "/scored_data", group(2), **ALLOWED)
+    for _ in range(60):
+        with gateway.connect() as connection:
+            connection.sendall(data[: dice.randrange(100, len(data))])
+            end(connection)
+    assert post(gateway, group(3)) == 200
+    assert [taken(gateway), taken(gateway)] == [3, None]
+    found = re.search(rb"gateway_body_bytes\{.*\} (\d+)", gateway.get("/metrics", **ALLOWED).body)
+    assert found is not None
+    assert found[1] == b"0"
+    assert "Traceback" not in gateway.child.output()
 
 
 def test_a_held_body_is_answered_when_there_is_room_and_dropped_when_its_client_goes(
