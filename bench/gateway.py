@@ -1,13 +1,17 @@
 """Processor time of the HTTP gateway, and of atroposlib's server, for the same requests in one run.
 
-``python -m bench.gateway [--rounds N] [--output FILE.json]``, where atroposlib is installed
-(``make test-peers`` makes such an environment).
+``python -m bench.gateway [--rounds N] [--parts posts,...] [--output FILE.json]``, where atroposlib
+is installed (``make test-peers`` makes such an environment).
 
 A round is one group of 1.1 MB, posted as an environment does, and taken as a trainer does, over
 connections of their own, with gzip both ways or without. What counts is the time that all threads
 of the server were on a processor, from the kernel's own nanoseconds: the load of the machine
 changes it little. Then environments that poll ``/status-env``, each time over a new connection; and
 groups that go through the ring beside the server.
+
+What a POST alone costs is measured with all servers at once, each asked in turn, so that nothing of
+the machine is another's luck; and beside two servers that only receive a body, or receive and parse
+it (`bench.receiver`), which nothing can undercut.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import json
 import os
 import random
 import secrets
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -151,6 +156,52 @@ def round_trips(pid: int, port: int, rounds: int, packed: bool) -> dict[str, flo
     return {"post_ms": post_ms, "batch_ms": batch_ms, "together_ms": post_ms + batch_ms}
 
 
+def posts_in_turn(argvs: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds of each server for a POST, the servers asked in turn.
+
+    `argvs` has the command of each but its port, where ``PORT`` stands. A server that answers
+    batches is asked for one after each POST, so that it never has more than a group.
+    """
+    body = json.dumps(group()).encode()
+    kinds: dict[str, tuple[bytes, dict[str, str]]] = {
+        "plain": (body, {}),
+        "gzip": (gzip.compress(body), {"Content_Encoding": "gzip"}),
+    }
+    spent: dict[str, dict[str, list[float]]] = {
+        name: {kind: [] for kind in kinds} for name in argvs
+    }
+    with ExitStack() as stack:
+        servers: dict[str, tuple[int, int]] = {}
+        for name, argv in argvs.items():
+            port = free_port()
+            argv = [part.replace("PORT", str(port)) for part in argv]
+            servers[name] = stack.enter_context(server(argv, port)), port
+            if name in ("atroposlib", "gateway"):
+                ask(port, "POST", "/register", json.dumps(REGISTRATION).encode())
+                ask(port, "GET", "/batch")
+        for number in range(-WARM_UP, rounds):
+            for kind, (wire, headers) in kinds.items():
+                for name, (pid, port) in servers.items():
+                    if "parsed" in name and kind == "gzip":
+                        continue
+                    began = cpu_s(pid)
+                    ask(port, "POST", "/scored_data", wire, **headers)
+                    milliseconds = 1e3 * (cpu_s(pid) - began)
+                    if number >= 0:
+                        spent[name][kind].append(milliseconds)
+                    if name in ("atroposlib", "gateway"):
+                        ask(port, "GET", "/batch", None, Accept_Encoding="identity")
+    return {
+        name: {
+            f"{kind}_{which}_ms": of(found)
+            for kind, found in of_kinds.items()
+            if found
+            for which, of in (("mean", statistics.mean), ("median", statistics.median))
+        }
+        for name, of_kinds in spent.items()
+    }
+
+
 async def _poll(port: int) -> int:
     """Have the environments poll; returns how many answers came.
 
@@ -216,28 +267,36 @@ def through_the_ring(pid: int, bus: str, rounds: int) -> dict[str, float]:
     return {"server_ms": 1e3 * spent / rounds, "seconds": seconds, "groups": rounds}
 
 
-def measure(rounds: int) -> dict[str, Any]:
+#: What is measured, where nothing else is asked for.
+PARTS: Final = ("posts", "trips", "polls", "ring")
+
+
+def measure(rounds: int, parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
     """Measure both, and return everything."""
     found: dict[str, Any] = {"machine": machine.describe(), "rounds": rounds}
     bus = f"bench-gateway-{secrets.token_hex(4)}"
-    port = free_port()
-    theirs = ["-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--log-level", "warning"]
-    ours = ["-m", "shmbus", "gateway", bus, "--create", "256MiB", "--http", f"127.0.0.1:{port}"]
+    theirs = ["-m", "uvicorn", "atroposlib.api:app", "--port", "PORT", "--log-level", "warning"]
+    ours = ["-m", "shmbus", "gateway", bus, "--create", "256MiB", "--http", "127.0.0.1:PORT"]
+    both = {"atroposlib": theirs, "gateway": ours}
     try:
-        for name, argv in (("atroposlib", theirs), ("gateway", ours)):
-            with server(argv, port) as pid:
-                ask(port, "POST", "/register", json.dumps(REGISTRATION).encode())
-                ask(port, "GET", "/batch")
-                found[name] = {
-                    "plain": round_trips(pid, port, rounds, packed=False),
-                    "gzip": round_trips(pid, port, rounds, packed=True),
-                    "polls": polls(pid, port),
-                }
-        # A gateway that is no consumer: the trainer reads the bus itself.
-        with shmbus.Bus.open(bus) as handle:
-            handle.unlink()
-        with server([*ours, "--log-level", "warning"], port) as pid:
-            found["ring"] = through_the_ring(pid, bus, rounds)
+        if "posts" in parts:
+            bounds = {
+                "received": ["-m", "bench.receiver", "PORT"],
+                "received, parsed": ["-m", "bench.receiver", "PORT", "--parse"],
+            }
+            found["posts"] = posts_in_turn({**both, **bounds}, rounds)
+            shmbus.unlink(bus)
+        if "trips" in parts or "polls" in parts:
+            for name, argv in both.items():
+                found[name] = _one_server(argv, rounds, parts)
+        if "ring" in parts:
+            # A gateway that is no consumer: the trainer reads the bus itself.
+            with suppress(shmbus.BusNotFoundError):
+                shmbus.unlink(bus)
+            port = free_port()
+            argv = [part.replace("PORT", str(port)) for part in ours]
+            with server([*argv, "--log-level", "warning"], port) as pid:
+                found["ring"] = through_the_ring(pid, bus, rounds)
     finally:
         with suppress(shmbus.BusNotFoundError):
             shmbus.unlink(bus)
@@ -246,24 +305,53 @@ def measure(rounds: int) -> dict[str, Any]:
     return found
 
 
+def _one_server(argv: list[str], rounds: int, parts: tuple[str, ...]) -> dict[str, Any]:
+    port = free_port()
+    with server([part.replace("PORT", str(port)) for part in argv], port) as pid:
+        ask(port, "POST", "/register", json.dumps(REGISTRATION).encode())
+        ask(port, "GET", "/batch")
+        found: dict[str, Any] = {}
+        if "trips" in parts:
+            found["plain"] = round_trips(pid, port, rounds, packed=False)
+            found["gzip"] = round_trips(pid, port, rounds, packed=True)
+        if "polls" in parts:
+            found["polls"] = polls(pid, port)
+        return found
+
+
 def show(found: dict[str, Any]) -> str:
     """Return the measurement as a table."""
     lines = [f"{'ms of the server a group':28}{'atroposlib':>12}{'gateway':>12}{'ratio':>8}"]
+
+    def row(label: str, theirs: float, ours: float, digits: int = 2) -> None:
+        numbers = f"{theirs:12.{digits}f}{ours:12.{digits}f}"
+        lines.append(f"{label:28}{numbers}{theirs / ours:8.1f}")
+
+    if "posts" in found:
+        both = [found["posts"][name] for name in ("atroposlib", "gateway")]
+        for key in both[0]:
+            kind, which, _ = key.split("_")
+            row(f"POST alone, {kind}, {which}", both[0][key], both[1][key])
+        for name, bound in found["posts"].items():
+            if name not in ("atroposlib", "gateway"):
+                numbers = (f"{key.removesuffix('_ms')} {value:.2f}" for key, value in bound.items())
+                lines.append(f"only {name}: {', '.join(numbers)}")
+    servers = [found[name] for name in ("atroposlib", "gateway") if name in found]
     for kind in ("plain", "gzip"):
         for part in ("post_ms", "batch_ms", "together_ms"):
-            theirs, ours = (found[name][kind][part] for name in ("atroposlib", "gateway"))
-            label = f"{kind}, {part.removesuffix('_ms')}"
-            lines.append(f"{label:28}{theirs:12.2f}{ours:12.2f}{theirs / ours:8.1f}")
-    theirs, ours = (found[name]["polls"] for name in ("atroposlib", "gateway"))
-    lines.append(
-        f"{'us a poll of /status-env':28}{theirs['poll_us']:12.0f}{ours['poll_us']:12.0f}"
-        f"{theirs['poll_us'] / ours['poll_us']:8.1f}"
-    )
-    lines.append(
-        f"{POLLERS} environments at {POLLS_HZ} Hz: {ours['core_percent']:.0f} % of a core, "
-        f"atroposlib {theirs['core_percent']:.0f} %"
-    )
-    lines.append(f"through the ring: {found['ring']['server_ms']:.4f} ms of the gateway a group")
+            if servers and kind in servers[0]:
+                theirs, ours = (each[kind][part] for each in servers)
+                row(f"{kind}, {part.removesuffix('_ms')}", theirs, ours)
+    if servers and "polls" in servers[0]:
+        theirs, ours = (each["polls"] for each in servers)
+        row("us a poll of /status-env", theirs["poll_us"], ours["poll_us"], 0)
+        lines.append(
+            f"{POLLERS} environments at {POLLS_HZ} Hz: {ours['core_percent']:.0f} % of a core, "
+            f"atroposlib {theirs['core_percent']:.0f} %"
+        )
+    if "ring" in found:
+        ms = found["ring"]["server_ms"]
+        lines.append(f"through the ring: {ms:.4f} ms of the gateway a group")
     return "\n".join(lines)
 
 
@@ -271,9 +359,15 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="groups of each kind (default 60)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="what is measured (default %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="where the figures go as JSON")
     arguments = parser.parse_args()
-    found = measure(arguments.rounds)
+    parts = tuple(arguments.parts.split(","))
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    found = measure(arguments.rounds, parts)
     print(show(found))
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(found, indent=2) + "\n")
