@@ -70,6 +70,7 @@ collect_ignore = [
         "peers/torchtitan": ("torchtitan",),
         "peers/trl": ("trl",),
         "peers/openenv": ("openenv",),
+        "peers/peft": ("peft",),
         "peers/verifiers": ("verifiers",),
         "peers/verl": ("verl",),
         "peers/vllm": ("vllm",),

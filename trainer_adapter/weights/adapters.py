@@ -33,7 +33,13 @@ __all__ = ["AdapterFiles", "AdapterVersion", "adapter_source", "adapter_state"]
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
 #: What PEFT's tensors of an adapter have in their names: the kind, then the adapter's own name.
-_LORA: Final = re.compile(r"\.(lora_[A-Za-z_]+)\.([^.]+)(?=\.|$)")
+_OWN: Final = re.compile(
+    r"\.(lora_[A-Za-z_]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.([^.]+)(?=\.|$)"
+)
+#: Of these, modules that are trained whole: their files have the names of the model.
+_WHOLE: Final = "modules_to_save"
+#: DoRA's magnitudes: a layer in the model, a tensor in the files.
+_MAGNITUDE: Final = "lora_magnitude_vector"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -173,6 +179,8 @@ class AdapterFiles:
 def adapter_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Collect an adapter's tensors of a PEFT model, by the names of PEFT's files.
 
+    These are LoRA's and DoRA's, and the modules and tokens that are trained beside them.
+
     Parameters
     ----------
     model : torch.nn.Module
@@ -188,21 +196,21 @@ def adapter_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[s
     Raises
     ------
     WeightsError
-        The model has no such adapter.
+        The model has no such adapter, or trains what is no part of it.
     """
     named = model.state_dict(keep_vars=True)
-    found = {
-        _file_name(name): tensor.detach()
-        for name, tensor in named.items()
-        if isinstance(tensor, torch.Tensor) and _is_of(name, adapter)
-    }
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named.items():
+        if isinstance(tensor, torch.Tensor) and _is_of(name, adapter):
+            found.setdefault(id(tensor), (_file_name(name), tensor.detach()))  # tied: once
     if not found:
-        there = {match[2] for name in named if (match := _LORA.search(name))}
+        there = {match[2] for name in named if (match := _OWN.search(name))}
         raise WeightsError(
             f"adapter {adapter!r}: the model has no LoRA tensors of it; there are: "
             f"{', '.join(sorted(there)) or 'none'}"
         )
-    return found
+    _check_biases(model, adapter)
+    return dict(found.values())
 
 
 def adapter_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSource:
@@ -223,20 +231,41 @@ def adapter_source(model: torch.nn.Module, *, adapter: str = "default") -> Modul
     Raises
     ------
     WeightsError
-        The model has no such adapter.
+        As for `adapter_state`.
     """
     adapter_state(model, adapter=adapter)
     return ModuleSource(model, only=lambda name: _is_of(name, adapter), rename=_file_name)
 
 
+def _check_biases(model: torch.nn.Module, adapter: str) -> None:
+    """Refuse an adapter that trains biases of the base, which it would share with every other."""
+    configs = getattr(model, "peft_config", None)
+    config = configs.get(adapter) if isinstance(configs, Mapping) else None
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise WeightsError(
+            f"adapter {adapter!r}: expected bias='none' in its config, got {bias!r}: biases of the "
+            "base are no part of an adapter, and servers keep theirs. Train without them, or "
+            "publish the whole model"
+        )
+
+
 def _is_of(name: str, adapter: str) -> bool:
-    match = _LORA.search(name)
+    match = _OWN.search(name)
     return match is not None and match[2] == adapter
 
 
 def _file_name(name: str) -> str:
     """Take the adapter's own name out: PEFT's files have none."""
-    return _LORA.sub(r".\1", name)
+    match = _OWN.search(name)
+    if match is None:
+        return name
+    before, after = name[: match.start()], name[match.end() :]
+    if match[1] == _WHOLE:
+        return before + after
+    if match[1] == _MAGNITUDE:
+        after = after.removesuffix(".weight")
+    return f"{before}.{match[1]}{after}"
 
 
 def _plain(value: object) -> object:
