@@ -19,15 +19,9 @@ import numpy.typing as npt
 
 from shmbus import errors
 from shmbus._format import printable, show_wait
+from shmbus.pool.attaching import SLICE_S, attach, fit
 from shmbus.pool.errors import PeerGoneError, PoolBusyError, PoolError, PoolTimeoutError
-from shmbus.pool.lifecycle import (
-    PoolSpec,
-    bytes_of,
-    create_handle,
-    open_pool,
-    pool_path,
-    unlink_pool,
-)
+from shmbus.pool.lifecycle import PoolSpec, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus_ext import _core
 
@@ -38,12 +32,8 @@ __all__ = ["PoolPublisher", "VersionWrite", "WhenHeld"]
 
 WhenHeld: TypeAlias = Literal["wait", "skip", "grow"]
 
-#: Seconds that one sleep lasts at most: deaths ring no bell.
-SLICE_S: Final = 0.05
-
 #: Seconds for readers to let go of a slot, and for ranks to write their pieces.
 DEFAULT_TIMEOUT_S: Final = 60.0
-
 
 #: How a piece ends that will not be written.
 _FINAL: Final = (_core.PIECE_DEAD, _core.PIECE_FAILED)
@@ -106,10 +96,10 @@ class PoolPublisher:
         self.when_held, self.timeout = when_held, timeout
         # Ranks that were there in this process's time: one that died before it may be on its way.
         self._seen: set[int] = set()
-        self._pool = _attach(bus, kind, rank, spec, timeout)
+        self._pool = attach(bus, kind, rank, spec, timeout)
         label = label or f"rank {rank} of pid {os.getpid()}"
         try:
-            claimed = self._pool.claim_writer(rank, _fit(label, _core.POOL_LABEL_BYTES))
+            claimed = self._pool.claim_writer(rank, fit(label, _core.POOL_LABEL_BYTES))
         except BaseException:
             self._pool.close()
             raise
@@ -137,7 +127,7 @@ class PoolPublisher:
         version: int,
         size: int,
         *,
-        meta: bytes = b"",
+        meta: bytes | None = b"",
         text: str = "",
         patch: bool = False,
     ) -> VersionWrite | None:
@@ -149,8 +139,9 @@ class PoolPublisher:
             The publisher's number, an int64.
         size : int
             Bytes of payload, the same in every rank.
-        meta : bytes
-            What the version says of itself, the same in every rank.
+        meta : bytes | None
+            What the version says of itself, the same in every rank. None, in ranks above 0, takes
+            what rank 0 says, for the caller to check (`VersionWrite.meta`).
         text : str
             A name for it.
         patch : bool
@@ -174,17 +165,18 @@ class PoolPublisher:
             It does not fit a slot.
         """
         if self.rank == 0:
-            write = self._begin(version, size, meta, _fit(text, _core.POOL_TEXT_BYTES), patch)
+            fitted = fit(text, _core.POOL_TEXT_BYTES)
+            write = self._begin(version, size, meta or b"", fitted, patch)
         else:
             write = self._join()
-            if (write.version, write.bytes, write.meta) != (version, size, meta):
+            same = meta is None or write.meta == meta
+            if not same or (write.version, write.bytes) != (version, size):
                 said = (
                     f"rank {self.rank} has version {version} of {size} bytes, rank 0 publishes "
                     f"version {write.version} of {write.bytes} bytes"
                 )
-                if (write.version, write.bytes) == (version, size):
-                    said += ", with another manifest"
-                write.give_up(_fit(said, _core.POOL_ERROR_BYTES))
+                said += "" if same else ", with another manifest"
+                write.give_up(fit(said, _core.POOL_ERROR_BYTES))
                 raise PoolError(
                     f"pool {self.kind!r} of bus {self.bus!r}: {said}; let every rank publish the "
                     "same"
@@ -232,6 +224,7 @@ class PoolPublisher:
             ticket = self._pool.announce(_core.POOL_BELL_RANKS)
             got = _core.pool_join(self._pool)
             if isinstance(got, _core.PoolWrite):
+                self._seen.add(0)
                 return got
             self._check_leader("before it began a version")
             left = deadline - time.monotonic()
@@ -297,6 +290,11 @@ class VersionWrite:
         self.slot: Final = write.slot
 
     @property
+    def meta(self) -> bytes:
+        """Return what rank 0 said of the version."""
+        return self._write.meta
+
+    @property
     def buffer(self) -> _core.PoolWrite:
         """Return the payload as an object with a writable buffer.
 
@@ -333,11 +331,7 @@ class VersionWrite:
             Arrays of the buffer are still there.
         """
         if self._publisher.rank == 0:
-            try:
-                self._await_pieces()
-            except BaseException:
-                self._write.give_up("")
-                raise
+            self.await_ranks()
             self._write.finish(digests)
         else:
             self._write.finish(False)
@@ -351,7 +345,21 @@ class VersionWrite:
         reason : str
             What the other ranks are told.
         """
-        self._write.give_up(_fit(reason, _core.POOL_ERROR_BYTES))
+        self._write.give_up(fit(reason, _core.POOL_ERROR_BYTES))
+
+    def await_ranks(self) -> None:
+        """In rank 0: wait until the pieces of all other ranks are there, as `finish` does.
+
+        Raises
+        ------
+        PeerGoneError, PoolTimeoutError, PoolError
+            As for `finish`; the version was given up.
+        """
+        try:
+            self._await_pieces()
+        except BaseException:
+            self._write.give_up("")
+            raise
 
     def _await_pieces(self) -> None:
         publisher, pool = self._publisher, self._publisher.pool
@@ -430,61 +438,3 @@ class VersionWrite:
             self.give_up(f"{type(error).__name__}: {error}")
         else:
             self.finish()
-
-
-def _attach(
-    bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
-) -> _core.SlotPool:
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            pool = open_pool(bus, kind)
-        except errors.BusNotFoundError:
-            if rank == 0 and spec is None:
-                raise
-            if rank == 0 and spec is not None:
-                with contextlib.suppress(errors.BusExistsError):  # another was faster
-                    return create_handle(bus, kind, spec)
-            if time.monotonic() > deadline:
-                raise PoolTimeoutError(
-                    f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
-                    f"{show_wait(timeout)} ({pool_path(bus, kind)} does not exist)"
-                ) from None
-            time.sleep(SLICE_S)
-            continue
-        if rank or spec is None or _is_enough(pool, spec):
-            return pool
-        _remove_small(bus, kind, pool, spec)
-
-
-def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
-    most = spec.slots if spec.max_slots is None else spec.max_slots
-    return (
-        pool.slot_bytes >= bytes_of(spec.slot_bytes, "slot_bytes")
-        and pool.meta_bytes >= bytes_of(spec.meta_bytes, "meta_bytes")
-        and pool.patch_bytes >= bytes_of(spec.patch_bytes, "patch_bytes")
-        and pool.max_slots >= most
-    )
-
-
-def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
-    """Remove a pool that is too small, unless a living process takes part in it."""
-    status = status_of_pool(bus, kind, pool)
-    users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
-    users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]
-    slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
-    pool.close()
-    if users:
-        raise PoolBusyError(
-            f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
-            f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
-            "those, or publish under another name"
-        )
-    with contextlib.suppress(errors.BusNotFoundError):  # another was faster
-        unlink_pool(bus, kind)
-
-
-def _fit(text: str, most: int) -> str:
-    """Cut a text to so many bytes of UTF-8, between two characters."""
-    clean = text.replace("\0", " ")
-    return clean.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")

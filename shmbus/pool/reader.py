@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from shmbus import errors
 from shmbus._format import show_wait
+from shmbus.pool.attaching import SLICE_S, fit
 from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
-from shmbus.pool.publisher import SLICE_S, _fit
 from shmbus.pool.status import status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus_ext import _core
@@ -61,9 +61,9 @@ class PoolReader:
         self._pool = open_pool(bus, kind)
         self._identity = os.stat(self._path) if os.path.exists(self._path) else None
         self._said_refused = False
-        label = _fit(label or f"reader of pid {os.getpid()}", _core.POOL_LABEL_BYTES)
+        label = fit(label or f"reader of pid {os.getpid()}", _core.POOL_LABEL_BYTES)
         try:
-            claimed = self._pool.claim_reader(label, _fit(device, _core.POOL_DEVICE_BYTES))
+            claimed = self._pool.claim_reader(label, fit(device, _core.POOL_DEVICE_BYTES))
         except BaseException:
             self._pool.close()
             raise
@@ -234,7 +234,7 @@ class PoolReader:
             For people; its first 119 bytes are kept.
         """
         self._said_refused = True
-        text = _fit(reason, _core.POOL_ERROR_BYTES)
+        text = fit(reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:

@@ -1,29 +1,34 @@
 """The ranks of trainers or of inference servers, with a sharded model: what test_ranks starts.
 
-usage: python -m rank_child ROLE BUS DIRECTORY WORLD:LAYOUT...
+usage: python -m rank_child ROLE BUS DIRECTORY WORLD:LAYOUT[:CARRIER[:DEVICE]]...
 
 ROLE is "publish" or "read"; the directory is for the ranks' rendezvous. LAYOUT is "rows",
 "columns", "fsdp" or "replicated"; a reader compares each shard with what it should have become.
+DEVICE is "cpu" or "cuda", of which each rank takes its own, as far as there are. Memory that ends
+with its publisher is kept until the file READ is in the directory.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from weight_models import bits
 
 from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 VERSIONS = (1, 2, 3)
+#: In the directory, once a test has read what was published.
+READ = "read"
 
 
 def whole_model() -> torch.nn.Sequential:
@@ -35,12 +40,21 @@ def whole_model() -> torch.nn.Sequential:
     return model.to(torch.float32)
 
 
-def sharded(layout: str, world: int) -> torch.nn.Sequential:
+def own_part(value: torch.Tensor, mesh: DeviceMesh, placed: Placement) -> torch.Tensor:
+    """What this rank has of a tensor that it knows all of."""
+    if not isinstance(placed, Shard):
+        return value
+    chunks = value.chunk(mesh.size(), placed.dim)
+    at = mesh.get_local_rank()
+    return chunks[at] if at < len(chunks) else value.narrow(placed.dim, 0, 0)
+
+
+def sharded(layout: str, world: int, device: str = "cpu") -> torch.nn.Sequential:
     """The model in one layout."""
-    model = whole_model()
+    model = whole_model().to(device)
     if layout == "replicated" or world == 1:
         return model
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device, (world,))
     if layout == "fsdp":
         for layer in model:
             fully_shard(layer, mesh=mesh)
@@ -50,7 +64,9 @@ def sharded(layout: str, world: int) -> torch.nn.Sequential:
         for name, parameter in list(module.named_parameters(recurse=False)):
             dim = 1 if layout == "columns" and parameter.dim() > 1 else 0
             placed = Replicate() if parameter.dim() == 1 and layout == "columns" else Shard(dim)
-            made = distribute_tensor(parameter.detach(), mesh, [placed])
+            part = own_part(parameter.detach(), mesh, placed).clone()
+            shape, stride = parameter.shape, parameter.stride()
+            made = DTensor.from_local(part, mesh, [placed], shape=shape, stride=stride)
             module.register_parameter(name, torch.nn.Parameter(made))
     return model
 
@@ -62,22 +78,40 @@ def step(model: torch.nn.Module, version: int) -> None:
         for name, parameter in model.state_dict(keep_vars=True).items():
             value = fresh[name] + version
             if isinstance(parameter, DTensor):
-                made = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-                parameter.to_local().copy_(made.to_local())
+                (placed,) = parameter.placements
+                parameter.to_local().copy_(own_part(value, parameter.device_mesh, placed))
             else:
                 parameter.copy_(value)
 
 
-def publish(bus: str, rank: int, world: int, layout: str) -> None:
-    model = sharded(layout, world)
+def publish(
+    bus: str, rank: int, world: int, layout: str, carrier: Any, device: str, directory: Path
+) -> None:
+    model = sharded(layout, world, device)
     source = ModuleSource(model, dtype=torch.bfloat16)
+    options: Any = {"keep": True}
+    if carrier != "shm":
+        options = {"digests": True}
+        if carrier != "memfd":
+            options["device"] = f"cuda:{torch.cuda.current_device()}"
     with WeightPublisher(
-        bus, source, rank=rank, world_size=world, timeout=20, keep=True
+        bus, source, carrier=carrier, rank=rank, world_size=world, timeout=30, **options
     ) as publisher:
         for version in VERSIONS:
             step(model, version)
             publisher.publish(version=version)
-    print(f"rank {rank} of {world} published", flush=True)
+        print(f"rank {rank} of {world} published", flush=True)
+        if carrier != "shm":
+            wait_for(directory / READ)
+
+
+def wait_for(path: Path) -> None:
+    """Wait for a file, for no longer than a test may take."""
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not come")
+        time.sleep(0.01)
 
 
 def read(bus: str, rank: int, world: int, layout: str) -> None:
@@ -95,12 +129,18 @@ def read(bus: str, rank: int, world: int, layout: str) -> None:
     print(f"rank {rank} of {world} read", flush=True)
 
 
-def run_rank(role: str, bus: str, rank: int, world: int, layout: str, rendezvous: Path) -> None:
+def run_rank(role: str, bus: str, rank: int, world: int, how: list[str], rendezvous: Path) -> None:
+    layout, carrier, device = [*how, *("shm", "cpu")[len(how) - 1 :]]
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if world > 1 and layout != "replicated":
         dist.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
         )
-    {"publish": publish, "read": read}[role](bus, rank, world, layout)
+    if role == "publish":
+        publish(bus, rank, world, layout, carrier, device, rendezvous.parent)
+    else:
+        read(bus, rank, world, layout)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -127,10 +167,10 @@ def main() -> None:
     """Run the ranks of each WORLD:LAYOUT in turn; the exit status says whether all went well."""
     role, bus, directory, *wanted = sys.argv[1:]
     for one in wanted:
-        world, layout = one.split(":")
-        rendezvous = Path(directory, f"{role}-{world}-{layout}")
+        world, *how = one.split(":")
+        rendezvous = Path(directory, f"{role}-{world}-{how[0]}")
         ranks = [
-            fork_rank(role, bus, rank, int(world), layout, rendezvous) for rank in range(int(world))
+            fork_rank(role, bus, rank, int(world), how, rendezvous) for rank in range(int(world))
         ]
         statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
         if any(statuses):

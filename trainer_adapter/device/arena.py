@@ -152,6 +152,12 @@ class Arena:
         Where to listen for those who want to map a buffer.
     allocate : callable
         From bytes to Memory.
+
+    Attributes
+    ----------
+    owner : int
+        As a generation it names whichever memory a buffer of this owner has, and is no other
+        owner's: for who writes into buffers that are never replaced.
     """
 
     def __init__(self, path: str, allocate: Callable[[int], Memory]) -> None:
@@ -161,7 +167,8 @@ class Arena:
         # Still given to who asks: the message that names one may not have been read yet.
         self._replaced: dict[BufferName, Memory] = {}
         # Far enough apart from the predecessor's, which nobody can ask any more.
-        self._next = int.from_bytes(os.urandom(5), "little") << 16
+        self.owner = int.from_bytes(os.urandom(5), "little") << 16
+        self._next = self.owner
         self._server = DescriptorServer(path, self._give)
 
     def _give(self, question: bytes) -> tuple[bytes, int | None]:
@@ -171,7 +178,7 @@ class Arena:
             raise ValueError(f"expected a buffer's name: {error}") from error
         with self._lock:
             name, memory, _ = self._buffers.get(wanted.number, (None, None, None))
-            if name != wanted:
+            if wanted.generation != self.owner and name != wanted:
                 memory = self._replaced.get(wanted)
             if memory is None:
                 raise ValueError(f"expected a buffer that is here, got {wanted}")
@@ -265,6 +272,8 @@ class ArenaView:
         Whether the device that has the memory reads where `device` has no peer access to it.
     timeout : float
         Seconds to wait for the owner's answer.
+    writable : bool
+        Whether it is also to write.
     """
 
     def __init__(
@@ -274,9 +283,10 @@ class ArenaView:
         device: int | None = None,
         or_owner: bool = False,
         timeout: float = FETCH_S,
+        writable: bool = False,
     ) -> None:
         self._path, self._device, self._timeout = path, device, timeout
-        self._or_owner = or_owner
+        self._or_owner, self._writable = or_owner, writable
         self._mapped: dict[int, tuple[BufferName, Memory]] = {}
 
     def memory(self, name: BufferName) -> Memory:
@@ -309,7 +319,9 @@ class ArenaView:
             answer = fetch_descriptor(self._path, question, self._timeout, await_server=False)
         except ValueError as error:
             raise BufferLostError(f"the memory of {name} is not there any more: {error}") from error
-        memory = open_memory(*answer, device=self._device, or_owner=self._or_owner)
+        memory = open_memory(
+            *answer, device=self._device, or_owner=self._or_owner, writable=self._writable
+        )
         self._mapped[name.number] = name, memory
         if found is not None:
             found[1].close()

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 import torch
@@ -151,7 +151,8 @@ class WeightPublisher:
     carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
         How they travel; "auto" asks `probe_carriers`.
     device : str | torch.device
-        Carriers "cuda_vmm" and "cuda_ipc": the CUDA device on which versions lie.
+        Carriers "cuda_vmm" and "cuda_ipc": the CUDA device on which versions lie; in ranks above 0
+        the one from which they write.
     slots, max_slots : int, int | None
         Versions that have memory, and to how many that may grow; not of a checkpoint.
     rank, world_size : int
@@ -216,6 +217,9 @@ class WeightPublisher:
         self.bus: Final = bus
         self.rank, self.world_size = rank, world_size
         self._source = source
+        # To ask what a protocol asks takes longer than to begin a copy.
+        self._foreseeing = source if isinstance(source, ForeseeingSource) else None
+        self._repeating: dict[type, bool] = {}
         self._keep = keep
         self._lock = threading.Lock()
         self._closed = False
@@ -230,7 +234,6 @@ class WeightPublisher:
             place = _checked_directory(directory, world_size, digests)
             self._writer = CheckpointWriter(place, self.manifest)
         elif self.carrier.name in KIND_OF:
-            _check_alone(self.carrier.name, world_size)
             self._writer = ExportedWriter(
                 bus,
                 self.manifest,
@@ -238,6 +241,8 @@ class WeightPublisher:
                 device=torch.device(device),
                 slots=slots,
                 max_slots=max_slots,
+                rank=rank,
+                world_size=world_size,
                 when_held=when_held,
                 timeout=timeout,
                 digests=digests,
@@ -357,17 +362,17 @@ class WeightPublisher:
     def _copy(self, sink: VersionSink) -> int:
         written = 0
         lasting: list[LocalPiece] = []
-        repeats = isinstance(sink, RepeatingSink)
+        repeating = self._as_repeating(sink)
         with torch.no_grad():
-            if isinstance(sink, RepeatingSink) and isinstance(self._source, ForeseeingSource):
-                sink.foresee(self._source.foreseen(self.rank, self.world_size))
+            if repeating is not None and self._foreseeing is not None:
+                repeating.foresee(self._foreseeing.foreseen(self.rank, self.world_size))
             for piece in self._source.iter_local(self.rank, self.world_size):
-                if repeats and piece.lasting:
+                if repeating is not None and piece.lasting:
                     lasting.append(piece)
                 else:
                     written += sink.put(piece)
-            if isinstance(sink, RepeatingSink):
-                written += sink.put_lasting(lasting)
+            if repeating is not None:
+                written += repeating.put_lasting(lasting)
             sink.settle()
         if self.world_size == 1 and written != self._whole:
             raise WeightsError(
@@ -375,6 +380,12 @@ class WeightPublisher:
                 "come from iter_local() once. The weights that were published stay in force"
             )
         return written
+
+    def _as_repeating(self, sink: VersionSink) -> RepeatingSink | None:
+        kind = type(sink)
+        if kind not in self._repeating:
+            self._repeating[kind] = isinstance(sink, RepeatingSink)
+        return cast("RepeatingSink", sink) if self._repeating[kind] else None
 
     def close(self) -> None:
         """Wait for the version under way, and leave; the weights go too, unless `keep`."""
@@ -410,14 +421,6 @@ def _checked_directory(directory: Path | str | None, world_size: int, digests: b
             f"{directory!r}, {world_size} and {digests}"
         )
     return directory
-
-
-def _check_alone(carrier: str, world_size: int) -> None:
-    if world_size != 1:
-        raise ValueError(
-            f"carrier {carrier!r}: expected world_size=1, got {world_size}; use the carrier 'shm', "
-            "into which each rank writes its own pieces"
-        )
 
 
 def _checked_patches(carrier: str, patches: bool | float) -> float:

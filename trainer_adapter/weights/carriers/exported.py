@@ -18,20 +18,13 @@ from typing import Any, Final, Protocol
 import msgspec
 import torch
 
-from shmbus import CapacityError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from shmbus.segment.names import memory_socket
-from trainer_adapter.device.arena import (
-    Arena,
-    BufferName,
-    Memory,
-    MemoryKind,
-    allocator,
-)
-from trainer_adapter.device.driver import CudaDriverError
+from trainer_adapter.device.arena import BufferName, Memory, MemoryKind
 from trainer_adapter.device.streams import wake
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from trainer_adapter.weights.carriers.base import Promises
+from trainer_adapter.weights.carriers.exported_buffers import Buffers, LeadersBuffers, OwnBuffers
 from trainer_adapter.weights.copies import Batch, Pair, settle_devices, target_of_piece
 from trainer_adapter.weights.errors import (
     LOADING_CODE,
@@ -58,14 +51,16 @@ PROMISES: Final = Promises(
     survives_publisher=False,
     survives_reboot=False,
     views=True,
-    ranks=False,
-    memory="`slots` times the model, on the publisher's device",
+    ranks=True,
+    memory="`slots` times the model, on the device of rank 0",
 )
 
 #: Bytes of a slot before its digests, and of each: MessagePack's longest numbers.
 _PLACED_BYTES: Final = 64
 _DIGEST_BYTES: Final = 9
 _LENGTH_BYTES: Final = 4
+#: Of what a version says of itself, beside its manifest.
+_SAID_BYTES: Final = 64
 
 #: Blocks that a sample compares, as with "shm".
 SAMPLED_BLOCKS: Final = 4
@@ -88,6 +83,8 @@ class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exporte
     """What a version says of itself: by its tag a reader knows that the slot has no payload."""
 
     manifest: bytes
+    #: Whose memory it lies in, for the ranks that write it.
+    owner: int
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -121,25 +118,25 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             ) from error
 
     @staticmethod
-    def room(total: int, *, digests: bool) -> int:
-        """Return the bytes of a slot for versions of so many bytes."""
-        return _PLACED_BYTES + (blocks_of(total) * _DIGEST_BYTES if digests else 0)
+    def room(total: int) -> int:
+        """Return the bytes of a slot for versions of so many bytes, with or without digests."""
+        return _PLACED_BYTES + blocks_of(total) * _DIGEST_BYTES
 
 
 class ExportedWriter:
-    """The publisher, of one rank.
+    """A rank of the publisher.
 
     Parameters
     ----------
     bus : str
         The bus that the weights belong to.
     manifest : Manifest
-        Of what is published.
+        The same on every rank.
     name : "cuda_vmm" | "cuda_ipc" | "memfd"
         Which carrier.
     device : torch.device
-        Where the versions lie.
-    slots, max_slots, when_held, timeout, digests, label
+        Where the versions lie, in rank 0; from where it writes, in another rank.
+    slots, max_slots, rank, world_size, when_held, timeout, digests, label
         As for `ShmWriter`.
     """
 
@@ -154,6 +151,8 @@ class ExportedWriter:
         device: torch.device,
         slots: int = 2,
         max_slots: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
         when_held: WhenHeld = "wait",
         timeout: float = 60.0,
         digests: bool = False,
@@ -162,76 +161,95 @@ class ExportedWriter:
         self.name = name
         self.device = device
         self.manifest = manifest
+        self.rank = rank
         self.digests = digests
         self.places = manifest.by_name()
-        self._meta = msgspec.msgpack.encode(Said(manifest.encode()))
-        self._slot_bytes = Placed.room(manifest.total, digests=digests)
-        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._said = Said(manifest.encode(), 0)
+        # What rank 0 says is taken by the others: none of them knows whose memory it is before.
+        self._meta: bytes | None = None
+        self._slot_bytes = Placed.room(manifest.total)
+        self._views: dict[int, tuple[BufferName, dict[str, torch.Tensor]]] = {}
         #: By slot, what was found out of the pieces that a source gives again.
         self.known: dict[int, _Known] = {}
         spec = PoolSpec(
             slot_bytes=self._slot_bytes,
             slots=slots,
             max_slots=max_slots,
-            meta_bytes=len(self._meta) * 5 // 4,
+            meta_bytes=(len(self._said.manifest) + _SAID_BYTES) * 5 // 4,
         )
         with translated():
             self._publisher = PoolPublisher(
-                bus, KIND, spec=spec, label=label, when_held=when_held, timeout=timeout
+                bus,
+                KIND,
+                rank=rank,
+                world_size=world_size,
+                spec=spec if rank == 0 else None,
+                label=label,
+                when_held=when_held,
+                timeout=timeout,
             )
+        path = memory_socket(KIND, bus)
+        self._buffers: Buffers
+        if rank:
+            self._buffers = LeadersBuffers(path, device, timeout)
+            return
         try:
-            self._arena = Arena(
-                memory_socket(KIND, bus), allocator(KIND_OF[name], device.index or 0)
-            )
+            self._buffers = own = OwnBuffers(path, KIND_OF[name], device)
         except BaseException:
             self._publisher.close(remove=True)
             raise
+        self._said = Said(self._said.manifest, own.owner)
+        self._meta = msgspec.msgpack.encode(self._said)
         try:
             for slot in range(slots):  # memory is found now, not in a step
-                self.payload(slot)
+                self._buffers.buffer(own.owner, slot, manifest.total)
         except BaseException:
             self.close(remove=True)
             raise
 
-    def payload(self, slot: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer; the first time, allocate it."""
-        total = self.manifest.total
-        try:
-            return self._arena.buffer(slot, total)
-        except (CudaDriverError, OSError) as error:
-            raise CapacityError(
-                f"carrier {self.name!r}: no memory on {self.device} for a version of {total} bytes "
-                f"({error}); the weights that were published stay in force. Choose fewer slots, "
-                "free some, or the carrier 'shm'"
-            ) from error
-
-    def views(self, slot: int, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return each tensor's place in a slot's buffer, made once."""
-        found = self._views.get(slot)
-        if found is None:
-            places = self.manifest.tensors
-            found = {place.name: tensor_at(payload, place) for place in places}
-            self._views[slot] = found
+    def views(self, slot: int, name: BufferName, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return each tensor's place in a slot's buffer, made once for each buffer."""
+        known = self._views.get(slot)
+        if known is not None and known[0] == name:
+            return known[1]
+        found = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+        self._views[slot] = name, found
+        self.known.pop(slot, None)
         return found
 
     def begin(self, version: int, text: str) -> _ExportedSink | None:
-        """Take a slot; None where the version was skipped."""
+        """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
         wake(self.device)
         with translated():
             write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
         if write is None:
             return None
         try:
-            name, payload = self.payload(write.slot)
+            said = self._said if self.rank == 0 else self._checked(write)
+            name, payload = self._buffers.buffer(said.owner, write.slot, self.manifest.total)
         except BaseException as error:
             write.give_up(str(error))
             raise
         return _ExportedSink(self, write, name, payload)
 
+    def _checked(self, write: VersionWrite) -> Said:
+        """Return what rank 0 says, which has the same manifest."""
+        try:
+            said = msgspec.msgpack.decode(write.meta, type=Said)
+        except msgspec.MsgspecError:
+            said = None
+        if said is None or said.manifest != self._said.manifest:
+            what = "by another carrier" if said is None else "with another manifest"
+            raise WeightsError(
+                f"rank {self.rank}: rank 0 publishes version {write.version} {what}; let every "
+                "rank publish the same"
+            )
+        return said
+
     def close(self, *, remove: bool) -> None:
         """Leave; the versions go with their memory, but from readers that have mapped it."""
         self._views, self.known = {}, {}
-        self._arena.close()
+        self._buffers.close()
         self._publisher.close(remove=remove)
 
 
@@ -249,7 +267,7 @@ class _ExportedSink:
         self._write = write
         self._name = name
         self._payload = payload
-        self._views = writer.views(write.slot, payload)
+        self._views = writer.views(write.slot, name, payload)
         self._pending: list[Pair] = []
         self._pending_bytes = 0
         self._begun: _Known | None = None
@@ -300,9 +318,16 @@ class _ExportedSink:
         self._settled = True
 
     def finish(self) -> None:
-        """Publish."""
+        """Publish; a rank above 0 says that its pieces are there."""
         if not self._settled:
             self.settle()
+        if self._writer.rank:
+            with translated():
+                self._write.finish()
+            return
+        if self._writer.digests:
+            with translated():
+                self._write.await_ranks()
         sums = block_sums(self._payload) if self._writer.digests else []
         said = Placed(self._name, self._writer.manifest.total, sums).encode()
         with translated():

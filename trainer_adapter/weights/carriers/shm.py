@@ -237,6 +237,8 @@ class _ShmSink:
     def _copy(self, target: torch.Tensor, piece: LocalPiece) -> None:
         """Copy a piece; whole tensors of a device cross with their neighbours."""
         source = piece.tensor
+        if source.is_cuda:
+            self._register()
         if not self._may_cross(piece):
             copy_tensor(target, source)
             return
@@ -247,10 +249,9 @@ class _ShmSink:
 
     def _compare(self, place: TensorPlace, piece: LocalPiece) -> None:
         """Copy a piece, and pack what differs from the version before."""
-        dtype: torch.dtype = getattr(torch, place.dtype)
-        for start, part in contiguous_parts(dtype, piece, self._writer.scratch):
-            flat = byte_view(part)
-            at = 0
+        own = getattr(torch, place.dtype)
+        for start, part in contiguous_parts(own, piece, self._writer.scratch):
+            flat, at = byte_view(part), 0
             for where in pieces_of(place, start, part.shape):
                 end = at + where.rows * where.row_bytes
                 changes = put_piece(self._write, where, flat[at:end])
@@ -265,7 +266,6 @@ class _ShmSink:
         self._lasting.settle()
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         for device, found in pending.items():
-            self._register()
             cross(device, [(target, piece.tensor) for piece, target in found])
 
     def finish(self) -> None:

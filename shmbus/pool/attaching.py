@@ -1,0 +1,111 @@
+"""How a rank of a publisher gets its pool: rank 0 makes it, the others wait for it.
+
+Invariant: a pool that a living process takes part in is never replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Final
+
+from shmbus import errors
+from shmbus._format import show_wait
+from shmbus.pool.errors import PoolBusyError, PoolTimeoutError
+from shmbus.pool.lifecycle import (
+    PoolSpec,
+    bytes_of,
+    create_handle,
+    open_pool,
+    pool_path,
+    unlink_pool,
+)
+from shmbus.pool.status import status_of_pool
+from shmbus_ext import _core
+
+__all__ = ["SLICE_S", "attach", "fit"]
+
+#: Seconds that one sleep lasts at most: deaths ring no bell.
+SLICE_S: Final = 0.05
+
+
+def attach(bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float) -> _core.SlotPool:
+    """Open a pool, or make it.
+
+    Parameters
+    ----------
+    bus, kind : str
+        The pool.
+    rank : int
+        Of the publisher; 0 makes it.
+    spec : PoolSpec, optional
+        What rank 0 makes; one that is there is taken if its slots are large enough.
+    timeout : float
+        Seconds that other ranks wait for it.
+
+    Returns
+    -------
+    SlotPool
+
+    Raises
+    ------
+    PoolTimeoutError
+        Rank 0 did not create it.
+    PoolBusyError
+        It is too small, and in use.
+    BusNotFoundError
+        It is not there, and there is no spec.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            pool = open_pool(bus, kind)
+        except errors.BusNotFoundError:
+            if rank == 0 and spec is None:
+                raise
+            if rank == 0 and spec is not None:
+                with contextlib.suppress(errors.BusExistsError):  # another was faster
+                    return create_handle(bus, kind, spec)
+            if time.monotonic() > deadline:
+                raise PoolTimeoutError(
+                    f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
+                    f"{show_wait(timeout)} ({pool_path(bus, kind)} does not exist)"
+                ) from None
+            time.sleep(SLICE_S)
+            continue
+        if rank or spec is None or _is_enough(pool, spec):
+            return pool
+        _remove_small(bus, kind, pool, spec)
+
+
+def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
+    most = spec.slots if spec.max_slots is None else spec.max_slots
+    return (
+        pool.slot_bytes >= bytes_of(spec.slot_bytes, "slot_bytes")
+        and pool.meta_bytes >= bytes_of(spec.meta_bytes, "meta_bytes")
+        and pool.patch_bytes >= bytes_of(spec.patch_bytes, "patch_bytes")
+        and pool.max_slots >= most
+    )
+
+
+def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
+    """Remove a pool that is too small, unless a living process takes part in it."""
+    status = status_of_pool(bus, kind, pool)
+    users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
+    users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]
+    slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
+    pool.close()
+    if users:
+        raise PoolBusyError(
+            f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
+            f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
+            "those, or publish under another name"
+        )
+    with contextlib.suppress(errors.BusNotFoundError):  # another was faster
+        unlink_pool(bus, kind)
+
+
+def fit(text: str, most: int) -> str:
+    """Cut a text to so many bytes of UTF-8, between two characters."""
+    clean = text.replace("\0", " ")
+    return clean.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
