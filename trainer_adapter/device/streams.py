@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["current_stream", "wake"]
+__all__ = ["current_stream", "stream_number", "wake"]
 
 #: By device and the driver's number of a stream: to make torch's object of it takes ten times as
 #: long as to ask for the number.
@@ -40,6 +40,24 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     if found is None:
         found = _streams[key] = torch.cuda.current_stream(device)
     return found
+
+
+def stream_number(device: torch.device) -> int:
+    """Return the driver's number of a device's current stream.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of CUDA, with its number.
+
+    Returns
+    -------
+    int
+    """
+    number_of = _number_of_current()
+    if number_of is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return number_of(device.index)
 
 
 def wake(device: torch.device) -> None:

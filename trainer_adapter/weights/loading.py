@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -26,15 +27,20 @@ from trainer_adapter.weights.sharded import is_sharded
 from trainer_adapter.weights.source import dtype_name, local_part
 from trainer_adapter.weights.staging import HostBatch, transfers_of
 
-__all__ = ["LoadCache", "Loading", "Targets", "paired", "targets_of"]
+__all__ = ["LoadCache", "Loading", "Targets", "named_of", "paired", "targets_of"]
 
 #: What `load_into` writes into: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
-def targets_of(model: Targets) -> dict[str, torch.Tensor]:
+def named_of(model: Targets | Mapping[str, object]) -> Mapping[str, object]:
+    """Return what a module has, or what was given, by name: tensors, and what else there may be."""
+    return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+
+
+def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the tensors of a module, or those that were given, by name."""
-    found = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    found: Any = named_of(model)
     if isinstance(found, dict) and all(
         issubclass(kind, torch.Tensor) for kind in set(map(type, found.values()))
     ):
@@ -56,9 +62,9 @@ class LoadCache:
         """Return what `get` returns, unless something has changed."""
         return None if self._kept is None or self._kept[0] != how else self._kept[2]
 
-    def get(self, targets: Mapping[str, torch.Tensor], how: tuple[bool, bool]) -> Loading | None:
+    def get(self, named: Mapping[str, object], how: tuple[bool, bool]) -> Loading | None:
         """Return what was paired for these targets, by the same strictness and casting."""
-        if self._kept is None or self._kept[0] != how or not self._kept[1].still(targets):
+        if self._kept is None or self._kept[0] != how or not self._kept[1].still(named):
             return None
         return self._kept[2]
 
@@ -159,6 +165,8 @@ class Loading:
 
         `copy` or `give_up` has to follow, in the same thread.
         """
+        if not self._crossing:
+            return
         with ExitStack() as stack:
             for way, crossing in self._crossing:
                 stack.enter_context(way.lock)

@@ -10,11 +10,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from trainer_adapter.device.streams import stream_number
+
+if TYPE_CHECKING:
+    from trainer_adapter.weights.copy_kernel import Launch
 
 __all__ = ["PIECE_BYTES", "CopyTable", "Cut", "cut", "is_alike", "may_cut"]
 
@@ -121,6 +126,8 @@ class CopyTable:
             for table, whole, odd in kinds
             if len(table)
         ]
+        #: What starts them again.
+        self._ready: list[Launch] = []
 
     def begin(self) -> None:
         """Copy, ordered on the device's current stream."""
@@ -131,8 +138,16 @@ class CopyTable:
                 self._launch()
 
     def _launch(self) -> None:
+        if self._ready:
+            stream = stream_number(self._device)
+            for again in self._ready:
+                again(stream)
+            return
         from trainer_adapter.weights.copy_kernel import launch
 
         words = PIECE_BYTES // WORD_BYTES
-        for table, whole, odd in self._tables:
+        begun = [
             launch(table, len(table), words=words, whole=whole, odd=odd)
+            for table, whole, odd in self._tables
+        ]
+        self._ready = [again for again in begun if again is not None]

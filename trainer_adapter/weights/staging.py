@@ -251,14 +251,16 @@ class HostBatch:
         way = self._transfers
         ahead, self._ahead = self._ahead, 0
         current = current_stream(way.device)
-        for number, step in enumerate(self._steps):
-            if self._to_device:
-                arrived = way.free[step.turn] if number < ahead else self._read(step)
-                assert arrived is not None
-                current.wait_event(arrived)
-                step.copy(to_device=True)
-                way.free[step.turn] = current.record_event()
-            else:
+        if self._to_device:
+            for step in self._steps[ahead:CHUNKS]:
+                way.free[step.turn] = self._read(step)
+            # The next run is asked for as soon as its chunk is: PCIe never waits for this loop.
+            for number, step in enumerate(self._steps):
+                self._unpack(step, current)
+                for follows in self._steps[number + CHUNKS : number + CHUNKS + 1]:
+                    way.free[follows.turn] = self._read(follows)
+        else:
+            for step in self._steps:
                 self._write(step, current)
         way.stream.wait_stream(current)
         with torch.cuda.stream(way.stream):
@@ -276,6 +278,14 @@ class HostBatch:
             step.chunk.copy_(step.memory, non_blocking=True)
         arrived: torch.cuda.Event = way.stream.record_event()
         return arrived
+
+    def _unpack(self, step: _Step, current: torch.cuda.Stream) -> None:
+        """Put a run that was asked for into its tensors."""
+        arrived = self._transfers.free[step.turn]
+        assert arrived is not None
+        current.wait_event(arrived)
+        step.copy(to_device=True)
+        self._transfers.free[step.turn] = current.record_event()
 
     def _write(self, step: _Step, current: torch.cuda.Stream) -> None:
         """Gather a run in its chunk, and bring it to host memory."""

@@ -33,7 +33,7 @@ from trainer_adapter.weights.errors import (
     WeightsTimeoutError,
 )
 from trainer_adapter.weights.following import FollowingWeights
-from trainer_adapter.weights.loading import Loading, Targets, paired, targets_of
+from trainer_adapter.weights.loading import Loading, Targets, named_of, paired, targets_of
 from trainer_adapter.weights.manifest import Slice
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.patched_load import LoadedModel
@@ -319,15 +319,16 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
             These weights are closed.
         """
         carried = self._open()
-        targets = targets_of(model)
+        named = named_of(model)
         try:
             if self._known is not None and isinstance(carried, PatchedVersion):
+                targets = targets_of(named)
                 pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
                 carried.prepare({target.device for target in targets.values()})
                 carried.loading()
                 written = self._follow(carried, self._known, pairs)
             else:
-                prepared = self._prepared(carried, targets, strict=strict, cast=cast, slices=slices)
+                prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
                 try:
                     carried.loading()
                     written = prepared.copy(self.version)
@@ -370,7 +371,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
     def _prepared(
         self,
         carried: CarriedVersion,
-        targets: dict[str, torch.Tensor],
+        named: Mapping[str, object],
         *,
         strict: bool,
         cast: bool,
@@ -384,11 +385,12 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
             carried.prepare(foreseen.devices)
             foreseen.begin_ahead()
             try:
-                found = cache.get(targets, (strict, cast))
+                found = cache.get(named, (strict, cast))
             finally:
                 if found is None:
                     foreseen.give_up()
         if found is None:
+            targets = targets_of(named)
             pairs = paired(
                 self.version,
                 self.manifest,
