@@ -33,7 +33,7 @@ BOUNDS: Final = ("device_copy", "pinned_to_host", "pinned_to_device")
 
 WARM_UP: Final = 2
 #: Loads, and publications, with no work of another process in between.
-ALONE_ROUNDS: Final = 5
+ALONE_ROUNDS: Final = 15
 #: Small tensors as norms and biases are; and those that PCIe alone moves at a sixth of its rate.
 SMALL_BYTES: Final = 16 << 10
 HOST_TENSOR_BYTES: Final = 64 << 10
