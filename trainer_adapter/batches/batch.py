@@ -118,13 +118,17 @@ class Batch(TensorHolder):
             self.sample_of = _one_each(self)
 
     @classmethod
-    def of_facts(cls, facts: BatchFacts, **parts: Any) -> Batch:
+    def of_facts(
+        cls, facts: BatchFacts, *, later: Callable[[str], Tensor] | None = None, **parts: Any
+    ) -> Batch:
         """Make a batch whose tensors of sequences are made when they are first asked for.
 
         Parameters
         ----------
         facts : BatchFacts
             Of samples of one row each.
+        later : callable, optional
+            From the name of such a tensor to it, where it lies on a device already.
         **parts
             The other attributes, but for those that have a default.
 
@@ -134,6 +138,8 @@ class Batch(TensorHolder):
         """
         made = object.__new__(cls)
         vars(made).update(parts, facts=facts)
+        if later is not None:
+            vars(made)[LATER] = later
         return made
 
     if not TYPE_CHECKING:  # mypy would let any name pass
@@ -142,13 +148,16 @@ class Batch(TensorHolder):
             make = MADE_LATER.get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            found = vars(self)[name] = make(self)
+            later = vars(self).get(LATER)
+            placed = later is not None and name in PLACED
+            found = vars(self)[name] = later(name) if placed else make(self)
             return found
 
     def _complete(self) -> None:
         """Make what nobody has asked for yet."""
         for name in MADE_LATER:
             getattr(self, name)
+        vars(self).pop(LATER, None)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         self._complete()
@@ -202,6 +211,11 @@ def _known(batch: Batch) -> BatchFacts:
     assert batch.facts is not None, "only a batch of facts lacks tensors"
     return batch.facts
 
+
+#: Attribute of a batch on a device for which some of the following lie there already.
+LATER: Final = "_later"
+#: Which may.
+PLACED: Final = frozenset({"scores", "policy_versions", "newest_policy_versions", "group_sizes"})
 
 #: Tensors that a trainer rarely reads, and how each is made: of memory of its own, so that what is
 #: written to one changes nothing else. And the fields that most batches lack.

@@ -65,6 +65,9 @@ class Pending:
     check : callable, optional
         Called once the batch is on the device; raises if the batch cannot be used. It is called
         again if it raised.
+    done : torch.cuda.Event, optional
+        To be recorded behind what fills them, and recorded again by nobody until then; a new one
+        without it.
     """
 
     def __init__(
@@ -73,15 +76,16 @@ class Pending:
         stream: torch.cuda.Stream | None,
         keep: object = None,
         check: Callable[[], None] | None = None,
+        done: torch.cuda.Event | None = None,
     ) -> None:
-        self._done: torch.cuda.Event | None = None
+        self._done = done
         self._batch = batch
         self._keep = keep
         self._check = check
         if stream is not None:
-            done = torch.cuda.Event(blocking=BLOCKING)  # type: ignore[no-untyped-call]
+            if done is None:
+                done = self._done = torch.cuda.Event(blocking=BLOCKING)  # type: ignore[no-untyped-call]
             done.record(stream)
-            self._done = done
 
     @property
     def arrived(self) -> bool:
@@ -181,17 +185,20 @@ def begin_gather(
     facts = _facts(block, table, groups)
     blocks = [block]
     try:
-        batch = Batch(
-            **_launch(block.host, table, len(groups), device),
-            **copy_extras(
-                groups, facts.lengths.tolist(), extra_fields, device, device_shift, blocks, staging
-            ),
+        batch = Batch.of_facts(
+            facts,
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
             groups=groups,
             transport="gather",
-            facts=facts,
+            **_launch(block, table, len(groups), device),
         )
+        if extra_fields is not None:
+            lengths = facts.lengths.tolist()
+            extras = copy_extras(
+                groups, lengths, extra_fields, device, device_shift, blocks, staging
+            )
+            vars(batch).update(extras)
         if table.has_spans:
             batch.newest_policy_versions = torch.tensor(facts.newest_policy_versions).to(device)
         columns = batch.logprobs, batch.advantages
@@ -208,7 +215,7 @@ def begin_gather(
             for one in blocks:
                 staging.give_back(one)
 
-        return Pending(batch, stream, check=check)
+        return Pending(batch, stream, check=check, done=block.done)
     except BaseException:
         # The kernel may read the block already.
         if stream is not None:
@@ -218,20 +225,16 @@ def begin_gather(
 
 def _facts(block: StagingBlock, table: GatherTable, groups: list[shmbus.Group]) -> BatchFacts:
     """Copy out of the table what stays known on the host: the block is used again."""
-
-    def part(at: int, dtype: type[np.generic], count: int) -> NDArray[Any]:
-        return np.frombuffer(block.array, dtype, count, at)
-
-    sequences = len(table.instance_ids)
-    borders = part(table.borders_at, np.int32, sequences + 1)
+    memory, sequences = block.array, len(table.instance_ids)
+    borders = np.frombuffer(memory, np.int32, sequences + 1, table.borders_at)
     samples = np.empty((4, sequences), np.int64)
-    samples[0].view(np.float64)[:] = part(table.scores_at, np.float32, sequences)
-    samples[1] = part(table.versions_at, np.int64, sequences)
+    samples[0].view(np.float64)[:] = np.frombuffer(memory, np.float32, sequences, table.scores_at)
+    samples[1] = np.frombuffer(memory, np.int64, sequences, table.versions_at)
     # The table has no newest versions: a look at each sample.
     samples[2] = describe(members(groups)[0])[3] if table.has_spans else samples[1]
-    samples[3] = np.diff(borders)
-    sizes = part(table.sizes_at, np.int64, len(groups)).copy()
-    return BatchFacts(samples, sizes, int(borders[-1]))
+    np.subtract(borders[1:], borders[:-1], out=samples[3])
+    sizes = np.frombuffer(memory, np.int64, len(groups), table.sizes_at).copy()
+    return BatchFacts(samples, sizes, table.tokens)
 
 
 def _compared(groups: list[shmbus.Group], kind: Kind, names: FieldNames) -> NDArray[np.float32]:
@@ -261,48 +264,52 @@ def _plan(
         block = staging.take(table.nbytes)
 
 
-def _launch(host: Tensor, table: GatherTable, groups: int, device: torch.device) -> dict[str, Any]:
+def _launch(
+    block: StagingBlock, table: GatherTable, groups: int, device: torch.device
+) -> dict[str, Any]:
     """Launch the kernel on a new block of the device; return the views of its parts."""
     from trainer_adapter.gpu.kernel import launch
 
-    facts = table.chunks_at - table.borders_at
-    end = facts
-    places = []
-    for width in (8, 8, 1, 4, 4):
-        places.append(end)
-        end += -(-table.tokens * width // PART_ALIGN) * PART_ALIGN
-    there = torch.empty(end, dtype=torch.uint8, device=device)
+    total, facts = table.tokens, table.chunks_at - table.borders_at
+    tokens = facts
+    position_ids = tokens + _aligned(total * 8)
+    loss_mask = position_ids + _aligned(total * 8)
+    logprobs = loss_mask + _aligned(total)
+    advantages = logprobs + _aligned(total * 4)
+    there = torch.empty(advantages + _aligned(total * 4), dtype=torch.uint8, device=device)
+    places = 0, tokens, position_ids, loss_mask, logprobs, advantages
     # The first launch also copies the facts; a batch without tokens has a launch for them alone.
     words = facts // 4
     for first, chunks, kinds in table.launches or [(0, 0, NO_FIELDS)]:
         of_table = table.chunks_at + first * CHUNK_WORDS * 8, table.found_at, table.borders_at
-        launch(kinds, chunks, words, host, of_table, there, (0, *places))
+        launch(kinds, chunks, words, block.host, of_table, there, places)
         words = 0
-    return _views(there, table, groups, places)
-
-
-def _views(there: Tensor, table: GatherTable, groups: int, places: list[int]) -> dict[str, Any]:
-    total, sequences, shift = table.tokens, len(table.instance_ids), -table.borders_at
-    tokens, position_ids, loss_mask, logprobs, advantages = places
     longs, floats = there.view(torch.int64), there.view(torch.float32)
+    sequences = len(table.instance_ids)
 
-    def of_longs(at: int, length: int) -> Tensor:
-        return longs[at // 8 : at // 8 + length]
+    def later(name: str) -> Tensor:
+        if name == "scores":
+            first = (table.scores_at - table.borders_at) // 4
+            return floats[first : first + sequences]
+        of_groups = name == "group_sizes"
+        at = table.sizes_at if of_groups else table.versions_at
+        first = (at - table.borders_at) // 8
+        return longs[first : first + (groups if of_groups else sequences)]
 
-    def of_floats(at: int, length: int) -> Tensor:
-        return floats[at // 4 : at // 4 + length]
-
+    # Each view costs as much as a record's part of the table: those few ask for are made later.
     return {
-        "tokens": of_longs(tokens, total),
-        "position_ids": of_longs(position_ids, total),
+        "tokens": longs[tokens // 8 : tokens // 8 + total],
+        "position_ids": longs[position_ids // 8 : position_ids // 8 + total],
         "cu_seqlens": there.view(torch.int32)[: sequences + 1],
         "loss_mask": there.view(torch.bool)[loss_mask : loss_mask + total],
-        "logprobs": of_floats(logprobs, total),
-        "advantages": of_floats(advantages, total),
-        "scores": of_floats(table.scores_at + shift, sequences),
-        "policy_versions": of_longs(table.versions_at + shift, sequences),
-        "group_sizes": of_longs(table.sizes_at + shift, groups),
+        "logprobs": floats[logprobs // 4 : logprobs // 4 + total],
+        "advantages": floats[advantages // 4 : advantages // 4 + total],
+        "later": later,
     }
+
+
+def _aligned(size: int) -> int:
+    return -(-size // PART_ALIGN) * PART_ALIGN
 
 
 def _raise_not_finite(

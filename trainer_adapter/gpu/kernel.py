@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
+from trainer_adapter.device.streams import current_stream
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
 
@@ -83,7 +84,10 @@ def launch(
         # Plain addresses: for a tensor, the launcher would ask the driver about its memory.
         table_from, batch_from = table.data_ptr(), batch.data_ptr()
         compiled[grid](
-            *[table_from + at for at in table_at], *[batch_from + at for at in batch_at], *rest
+            *[table_from + at for at in table_at],
+            *[batch_from + at for at in batch_at],
+            *rest,
+            stream=current_stream(batch.device).cuda_stream,
         )
         return
     pointers = [

@@ -51,11 +51,19 @@ class StagingBlock:
     host : Tensor, uint8
     array : uint8 array
         The same memory.
+    address : int
+        Where it begins.
+    done : torch.cuda.Event or None
+        To be recorded behind what reads the block, each time; None on a device that has none.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        on_cuda = device.type == "cuda"
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self.array: NDArray[np.uint8] = self.host.numpy()
+        self.address = self.host.data_ptr()
+        # A thread that waits for it sleeps instead of spinning.
+        self.done = torch.cuda.Event(blocking=True) if on_cuda else None  # type: ignore[no-untyped-call]
 
 
 class Staging:
