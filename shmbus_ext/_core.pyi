@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from shmbus_ext._blocks import *  # noqa: F403
 from shmbus_ext._channel import *  # noqa: F403
+from shmbus_ext._device import *  # noqa: F403
 from shmbus_ext._drops import *  # noqa: F403
 from shmbus_ext._gateway import *  # noqa: F403
 from shmbus_ext._pool import *  # noqa: F403

@@ -26,11 +26,19 @@ from shmbus.channel.errors import (
 from shmbus.channel.lifecycle import living_statement, unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
 from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
-from shmbus_ext._core import ChannelForm
+from shmbus_ext._core import (
+    DEVICE_MAX_COPIES,
+    DEVICE_NOT_READY,
+    ChannelForm,
+    device_await,
+    device_copy,
+)
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_TIMEOUT_S",
+    "DEVICE_MAX_COPIES",
+    "DEVICE_NOT_READY",
     "ChannelBusyError",
     "ChannelClosedError",
     "ChannelDamagedError",
@@ -45,6 +53,8 @@ __all__ = [
     "StepFailedError",
     "StepOrderError",
     "StepSkippedError",
+    "device_await",
+    "device_copy",
     "living_statement",
     "unlink_channel",
 ]

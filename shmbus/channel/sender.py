@@ -101,6 +101,26 @@ class ChannelSender(Endpoint):
         """Return the step that is sent next."""
         return self.sent_step + 1
 
+    def next_alike(self, written: int | None, seen: int) -> int | None:
+        """Return which step is sent next, where nothing has to be waited for or looked at.
+
+        Parameters
+        ----------
+        written : int | None
+            The step after those that are still to be posted; None where there are none.
+        seen : int
+            The version of the receiver's statement that is known.
+
+        Returns
+        -------
+        int | None
+            None where no slot is free, or the receiver states something else.
+        """
+        sent, acked, base, _ = self._counts()
+        step = base + sent if written is None else written
+        free = step - self._handle.slots < base + acked
+        return step if free and self._handle.stated(self.OTHER) == seen else None
+
     def check_step(self, step: int | None) -> int:
         """Compare a step with the one that is sent next.
 

@@ -114,10 +114,11 @@ def test_steps_arrive_bit_for_bit_in_order_in_at_most_one_buffer_more_than_slots
 class Gate:
     """Work of a device that is done when the test says so."""
 
-    kind = torch.device("cpu"), False
-
     def __init__(self) -> None:
         self._open = threading.Event()
+
+    def attach(self) -> None:
+        pass
 
     def end(self) -> None:
         pass

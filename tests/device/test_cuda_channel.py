@@ -18,7 +18,10 @@ from trainer_adapter.channel import (
     CudaCarrier,
     DeviceMismatchError,
     PeerGoneError,
+    SpecMismatchError,
     StepFailedError,
+    StepOrderError,
+    StepSkippedError,
     TensorChannel,
     TensorSender,
 )
@@ -130,6 +133,73 @@ def test_steps_of_varying_lengths_arrive_bit_for_bit_in_order_in_flat_memory(
     assert growths < PERIOD
     assert not os.path.exists(channel_path(bus_name))
     assert not os.path.exists(memory_socket("channel", bus_name))
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("how", ["copies", "views"])
+@pytest.mark.parametrize("rows", [16, 1 << 15])
+def test_steps_that_are_alike_go_by_calls_of_the_driver_alone_and_arrive_bit_for_bit(
+    bus_name: str, spawn: Spawner, rows: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TensorChannel.create(bus_name, device="cuda:0") as sender:
+        child = spawn.script(RECEIVER, bus_name, how, "-", PERIOD)
+        child.expect("ready", timeout=60)
+        writer, steps = writer_of(sender), 200
+        others: list[int] = []
+        write = writer.write
+
+        def noted(*given: Any) -> None:
+            others.append(sender.next_step)
+            write(*given)
+
+        monkeypatch.setattr(writer, "write", noted)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for step in range(steps):
+            with torch.cuda.stream(side if step % 3 == 0 else torch.cuda.default_stream()):
+                tensors = made(step, rows=rows)
+                tensors["hidden"].requires_grad_(step == 100)
+                if step % 7 == 0:  # a slot is free then
+                    sender._channel.wait_acked(sender.next_step - 1, timeout=60)
+                sender.send(tensors, step=step, meta={"n": step}, timeout=60)
+                with torch.no_grad():
+                    for tensor in tensors.values():
+                        tensor.zero_()
+        sender.close()
+        assert f"steps {steps} wrong 0 on cuda:0" in child.finish(timeout=60)
+    assert others[:2] == [0, 1]
+    # Where the receiver is behind, a slot is waited for the long way.
+    assert not set(range(7, steps, 7)) & set(others)
+
+
+def test_a_step_that_is_not_like_the_last_one_goes_the_long_way(bus_name: str) -> None:
+    with (
+        TensorChannel.create(bus_name, device="cuda:0", timeout=20) as sender,
+        TensorChannel.open(bus_name, specs=SPECS) as receiver,
+    ):
+
+        def passes(step: int, rows: int) -> None:
+            sender.send(made(step, rows=rows), meta={"n": step}, step=step)
+            with receiver.recv(20) as item:
+                assert (item.step, item.meta, wrong(step, item)) == (step, {"n": step}, 0)
+
+        for step in range(4):
+            passes(step, 16)
+        with pytest.raises(StepOrderError, match="expected step 4, got step 9"):
+            sender.send(made(9, rows=16), step=9)
+        with pytest.raises(ValueError, match="on the agreed device 'cuda:0', got 'cpu'"):
+            sender.send({name: each.cpu() for name, each in made(4, rows=16).items()})
+        with pytest.raises(SpecMismatchError):
+            sender.send({"hidden": made(4, rows=16)["hidden"]})
+        passes(4, 16)
+        assert sender.skip(reason="empty") == 5
+        with pytest.raises(StepSkippedError):
+            receiver.recv(20)
+        for step in range(6, 9):
+            passes(step, 16)
+        for step in range(9, 12):
+            passes(step, 40)  # another length, in larger buffers
+        for step in range(12, 15):
+            passes(step, 16)
 
 
 @pytest.mark.timeout(100)

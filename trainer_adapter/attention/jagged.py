@@ -79,11 +79,14 @@ def may_be_jagged(q: Tensor, k: Tensor, lengths_q: bytes, lengths_k: bytes, wind
         and head_dim <= _MOST_HEAD_DIM
         # 2.5 has it, and made the backward of the kernels right for views of packed rows.
         and hasattr(torch.nested, "nested_tensor_from_jagged")
-        and (
-            torch.backends.cuda.mem_efficient_sdp_enabled()
-            or (flash and torch.backends.cuda.flash_sdp_enabled() and _has_flash(q.device))
-        )
+        and _is_enabled(flash and _has_flash(q.device))
     )
+
+
+def _is_enabled(flash: bool) -> bool:
+    """Whether a kernel is allowed that takes jagged tensors: `sdpa_kernel` may forbid any."""
+    allowed: Any = torch.backends.cuda
+    return bool(allowed.mem_efficient_sdp_enabled() or (flash and allowed.flash_sdp_enabled()))
 
 
 def attend_jagged(

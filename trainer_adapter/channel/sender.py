@@ -145,7 +145,7 @@ class TensorSender:
         elif alike is None or self._alike_since != self._agreement.agreed:
             # The second of its kind: there will be more.
             self._alike_since = self._agreement.agreed
-            self._alike = self._writer.alike(form, self._alike_since)
+            self._alike = self._writer.alike(form, self._alike_since, self._form_guard)
         self._writer.write(tensors, form, meta, timeout)
         return number
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from shmbus import BusClosedError, BusRemovedError, CapacityError
-from shmbus.channel import ChannelError, ChannelSender
+from shmbus.channel import DEVICE_MAX_COPIES, ChannelError, ChannelSender, device_copy
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
 from trainer_adapter.channel.places import StepForm, channel_form, encode_head, encode_meta
 from trainer_adapter.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
-from trainer_adapter.device.completion import Completion
-from trainer_adapter.device.driver import CudaDriverError
+from trainer_adapter.device.completion import Completion, Work
+from trainer_adapter.device.driver import CudaDriverError, address, check
+from trainer_adapter.device.streams import current_stream
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
 
 __all__ = [
@@ -33,8 +34,8 @@ __all__ = [
     "open_writer",
 ]
 
-#: From a step's tensors, all of its meta (None for the head) and its expected number to that with
-#: which it was sent; None where it has to be sent as any other.
+#: From a step's tensors, its meta (behind the head that came with this; None for none) and its
+#: expected number to that with which it was sent; None where it has to be sent as any other.
 SendAlike: TypeAlias = Callable[[Mapping[str, torch.Tensor], bytes | None, int | None], int | None]
 
 #: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
@@ -118,10 +119,13 @@ class StepWriter(Protocol):
     ) -> None:
         """Copy a step's tensors, and send it once they are there."""
 
-    def alike(self, form: StepForm, seen: int | None) -> tuple[bytes, SendAlike] | None:
-        """Return what sends steps of a form in one call, while the receiver states what it did.
+    def alike(
+        self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
+    ) -> tuple[bytes, SendAlike] | None:
+        """Return what sends steps of a form faster, while the receiver states what it did.
 
-        With it comes the head of their meta.
+        With it comes what their meta begins with. `looks` compares the tensors of a step with those
+        of the form, in one call; None where that cannot be.
         """
 
     def settle(self) -> None:
@@ -170,7 +174,9 @@ class SlotWriter:
         del payload
         self._channel.commit(table)
 
-    def alike(self, form: StepForm, seen: int | None) -> tuple[bytes, SendAlike] | None:
+    def alike(
+        self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
+    ) -> tuple[bytes, SendAlike] | None:
         """Return what sends small steps of a form in one call."""
         head = encode_head(form)
         known = channel_form(form.places, form.size, head)
@@ -183,6 +189,16 @@ class SlotWriter:
 
     def close(self, *, drain: bool) -> None:
         """Do nothing: the segment keeps what was sent."""
+
+
+class _Targets(NamedTuple):
+    """Where the tensors of steps of a form go in a buffer, and the head of their meta."""
+
+    form: StepForm
+    name: BufferName
+    head: bytes
+    tensors: list[torch.Tensor]
+    places: tuple[tuple[int, int], ...]  # address and bytes of each
 
 
 class ExportedWriter:
@@ -217,7 +233,7 @@ class ExportedWriter:
         self._grown_at = 0
         self._written = 0
         # What was made for the last step of each buffer.
-        self._targets: dict[int, tuple[StepForm, BufferName, bytes, list[torch.Tensor]]] = {}
+        self._targets: dict[int, _Targets] = {}
         self.growths = 0
         self.device = device
         self._arena = Arena(memory_socket("channel", channel.name), allocate)
@@ -243,30 +259,35 @@ class ExportedWriter:
         more = encode_meta(meta)
         self._make_room(step, form.size, timeout)
         self._channel.await_slot(step, timeout=timeout)
-        head, targets = self._targets_of(number, form)
+        ready = self._targets_of(number, form)
         work = self._completion.begin(self.device, form.size)
-        for target, tensor in zip(targets, tensors.values(), strict=True):
+        for target, tensor in zip(ready.tensors, tensors.values(), strict=True):
             plain = tensor.detach() if tensor.requires_grad else tensor
             if work is None:
                 copy_tensor(target, plain)
             else:
                 target.copy_(plain)
+        if work is not None:
+            work.end()
+        self._hand_over(step, work, form, ready.head + more)
+
+    def _hand_over(self, step: int, work: Work | None, form: StepForm, message: bytes) -> None:
+        """Have a step sent once it is there."""
         self._written = step + 1
         self._completion.after(
-            work,
-            partial(self._channel.post, head + more),
-            soon=form.size <= SOON_BYTES,
+            work, partial(self._channel.post, message), soon=form.size <= SOON_BYTES
         )
 
-    def _targets_of(self, number: int, form: StepForm) -> tuple[bytes, list[torch.Tensor]]:
-        """Return the head of a step in a buffer, and where its tensors go."""
+    def _targets_of(self, number: int, form: StepForm) -> _Targets:
+        """Return where the tensors of a step go in a buffer."""
         name, payload = self._arena.buffer(number, max(form.size, 1))
-        known, where, head, targets = self._targets.get(number, (None, None, b"", []))
-        if known is not form or where != name:
-            head = encode_head(form, name)
-            targets = [tensor_at(payload, place) for place in form.places]
-            self._targets[number] = form, name, head, targets
-        return head, targets
+        ready = self._targets.get(number)
+        if ready is None or ready.form is not form or ready.name != name:
+            tensors = [tensor_at(payload, place) for place in form.places]
+            places = tuple((each.data_ptr(), each.nbytes) for each in tensors)
+            ready = _Targets(form, name, encode_head(form, name), tensors, places)
+            self._targets[number] = ready
+        return ready
 
     def _make_room(self, step: int, size: int, timeout: float | None) -> None:
         """Have the next buffer be large enough; no receiver reads what is freed for that."""
@@ -297,9 +318,54 @@ class ExportedWriter:
         self._grown_at = step
         self.growths += 1
 
-    def alike(self, form: StepForm, seen: int | None) -> tuple[bytes, SendAlike] | None:
-        """Return None: its copies are made by the device's library."""
-        return None
+    def alike(
+        self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
+    ) -> tuple[bytes, SendAlike] | None:
+        """Return what sends steps of a form by the driver's own calls."""
+        few = 0 < len(form.places) <= DEVICE_MAX_COPIES
+        if self.device.type != "cuda" or seen is None or looks is None or not few:
+            return None
+        return b"", partial(self._send_alike, form, list(form.specs), seen, looks)
+
+    def _send_alike(
+        self,
+        form: StepForm,
+        names: list[str],
+        seen: int,
+        looks: Callable[..., bool],
+        tensors: Mapping[str, torch.Tensor],
+        more: bytes | None,
+        expected: int | None,
+    ) -> int | None:
+        """Send a step like the last ones; None where there is anything to be waited for or made.
+
+        Whoever sends has slept since the step before, and each function is slow the first time
+        after that: here are as few as can be.
+        """
+        completion, device = self._completion, self.device
+        written = self._written if completion.pending else None
+        step = self._channel.next_alike(written, seen)
+        if step is None or completion.failed or self._arena.replaced:
+            return None
+        if type(tensors) is not dict or [*tensors] != names or not looks(*tensors.values()):
+            return None
+        ready = self._targets.get(step % self._channel.slots)
+        if ready is None or ready.form is not form or (expected is not None and expected != step):
+            return None
+        if torch.cuda.current_device() != device.index:
+            return None
+        work = completion.begin(device, form.size)
+        assert work is not None, "a CUDA device is never done at once"
+        stream = current_stream(device).cuda_stream
+        status = device_copy(*self._calls(), stream, work.handle, tensors, ready.places)
+        if status:
+            torch.cuda.synchronize(device)  # torch has better words for it
+            check("cuMemcpyDtoDAsync", status)
+        self._hand_over(step, work, form, ready.head if more is None else ready.head + more)
+        return step
+
+    def _calls(self) -> tuple[int, int]:
+        return address("cuMemcpyDtoDAsync_v2"), address("cuEventRecord")
 
     @property
     def nbytes(self) -> int:

@@ -6,20 +6,21 @@ Invariants:
   raised, until that was told.
 - What waits is the owner's own thread on the owner's own events. No process waits on an event of
   another one, whose death could keep it from ever happening.
-- A thread sleeps while a device does what it was asked to do before, and keeps a processor busy
-  for no longer than the copies take that it waits for.
+- A thread keeps a processor busy for about as long as the copies take that it waits for. Where they
+  follow other work, it looks now and then after that.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import torch
 
+from shmbus.channel import DEVICE_NOT_READY, device_await
+from trainer_adapter.device.driver import address, check
 from trainer_adapter.device.streams import current_stream
 
 __all__ = ["SPIN_BYTES", "Completion", "Work", "event"]
@@ -27,6 +28,9 @@ __all__ = ["SPIN_BYTES", "Completion", "Work", "event"]
 #: Bytes up to which the end of their copy is waited for without sleeping: half a millisecond of a
 #: device of 2 TB/s. To be woken up takes a tenth of one.
 SPIN_BYTES: Final = 1 << 30
+
+#: Bytes a second of the slowest device, for how long a copy may take.
+SLOW_BYTES_PER_S: Final = 1e12
 
 #: Seconds that a caller waits itself for the end of a small copy: what a device takes to change
 #: over from another process, and as much again. To hand it to a thread costs a third of that.
@@ -43,41 +47,62 @@ class Work:
 
     Parameters
     ----------
-    kind : (torch.device, bool)
-        Which device, and whether a thread sleeps until they have been made.
+    device : torch.device
+        Of CUDA, in use already.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of the copies, this time.
+    handle : int
+        What the driver knows their end by: an event to be recorded behind them.
     """
 
-    def __init__(self, kind: tuple[torch.device, bool]) -> None:
-        self.kind = kind
-        self._began = event(sleeps=True)
-        self._ended = event(sleeps=kind[1])
-        self._behind = False
-
-    def begin(self) -> None:
-        """Say that they follow."""
-        stream = current_stream(self.kind[0])
-        # Where nothing has to end before them, to sleep until they begin takes longer than they do.
-        self._behind = not stream.query()
-        if self._behind:
-            self._began.record(stream)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nbytes = 0
+        self._ended = event(sleeps=False)
+        self.end()  # the driver's event is made when it is recorded first
+        self.handle = int(self._ended.cuda_event)
+        self._query = address("cuEventQuery")
 
     def end(self) -> None:
         """Say that no more follow."""
-        self._ended.record(current_stream(self.kind[0]))
+        self._ended.record(current_stream(self.device))
+
+    def attach(self) -> None:
+        """Make torch's context of the device the calling thread's own; the driver asks for it."""
+        self._ended.query()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until they have been made."""
-        if self._behind:
-            self._began.synchronize()
-        self._ended.synchronize()
+        """Wait until they have been made.
+
+        Raises
+        ------
+        RuntimeError, CudaDriverError
+            The device has failed.
+        """
+        busy_s = SOON_S + min(self.nbytes, SPIN_BYTES) / SLOW_BYTES_PER_S
+        self._check(device_await(self._query, self.handle, busy_s, True))
 
     def is_made(self, within: float) -> bool:
-        """Wait so many seconds, without sleeping; whether they have been made."""
-        until = time.perf_counter() + within
-        while not self._ended.query():  # type: ignore[no-untyped-call]
-            if time.perf_counter() > until:
-                return False
+        """Wait so many seconds, without sleeping; whether they have been made.
+
+        Raises
+        ------
+        RuntimeError, CudaDriverError
+            The device has failed.
+        """
+        status = device_await(self._query, self.handle, within, False)
+        if status == DEVICE_NOT_READY:
+            return False
+        self._check(status)
         return True
+
+    def _check(self, status: int) -> None:
+        if status:
+            self._ended.synchronize()  # torch has better words for it
+            check("cuEventQuery", status)
 
 
 _Task: TypeAlias = tuple[Work, Callable[[], None]]
@@ -98,7 +123,7 @@ class Completion:
         self._changed = threading.Condition(threading.Lock())
         self._pending = 0
         # Of actions that are done: to make an event takes longer than to record one again.
-        self._idle: dict[tuple[torch.device, bool], list[Work]] = {}
+        self._idle: list[Work] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -107,12 +132,18 @@ class Completion:
         """Return how many actions are on their way."""
         return self._pending
 
+    @property
+    def failed(self) -> bool:
+        """Return whether an action has raised, and nobody was told yet."""
+        return self._error is not None
+
     def begin(self, device: torch.device, nbytes: int) -> Work | None:
-        """Say that the copies of a step follow, on the current stream of a device.
+        """Return what is to be recorded behind the copies of a step, on a device's current stream.
 
         Parameters
         ----------
         device : torch.device
+            Always the same one.
         nbytes : int
             Of the copies.
 
@@ -123,10 +154,8 @@ class Completion:
         """
         if device.type != "cuda":
             return None
-        kind = device, nbytes > SPIN_BYTES
-        idle = self._idle.setdefault(kind, [])
-        work = idle.pop() if idle else Work(kind)
-        work.begin()
+        work = self._idle.pop() if self._idle else Work(device)
+        work.nbytes = nbytes
         return work
 
     def after(
@@ -141,7 +170,7 @@ class Completion:
         Parameters
         ----------
         work : Work | None
-            Of `begin`, after which the copies were begun; None runs the action now, here.
+            Of `begin`, recorded behind the copies; None runs the action now, here.
         action : callable
             What it raises is raised by the next call of `after` or `settle`. Of the actions that
             were on their way behind it none is run.
@@ -149,14 +178,12 @@ class Completion:
             Whether the copies are so small that they are waited for a moment, and the action is run
             here where they have been made by then.
         """
-        if work is not None:
-            work.end()
         self._settle(0 if work is None else self._depth - 1)
         if work is None:
             action()
             return
         if soon and not self._pending and work.is_made(SOON_S):
-            self._idle.setdefault(work.kind, []).append(work)
+            self._idle.append(work)
             action()
             return
         if self._thread is None:
@@ -202,6 +229,7 @@ class Completion:
                 thread.join()
 
     def _run(self) -> None:
+        attached = False
         while True:
             task = self._queue.get()
             if task is None:
@@ -209,12 +237,15 @@ class Completion:
             work, action = task
             error: BaseException | None = None
             try:
+                if not attached:
+                    work.attach()
+                    attached = True
                 work.wait()
                 if self._error is None:
                     action()
             except BaseException as raised:  # settle raises it, where the caller is
                 error = raised
-            self._idle.setdefault(work.kind, []).append(work)
+            self._idle.append(work)
             del work, action, task
             with self._changed:
                 self._error = self._error or error

@@ -21,8 +21,10 @@ __all__ = [
     "AllocationProperties",
     "CudaDriverError",
     "IpcMemoryHandle",
+    "address",
     "attribute",
     "call",
+    "check",
     "driver",
     "in_context",
     "missing",
@@ -127,6 +129,9 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuIpcGetMemHandle": (_POINTER, _ADDRESS),
     "cuIpcOpenMemHandle_v2": (_POINTER, IpcMemoryHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuEventQuery": (_POINTER,),
     "cuGetErrorName": (ctypes.c_int, _POINTER),
 }
 
@@ -176,6 +181,26 @@ def call(name: str, *arguments: Any) -> None:
     status = getattr(library, name)(*arguments)
     if status:
         raise CudaDriverError(f"{name}: {_name_of(library, status)}")
+
+
+@functools.cache
+def address(name: str) -> int:
+    """Return where one of the driver's functions is, to be called without ctypes."""
+    found = ctypes.cast(getattr(driver(), name), ctypes.c_void_p).value
+    assert found is not None, name
+    return found
+
+
+def check(name: str, status: int) -> None:
+    """Raise where the driver has refused a call that was made without `call`.
+
+    Raises
+    ------
+    CudaDriverError
+        It refused.
+    """
+    if status:
+        raise CudaDriverError(f"{name}: {_name_of(driver(), status)}")
 
 
 def attribute(device: int, number: int) -> int:
