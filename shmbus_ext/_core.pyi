@@ -481,6 +481,7 @@ def plan_gather(
     int,
     list[tuple[int, int, tuple[int, int, int, int]]],
     list[str],
+    bytes,
     list[int],
     bool,
     bool,

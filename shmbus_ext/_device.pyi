@@ -15,3 +15,14 @@ def device_copy(
     /,
 ) -> int: ...
 def device_await(query: int, event: int, busy_s: float, naps: bool, /) -> int: ...
+def device_launch(
+    launch: int,
+    function: int,
+    stream: int,
+    grid: int,
+    threads: int,
+    shared: int,
+    addresses: tuple[int, ...],
+    numbers: tuple[int, ...],
+    /,
+) -> int: ...

@@ -59,6 +59,10 @@ class GatherTable(msgspec.Struct, frozen=True):
         advantages, -1 for what is not there.
     instance_ids : list[str]
         S of them.
+    known : bytes
+        What is known on the host: int64 [4, S], of each sample its score (the bits of a float64),
+        policy version, newest policy version, and tokens; and then int64 [G], the samples of each
+        group.
     mentions : list[int]
         Positions of the trajectories whose meta contains one of the words that were asked for.
     scores_fit : bool
@@ -84,6 +88,7 @@ class GatherTable(msgspec.Struct, frozen=True):
     chunks_at: int
     launches: list[tuple[int, int, tuple[int, int, int, int]]]
     instance_ids: list[str]
+    known: bytes
     mentions: list[int]
     scores_fit: bool
     has_rows: bool
@@ -149,8 +154,8 @@ def plan_gather(
         flags,
         words,
     )
-    has, lacks = planned[15:]
-    return GatherTable(*planned[:15], check_presence(groups, names, has, lacks))
+    has, lacks = planned[16:]
+    return GatherTable(*planned[:16], check_presence(groups, names, has, lacks))
 
 
 def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from shmbus_ext._core import (
     ChannelForm,
     device_await,
     device_copy,
+    device_launch,
 )
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "StepSkippedError",
     "device_await",
     "device_copy",
+    "device_launch",
     "living_statement",
     "unlink_channel",
 ]

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.channel import DEVICE_MAX_COPIES, DEVICE_NOT_READY, device_await, device_copy
+from shmbus.channel import (
+    DEVICE_MAX_COPIES,
+    DEVICE_NOT_READY,
+    device_await,
+    device_copy,
+    device_launch,
+)
 
 COPY = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
@@ -95,6 +101,43 @@ def test_nothing_is_copied_of_what_is_no_step() -> None:
     with pytest.raises(TypeError):
         device_copy(*driver.addresses(), STREAM, EVENT, {"a": one})  # type: ignore[call-arg]
     assert driver.asked == []
+
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *(ctypes.c_uint,) * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+def test_a_launch_has_its_addresses_then_its_numbers_and_no_scratch_memory() -> None:
+    told: list[Any] = []
+
+    def launch(function: int, *given: Any) -> int:
+        (*sizes, shared, stream, parameters, extra) = given
+        wide = [ctypes.c_uint64.from_address(parameters[i]).value for i in (0, 1, 4, 5)]
+        narrow = [ctypes.c_int32.from_address(parameters[i]).value for i in (2, 3)]
+        told.append((function, sizes, shared, stream, wide, narrow, extra))
+        return REFUSED
+
+    call = LAUNCH(launch)
+    at = ctypes.cast(call, ctypes.c_void_p).value
+    assert at is not None
+    big = (1 << 63) + 5
+    assert device_launch(at, 0x30, STREAM, 7, 512, 48, (big, 9), (11, -3)) == REFUSED
+    assert told == [(0x30, [7, 1, 1, 512, 1, 1], 48, STREAM, [big, 9, 0, 0], [11, -3], None)]
+    for error, addresses, numbers in (
+        (ValueError, (1,) * 30, (1,) * 3),
+        (OverflowError, (1,), (1 << 31,)),
+        (OverflowError, (-1,), ()),
+        (TypeError, ("1",), ()),
+    ):
+        with pytest.raises(error):
+            device_launch(at, 0x30, STREAM, 1, 32, 0, addresses, numbers)  # type: ignore[arg-type]
+    assert len(told) == 1
 
 
 class Event:

@@ -1,13 +1,14 @@
-"""Short sequences of a packed row as one jagged tensor, for the fused kernels of SDPA on a GPU.
+"""Short sequences of a packed row by the kernels that SDPA has for jagged tensors, on a GPU.
 
 Buckets of short sequences cost more to fill and to empty than to attend in: each operand is copied
-to them, and each gradient back. A jagged tensor is the packed row itself with its borders.
+to them, and each gradient back. A jagged tensor is the packed row itself with its borders. The
+kernels are called as `torch.nested` calls them, without its tensors, which take the host 4 ms a
+step, forward and backward.
 
 Invariants:
 
 - Nothing is moved or padded: operands and result are the packed rows.
-- It is taken only where SDPA has a fused kernel for it, since what is left then needs a mask that
-  jagged tensors do not have.
+- It is taken only where the kernels are known by their parameters, and can run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer_adapter.attention.plan import Plan, Window
@@ -29,6 +29,17 @@ _FLASH_HAS: Final = {torch.float16: True, torch.bfloat16: True, torch.float32: F
 #: The kernels' own: a multiple of this, up to that.
 _HEAD_DIM_STEP: Final = 8
 _MOST_HEAD_DIM: Final = 256
+#: Names of their parameters, as far as they are given here; from torch 2.3 to 2.15.
+_FLASH_PARAMETERS: Final = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+    "return_debug_mask", "scale",
+)  # fmt: skip
+_EFFICIENT_PARAMETERS: Final = (
+    "query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+    "dropout_p", "custom_mask_type", "compute_log_sumexp", "scale",
+)  # fmt: skip
+#: How the other kernel calls a causal mask that is aligned at the first row and key.
+_CAUSAL_MASK: Final = 1
 #: Windows that SDPA has without a mask, and whether that is the causal one.
 _CAUSAL: Final[dict[Window, bool]] = {(-1, -1): False, (-1, 0): True}
 
@@ -70,23 +81,43 @@ def may_be_jagged(q: Tensor, k: Tensor, lengths_q: bytes, lengths_k: bytes, wind
     if not q.is_cuda or torch.version.hip is not None:
         return False
     head_dim = q.shape[-1]
-    flash = _FLASH_HAS.get(q.dtype)
     return (
-        flash is not None
-        and lengths_q == lengths_k
+        lengths_q == lengths_k
         and window in _CAUSAL
         and head_dim % _HEAD_DIM_STEP == 0
         and head_dim <= _MOST_HEAD_DIM
-        # 2.5 has it, and made the backward of the kernels right for views of packed rows.
-        and hasattr(torch.nested, "nested_tensor_from_jagged")
-        and _is_enabled(flash and _has_flash(q.device))
+        and q.dtype in _FLASH_HAS
+        and (_takes_flash(q) or _takes_efficient())
     )
 
 
-def _is_enabled(flash: bool) -> bool:
-    """Whether a kernel is allowed that takes jagged tensors: `sdpa_kernel` may forbid any."""
+def _takes_flash(q: Tensor) -> bool:
+    """Whether FlashAttention can run, and nobody forbids it (`sdpa_kernel` may)."""
     allowed: Any = torch.backends.cuda
-    return bool(allowed.mem_efficient_sdp_enabled() or (flash and allowed.flash_sdp_enabled()))
+    return (
+        _FLASH_HAS[q.dtype]
+        and bool(allowed.flash_sdp_enabled())
+        and _is_known("_flash_attention_forward", _FLASH_PARAMETERS)
+        and _has_flash(q.device)
+    )
+
+
+def _takes_efficient() -> bool:
+    """Whether nobody forbids the memory-efficient kernel."""
+    allowed: Any = torch.backends.cuda
+    return bool(allowed.mem_efficient_sdp_enabled()) and _is_known(
+        "_efficient_attention_forward", _EFFICIENT_PARAMETERS
+    )
+
+
+@functools.cache
+def _is_known(name: str, parameters: tuple[str, ...]) -> bool:
+    """Whether this torch has an operator, with these parameters first."""
+    operator: Any = getattr(torch.ops.aten, name, None)
+    if operator is None or "default" not in operator.overloads():
+        return False
+    found = [each.name for each in operator.default._schema.arguments]
+    return found[: len(parameters)] == list(parameters)
 
 
 def attend_jagged(
@@ -111,29 +142,35 @@ def attend_jagged(
     shared = q.shape[1] // k.shape[1]
     if shared > 1:
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-    borders, shortest, longest = _borders_on(lengths, q.device)
-    # Of jagged tensors of different borders torch does not know that their shapes are the same.
-    rows, keys, values = (
-        torch.nested.nested_tensor_from_jagged(
-            x.contiguous(), borders, min_seqlen=shortest, max_seqlen=longest
-        ).transpose(1, 2)
-        for x in (q, k, v)
-    )
-    out: Any = F.scaled_dot_product_attention(
-        rows, keys, values, is_causal=_CAUSAL[window], scale=scale
-    )
-    packed: Tensor = out.transpose(1, 2).values()
-    return packed
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    borders, longest = _borders_on(lengths, q.device)
+    out: Tensor
+    if _takes_flash(q):
+        out, *_ = torch.ops.aten._flash_attention_forward.default(
+            q, k, v, borders, borders, longest, longest, 0.0, _CAUSAL[window], False, scale=scale
+        )
+        return out
+    mask = _CAUSAL_MASK if _CAUSAL[window] else 0
+    rows, keys, values = (x.unsqueeze(0) for x in (q, k, v))
+    out, *_ = torch.ops.aten._efficient_attention_forward.default(
+        rows, keys, values, None, borders, borders, longest, longest, 0.0, mask,
+        _needs_gradient(q, k, v), scale=scale,
+    )  # fmt: skip
+    return out.squeeze(0)
+
+
+def _needs_gradient(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
 @functools.lru_cache(maxsize=8)
-def _borders_on(lengths: bytes, device: torch.device) -> tuple[Tensor, int, int]:
-    """Return the borders of the sequences that are not empty, the shortest and the longest."""
+def _borders_on(lengths: bytes, device: torch.device) -> tuple[Tensor, int]:
+    """Return the borders of the sequences that are not empty, and the longest length."""
     counts = np.frombuffer(lengths, np.int64)
     counts = counts[counts > 0]
     with torch.inference_mode(False):  # else no call of another mode could keep it for backward
-        borders = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])).to(device)
-    return borders, int(counts.min()), int(counts.max())
+        borders = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])).int().to(device)
+    return borders, int(counts.max())
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,26 @@ Layout = Literal["packed", "padded"]
 
 #: Tensors of a batch with an element a token.
 PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
+
+#: Tensors that may lie in one block of a device. A view takes 2.4 us, as much as planning a record
+#: of twenty, and of a small batch there are nine.
+IN_BLOCK: Final = frozenset(
+    {
+        *PER_TOKEN, "cu_seqlens", "scores", "policy_versions", "newest_policy_versions",
+        "group_sizes",
+    }
+)  # fmt: skip
+#: Where a batch has it.
+BLOCK: Final = "_block"
+
+
+class BatchBlock(Protocol):
+    """Memory of a device that tensors of a batch lie in."""
+
+    memory: Tensor
+
+    def view(self, name: str) -> Tensor:
+        """Return one of `IN_BLOCK`, as it was packed."""
 
 
 def _not_given() -> Any:
@@ -118,17 +138,15 @@ class Batch(TensorHolder):
             self.sample_of = _one_each(self)
 
     @classmethod
-    def of_facts(
-        cls, facts: BatchFacts, *, later: Callable[[str], Tensor] | None = None, **parts: Any
-    ) -> Batch:
+    def of_facts(cls, facts: BatchFacts, *, block: BatchBlock | None = None, **parts: Any) -> Batch:
         """Make a batch whose tensors of sequences are made when they are first asked for.
 
         Parameters
         ----------
         facts : BatchFacts
             Of samples of one row each.
-        later : callable, optional
-            From the name of such a tensor to it, where it lies on a device already.
+        block : BatchBlock, optional
+            Has the tensors `IN_BLOCK`: they are made when they are first asked for too.
         **parts
             The other attributes, but for those that have a default.
 
@@ -138,26 +156,34 @@ class Batch(TensorHolder):
         """
         made = object.__new__(cls)
         vars(made).update(parts, facts=facts)
-        if later is not None:
-            vars(made)[LATER] = later
+        if block is not None:
+            vars(made)[BLOCK] = block
         return made
+
+    @property
+    def block(self) -> BatchBlock | None:
+        """Return the memory on a device in which tensors lie that nobody has asked for yet."""
+        found: BatchBlock | None = vars(self).get(BLOCK)
+        return found
 
     if not TYPE_CHECKING:  # mypy would let any name pass
 
         def __getattr__(self, name: str) -> Any:
-            make = MADE_LATER.get(name)
-            if make is None:
+            block, make = vars(self).get(BLOCK), MADE_LATER.get(name)
+            if block is not None and name in IN_BLOCK:
+                found = block.view(name)
+            elif make is not None:
+                found = make(self)
+            else:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            later = vars(self).get(LATER)
-            placed = later is not None and name in PLACED
-            found = vars(self)[name] = later(name) if placed else make(self)
+            vars(self)[name] = found
             return found
 
     def _complete(self) -> None:
         """Make what nobody has asked for yet."""
-        for name in MADE_LATER:
+        for name in {*MADE_LATER, *(() if self.block is None else IN_BLOCK)}:
             getattr(self, name)
-        vars(self).pop(LATER, None)
+        vars(self).pop(BLOCK, None)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         self._complete()
@@ -211,11 +237,6 @@ def _known(batch: Batch) -> BatchFacts:
     assert batch.facts is not None, "only a batch of facts lacks tensors"
     return batch.facts
 
-
-#: Attribute of a batch on a device for which some of the following lie there already.
-LATER: Final = "_later"
-#: Which may.
-PLACED: Final = frozenset({"scores", "policy_versions", "newest_policy_versions", "group_sizes"})
 
 #: Tensors that a trainer rarely reads, and how each is made: of memory of its own, so that what is
 #: written to one changes nothing else. And the fields that most batches lack.

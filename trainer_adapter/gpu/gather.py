@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,12 +26,14 @@ from torch import Tensor
 import shmbus
 from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
+from shmbus.channel import device_await
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
-from trainer_adapter.batches.batch import Batch, Layout, pad_batch
+from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
+from trainer_adapter.device.driver import address, missing
 from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 from trainer_adapter.scored_group import ScoredGroup, groups_of
@@ -43,6 +46,16 @@ PART_ALIGN: Final = 64
 USUAL_TABLE_BYTES: Final = 160
 #: Field kinds of a launch that packs no token.
 NO_FIELDS: Final = (0, -1, -1, -1)
+#: Seconds that a batch is waited for without sleeping: what it takes to be woken up.
+SOON_S: Final = 0.00005
+#: Dtypes of a batch's tensors; of the others int64.
+TYPES: Final = {
+    "loss_mask": torch.bool,
+    "logprobs": torch.float32,
+    "advantages": torch.float32,
+    "cu_seqlens": torch.int32,
+    "scores": torch.float32,
+}
 #: What an event is created with so that a thread that waits for it sleeps instead of spinning.
 BLOCKING: Final = True
 
@@ -93,7 +106,7 @@ class Pending:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> Batch:
-        """Wait until the batch is on the device, sleeping, and return it.
+        """Wait until the batch is on the device, and return it.
 
         Returns
         -------
@@ -111,9 +124,11 @@ class Pending:
         return self._batch
 
     def _wait(self) -> None:
-        # If the batch has arrived already, `synchronize` still costs ten times as much as `query`.
-        if not self.arrived and self._done is not None:
-            self._done.synchronize()
+        # To sleep costs a wake-up: what is nearly there is looked at for as long as that takes.
+        done = self._done
+        if done is not None and not (self.arrived or _is_soon(done)):
+            done.synchronize()
+        self._done = None  # it is another batch's from now on
 
     def __del__(self) -> None:
         # The memory that the kernel reads must not be used again before it is done.
@@ -182,16 +197,17 @@ def begin_gather(
             "gather: expected samples of one row each, got one that was put with rows=; the kernel "
             "packs a record as one sequence: use trainer_adapter.pack, or transport='copy'"
         )
-    facts = _facts(block, table, groups)
+    facts = _facts(table)
     blocks = [block]
     try:
+        there = _launch(block, table, device)
         batch = Batch.of_facts(
             facts,
+            block=there,
             max_seqlen=table.longest,
             instance_ids=table.instance_ids,
             groups=groups,
             transport="gather",
-            **_launch(block, table, len(groups), device),
         )
         if extra_fields is not None:
             lengths = facts.lengths.tolist()
@@ -201,17 +217,14 @@ def begin_gather(
             vars(batch).update(extras)
         if table.has_spans:
             batch.newest_policy_versions = torch.tensor(facts.newest_policy_versions).to(device)
-        columns = batch.logprobs, batch.advantages
         if not table.has_logprobs:
             batch.logprobs = None
         if layout == "padded":
             pad_batch(batch)
 
         def check() -> None:
-            found = block.array[table.found_at :][:8].view(np.int32).tolist()
-            for wrong, column, name in zip(found, columns, names.as_tuple()[2:], strict=True):
-                if wrong and column is not None:
-                    _raise_not_finite(column, name, batch.cu_seqlens, members(groups)[0])
+            if block.longs[table.found_at // 8]:
+                _raise_not_finite(block, table, there, names, groups)
             for one in blocks:
                 staging.give_back(one)
 
@@ -223,18 +236,11 @@ def begin_gather(
         raise
 
 
-def _facts(block: StagingBlock, table: GatherTable, groups: list[shmbus.Group]) -> BatchFacts:
-    """Copy out of the table what stays known on the host: the block is used again."""
-    memory, sequences = block.array, len(table.instance_ids)
-    borders = np.frombuffer(memory, np.int32, sequences + 1, table.borders_at)
-    samples = np.empty((4, sequences), np.int64)
-    samples[0].view(np.float64)[:] = np.frombuffer(memory, np.float32, sequences, table.scores_at)
-    samples[1] = np.frombuffer(memory, np.int64, sequences, table.versions_at)
-    # The table has no newest versions: a look at each sample.
-    samples[2] = describe(members(groups)[0])[3] if table.has_spans else samples[1]
-    np.subtract(borders[1:], borders[:-1], out=samples[3])
-    sizes = np.frombuffer(memory, np.int64, len(groups), table.sizes_at).copy()
-    return BatchFacts(samples, sizes, table.tokens)
+def _facts(table: GatherTable) -> BatchFacts:
+    """Return what is known on the host."""
+    known = np.frombuffer(table.known, np.int64)
+    of_samples = 4 * len(table.instance_ids)
+    return BatchFacts(known[:of_samples].reshape(4, -1), known[of_samples:], table.tokens)
 
 
 def _compared(groups: list[shmbus.Group], kind: Kind, names: FieldNames) -> NDArray[np.float32]:
@@ -253,9 +259,7 @@ def _plan(
     words: tuple[bytes, ...] = (),
 ) -> tuple[StagingBlock, GatherTable]:
     """Make the kernel's table in a block that is large enough."""
-    from trainer_adapter.gpu.kernel import CHUNK_TOKENS
-
-    told = {**told, "chunk_tokens": CHUNK_TOKENS, "words": words}
+    told = {**told, "chunk_tokens": _kernel().CHUNK_TOKENS, "words": words}
     block = staging.take(len(groups) * groups[0].size * USUAL_TABLE_BYTES)
     while True:
         table = plan_gather(groups, memory=block.array, **told)
@@ -264,48 +268,80 @@ def _plan(
         block = staging.take(table.nbytes)
 
 
-def _launch(
-    block: StagingBlock, table: GatherTable, groups: int, device: torch.device
-) -> dict[str, Any]:
-    """Launch the kernel on a new block of the device; return the views of its parts."""
-    from trainer_adapter.gpu.kernel import launch
+class _Block:
+    """Memory of a device that a batch lies in: what the table says as it is, and its tokens.
 
-    total, facts = table.tokens, table.chunks_at - table.borders_at
-    tokens = facts
-    position_ids = tokens + _aligned(total * 8)
-    loss_mask = position_ids + _aligned(total * 8)
-    logprobs = loss_mask + _aligned(total)
-    advantages = logprobs + _aligned(total * 4)
-    there = torch.empty(advantages + _aligned(total * 4), dtype=torch.uint8, device=device)
-    places = 0, tokens, position_ids, loss_mask, logprobs, advantages
+    Parameters
+    ----------
+    table : GatherTable
+    device : torch.device
+    """
+
+    def __init__(self, table: GatherTable, device: torch.device) -> None:
+        self._table = table
+        total = table.tokens
+        tokens = table.chunks_at - table.borders_at
+        position_ids = tokens + _aligned(total * 8)
+        loss_mask = position_ids + _aligned(total * 8)
+        logprobs = loss_mask + _aligned(total)
+        advantages = logprobs + _aligned(total * 4)
+        #: Where each part begins, in the kernel's order.
+        self.places = 0, tokens, position_ids, loss_mask, logprobs, advantages
+        size = advantages + _aligned(total * 4)
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def view(self, name: str) -> Tensor:
+        """Return a tensor of the batch by its name."""
+        table, total, sequences = self._table, self._table.tokens, len(self._table.instance_ids)
+        if name in PER_TOKEN:
+            at = self.places[1 + PER_TOKEN.index(name)]
+            return self._part(at, TYPES.get(name, torch.int64), total)
+        # One policy version a sample: else the newest ones lie elsewhere.
+        at, count = {
+            "cu_seqlens": (table.borders_at, sequences + 1),
+            "scores": (table.scores_at, sequences),
+            "policy_versions": (table.versions_at, sequences),
+            "newest_policy_versions": (table.versions_at, sequences),
+            "group_sizes": (table.sizes_at, len(table.known) // 8 - 4 * sequences),
+        }[name]
+        return self._part(at - table.borders_at, TYPES.get(name, torch.int64), count)
+
+    def _part(self, at: int, dtype: torch.dtype, count: int) -> Tensor:
+        first = at // dtype.itemsize
+        return self.memory.view(dtype)[first : first + count]
+
+
+def _launch(block: StagingBlock, table: GatherTable, device: torch.device) -> _Block:
+    """Launch the kernel on a new block of the device."""
+    launch = _kernel().launch
+    there = _Block(table, device)
     # The first launch also copies the facts; a batch without tokens has a launch for them alone.
-    words = facts // 4
+    words = (table.chunks_at - table.borders_at) // 4
     for first, chunks, kinds in table.launches or [(0, 0, NO_FIELDS)]:
         of_table = table.chunks_at + first * CHUNK_WORDS * 8, table.found_at, table.borders_at
-        launch(kinds, chunks, words, block.host, of_table, there, places)
+        launch(kinds, chunks, words, block.host, of_table, there.memory, there.places)
         words = 0
-    longs, floats = there.view(torch.int64), there.view(torch.float32)
-    sequences = len(table.instance_ids)
+    return there
 
-    def later(name: str) -> Tensor:
-        if name == "scores":
-            first = (table.scores_at - table.borders_at) // 4
-            return floats[first : first + sequences]
-        of_groups = name == "group_sizes"
-        at = table.sizes_at if of_groups else table.versions_at
-        first = (at - table.borders_at) // 8
-        return longs[first : first + (groups if of_groups else sequences)]
 
-    # Each view costs as much as a record's part of the table: those few ask for are made later.
-    return {
-        "tokens": longs[tokens // 8 : tokens // 8 + total],
-        "position_ids": longs[position_ids // 8 : position_ids // 8 + total],
-        "cu_seqlens": there.view(torch.int32)[: sequences + 1],
-        "loss_mask": there.view(torch.bool)[loss_mask : loss_mask + total],
-        "logprobs": floats[logprobs // 4 : logprobs // 4 + total],
-        "advantages": floats[advantages // 4 : advantages // 4 + total],
-        "later": later,
-    }
+@functools.cache
+def _kernel() -> Any:
+    """Import what needs Triton, when it is needed."""
+    from trainer_adapter.gpu import kernel
+
+    return kernel
+
+
+@functools.cache
+def _query() -> int | None:
+    """Return where the driver tells whether an event has happened; None where there is none."""
+    return address("cuEventQuery") if missing() is None else None
+
+
+def _is_soon(done: torch.cuda.Event) -> bool:
+    """Wait a moment for an event, without sleeping; whether it has happened."""
+    query = _query()
+    return query is not None and device_await(query, int(done.cuda_event), SOON_S, False) == 0
 
 
 def _aligned(size: int) -> int:
@@ -313,7 +349,17 @@ def _aligned(size: int) -> int:
 
 
 def _raise_not_finite(
-    column: Tensor, name: str | None, borders: Tensor, trajectories: list[shmbus.Trajectory]
+    block: StagingBlock,
+    table: GatherTable,
+    there: _Block,
+    names: FieldNames,
+    groups: list[shmbus.Group],
 ) -> None:
-    token = int(torch.isfinite(column).logical_not().nonzero()[0])
-    raise not_finite(name, token, float(column[token]), borders.tolist(), trajectories)
+    """Raise, with the value and its sample, where the kernel has found one that is read."""
+    found = block.longs[table.found_at // 8 :][:1].view(np.int32).tolist()
+    for wrong, column, name in zip(found, PER_TOKEN[3:], names.as_tuple()[2:], strict=True):
+        if wrong:
+            values, borders = there.view(column), there.view("cu_seqlens")
+            token = int(torch.isfinite(values).logical_not().nonzero()[0])
+            found_in = members(groups)[0]
+            raise not_finite(name, token, float(values[token]), borders.tolist(), found_in)

@@ -50,9 +50,8 @@ class StagingBlock:
     ----------
     host : Tensor, uint8
     array : uint8 array
+    longs : int64 array
         The same memory.
-    address : int
-        Where it begins.
     done : torch.cuda.Event or None
         To be recorded behind what reads the block, each time; None on a device that has none.
     """
@@ -61,7 +60,7 @@ class StagingBlock:
         on_cuda = device.type == "cuda"
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self.array: NDArray[np.uint8] = self.host.numpy()
-        self.address = self.host.data_ptr()
+        self.longs: NDArray[np.int64] = self.array.view(np.int64)
         # A thread that waits for it sleeps instead of spinning.
         self.done = torch.cuda.Event(blocking=True) if on_cuda else None  # type: ignore[no-untyped-call]
 

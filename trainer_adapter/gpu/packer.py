@@ -224,6 +224,8 @@ class GpuPacker:
             The same.
         """
         stream = torch.cuda.current_stream(self.device)
+        if batch.block is not None:
+            batch.block.memory.record_stream(stream)
         for value in (*vars(batch).values(), *batch.extra.values(), *batch.extra_offsets.values()):
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)

@@ -37,6 +37,8 @@ enum {
 #define CHUNK_BYTES (CHUNK_WORDS * sizeof(int64_t))
 _Static_assert(CHUNK_BYTES == SHMBUS_RECORD_ALIGN, "a chunk is a cache line");
 
+#define KNOWN_WORDS 4
+
 struct table {
     uint64_t found_at, borders_at, versions_at, sizes_at, scores_at, chunks_at;
 };
@@ -68,6 +70,7 @@ struct plan {
     bool mixed, scores_fit;
     double *scores, *gains; /* of one group */
     PyObject *ids, *mentions, *launches;
+    PyObject *known; /* bytes: what stays known on the host, see write_known */
 };
 
 static uint64_t after(uint64_t at, uint64_t count, size_t size) {
@@ -98,6 +101,18 @@ static void write_facts(const struct plan *self, const TrajectoryObject *t) {
         ((int32_t *)(memory + self->table.borders_at))[self->done] = (int32_t)self->tokens;
         ((int64_t *)(memory + self->table.versions_at))[self->done] = t->policy_version;
         ((float *)(memory + self->table.scores_at))[self->done] = (float)t->score;
+    }
+}
+
+/* Of each sample its score, the bits of a double, its policy version, the newest one, and its
+ * tokens: int64 [4, S]; and then how many each group has: int64 [G]. */
+static void write_known(const struct plan *self, const TrajectoryObject *t, uint64_t length) {
+    int64_t words[KNOWN_WORDS] = {0, t->policy_version,
+                                  t->policy_version + (int64_t)t->version_span, (int64_t)length};
+    memcpy(&words[0], &t->score, sizeof t->score);
+    char *at = PyBytes_AS_STRING(self->known) + self->done * sizeof *words;
+    for (int i = 0; i < KNOWN_WORDS; i++, at += self->sequences * sizeof *words) {
+        memcpy(at, &words[i], sizeof *words);
     }
 }
 
@@ -173,6 +188,7 @@ static bool plan_sample(struct plan *self, PyObject *item, double gain) {
     }
     self->signature = self->done == 0 ? self->lookup.signature : self->signature;
     write_facts(self, t);
+    write_known(self, t, source.length);
     self->spans |= t->version_span;
     cut(self, &source, self->advantages == NULL ? (float)gain : self->advantages[self->done]);
     PyList_SET_ITEM(self->ids, (Py_ssize_t)self->done, Py_NewRef(t->instance_id));
@@ -226,6 +242,10 @@ static void look_ahead(const struct plan *self, uint64_t from) {
 }
 
 static void write_sizes(const struct plan *self) {
+    char *at = PyBytes_AS_STRING(self->known) + KNOWN_WORDS * self->sequences * sizeof(int64_t);
+    for (uint64_t i = 0; i < self->groups; i++, at += sizeof(int64_t)) {
+        memcpy(at, &self->members[i].size, sizeof(int64_t));
+    }
     if (facts_fit(self)) {
         int64_t *sizes = (int64_t *)(self->memory + self->table.sizes_at);
         for (uint64_t i = 0; i < self->groups; i++) {
@@ -346,9 +366,9 @@ static PyObject *make_result(const struct plan *self) {
     const unsigned long long facts[] = {table_bytes(self), self->tokens,   self->longest,
                                         t->found_at,       t->borders_at,  t->versions_at,
                                         t->sizes_at,       t->scores_at,   t->chunks_at};
-    return Py_BuildValue("KKKKKKKKKOOOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
+    return Py_BuildValue("KKKKKKKKKOOOOOOOii", facts[0], facts[1], facts[2], facts[3], facts[4],
                          facts[5], facts[6], facts[7], facts[8], self->launches, self->ids,
-                         self->mentions, self->scores_fit ? Py_True : Py_False,
+                         self->known, self->mentions, self->scores_fit ? Py_True : Py_False,
                          self->lookup.rows ? Py_True : Py_False,
                          self->spans ? Py_True : Py_False,
                          self->lookup.has, self->lookup.lacks);
@@ -365,13 +385,16 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
         self->ids = PyList_New((Py_ssize_t)self->sequences);
         self->mentions = PyList_New(0);
         self->launches = PyList_New(0);
-        if (self->ids != NULL && self->mentions != NULL && self->launches != NULL &&
+        uint64_t words = KNOWN_WORDS * self->sequences + self->groups;
+        self->known = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(words * sizeof(int64_t)));
+        if (self->known != NULL && self->ids != NULL && self->mentions != NULL && self->launches != NULL &&
             plan_groups(self) && make_launches(self)) {
             result = make_result(self);
         }
         Py_CLEAR(self->ids);
         Py_CLEAR(self->mentions);
         Py_CLEAR(self->launches);
+        Py_CLEAR(self->known);
     }
     PyMem_Free(self->members);
     PyMem_Free(self->scores);
@@ -380,8 +403,8 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
 
 /* plan_gather(groups, names, memory uint8 [n], shift, chunk_tokens, advantages float32 [S] or
  * (kind, bessel, eps), flags uint8 [S] or None, words) -> (bytes, tokens, longest, found_at,
- * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, mentions,
- * scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
+ * borders_at, versions_at, sizes_at, scores_at, chunks_at, launches, instance_ids, known,
+ * mentions, scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
  * with all addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
  * arbitrary. */
 static PyObject *py_plan_gather(PyObject *module, PyObject *args) {

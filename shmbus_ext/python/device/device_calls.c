@@ -9,6 +9,7 @@
  * refuses ends the rest. */
 #include "python/device/device_calls.h"
 
+#include <string.h>
 #include <time.h>
 
 #include "ring/clock.h"
@@ -24,10 +25,18 @@
 #define SHORTEST_NAP_NS INT64_C(50000)
 #define LONGEST_NAP_NS INT64_C(1000000)
 
-/* cuMemcpyDtoDAsync, cuEventRecord and cuEventQuery. */
+/* Of one launch: addresses and numbers. */
+#define DEVICE_MAX_PARAMETERS 32
+/* A Triton kernel has two more behind its own: memory of which it is given none. */
+#define DEVICE_SCRATCH_PARAMETERS 2
+
+/* cuMemcpyDtoDAsync, cuEventRecord, cuEventQuery and cuLaunchKernel. */
 typedef int (*copy_call)(uint64_t to, uint64_t from, size_t bytes, void *stream);
 typedef int (*record_call)(void *event, void *stream);
 typedef int (*query_call)(void *event);
+typedef int (*launch_call)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                           unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                           void *stream, void **parameters, void **extra);
 
 struct copy_of {
     uint64_t to;
@@ -150,7 +159,77 @@ static PyObject *py_device_await(PyObject *module, PyObject *args) {
     return PyLong_FromLong(status);
 }
 
+/* What a kernel is given: addresses, then numbers, then no scratch memory. */
+struct parameters {
+    uint64_t values[DEVICE_MAX_PARAMETERS + DEVICE_SCRATCH_PARAMETERS];
+    void *places[DEVICE_MAX_PARAMETERS + DEVICE_SCRATCH_PARAMETERS];
+};
+
+static bool set_parameters(struct parameters *self, PyObject *addresses, PyObject *numbers) {
+    Py_ssize_t first = PyTuple_GET_SIZE(addresses), all = first + PyTuple_GET_SIZE(numbers);
+    if (all > DEVICE_MAX_PARAMETERS) {
+        PyErr_Format(PyExc_ValueError, "device_launch: expected at most %d parameters, got %zd",
+                     DEVICE_MAX_PARAMETERS, all);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < all + DEVICE_SCRATCH_PARAMETERS; i++) {
+        self->values[i] = 0;
+        self->places[i] = &self->values[i];
+        if (i < first) {
+            self->values[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(addresses, i));
+        } else if (i < all) {
+            long number = PyLong_AsLong(PyTuple_GET_ITEM(numbers, i - first));
+            int32_t narrow = (int32_t)number;
+            memcpy(&self->values[i], &narrow, sizeof narrow);
+            if (!PyErr_Occurred() && narrow != number) {
+                PyErr_SetString(PyExc_OverflowError, "device_launch: a number has over 32 bits");
+            }
+        }
+        if (PyErr_Occurred()) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* device_launch(launch, function, stream, grid, threads, shared, addresses, numbers): starts a
+ * kernel. 0, or why the driver says no. */
+static PyObject *py_device_launch(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *launch, *function, *stream, *addresses, *numbers;
+    unsigned grid, threads, shared;
+    void *calls[3];
+    struct parameters parameters;
+    if (!PyArg_ParseTuple(args, "OOOIIIO!O!", &launch, &function, &stream, &grid, &threads,
+                          &shared, &PyTuple_Type, &addresses, &PyTuple_Type, &numbers) ||
+        !address_of(launch, &calls[0]) || !address_of(function, &calls[1]) ||
+        !address_of(stream, &calls[2]) || !set_parameters(&parameters, addresses, numbers)) {
+        return NULL;
+    }
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = ((launch_call)(uintptr_t)calls[0])(calls[1], grid, 1, 1, threads, 1, 1, shared,
+                                                calls[2], parameters.places, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
 static PyMethodDef functions[] = {
+    {"device_launch", py_device_launch, METH_VARARGS,
+     PyDoc_STR(
+         "device_launch(launch, function, stream, grid, threads, shared, addresses, numbers)\n--\n\n"
+         "Start a kernel on a stream of a device.\n\n"
+         "Parameters\n----------\n"
+         "launch : int\n    Address of the driver's cuLaunchKernel.\n"
+         "function, stream : int\n    As the driver knows them.\n"
+         "grid, threads : int\n    Blocks, and threads of each.\n"
+         "shared : int\n    Bytes of shared memory of a block.\n"
+         "addresses, numbers : tuple of int\n    The kernel's parameters: first those of 64 bits, "
+         "then those of 32; behind them it is\n    given two that are 0.\n\n"
+         "Returns\n-------\n"
+         "int\n    0, or the status of the driver's error.\n\n"
+         "Raises\n------\n"
+         "TypeError, ValueError, OverflowError\n    An argument is none, or there are too many.")},
     {"device_copy", (PyCFunction)(void (*)(void))py_device_copy, METH_FASTCALL,
      PyDoc_STR(
          "device_copy(copy, record, stream, event, tensors, targets)\n--\n\n"
