@@ -7,12 +7,13 @@ by SDPA against the native kernel, forward and backward, time and peak memory.
 Method: rates are of wall-clock time over many batches, two under way at a time, and count what
 crosses to the device (9 bytes a token for "gather", 25 for the others, whose rate in records is
 given too). A batch is there when its memory is; its tensors are views that are made when they are
-asked for, and `views_us` is what all of them take. CPU time is that of the whole process, of groups that lie ready under lease: what the
-bus takes to deliver and acknowledge them has a row of its own. So has a trainer's pace: a batch now
-and then, where the first figures are of one batch behind the other. `begin_us` and `finish_us` are
-the packing thread's share of it, a batch. The attention backends take turns; a time is that of a
-step alone, which waits for the host to begin, and `device_ms` that of one whose launches are queued
-already, as those of a model's layers are. A figure is the median of its repetitions.
+asked for, and `views_us` is what all of them take. CPU time is that of the whole process, of groups
+that lie ready under lease: what the bus takes to deliver and acknowledge them has a row of its own.
+So has a trainer's pace: a batch now and then, where the first figures are of one batch behind the
+other. `begin_us` and `finish_us` are the packing thread's share of it, a batch. The attention
+backends take turns; a time is that of a step alone, which waits for the host to begin, and
+`device_ms` that of one whose launches are queued already, as those of a model's layers are. A
+figure is the median of its repetitions.
 """
 
 from __future__ import annotations

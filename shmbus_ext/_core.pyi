@@ -9,13 +9,13 @@ from typing_extensions import Self
 
 from shmbus_ext._blocks import *  # noqa: F403
 from shmbus_ext._channel import *  # noqa: F403
-from shmbus_ext._device import *  # noqa: F403
 from shmbus_ext._drops import *  # noqa: F403
 from shmbus_ext._gateway import *  # noqa: F403
 from shmbus_ext._pool import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase
 from shmbus_ext._public import Trajectory as Trajectory
+from shmbus_ext._public_device import *  # noqa: F403
 from shmbus_ext._public_put import Reservation as Reservation
 from shmbus_ext._public_put import Writer as Writer
 from shmbus_ext._relay import *  # noqa: F403

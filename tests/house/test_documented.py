@@ -28,7 +28,9 @@ import trainer_adapter.attention
 from shmbus_ext import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-STUBS = [ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_put.pyi")]
+STUBS = [
+    ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_device.pyi", "_public_put.pyi")
+]
 
 MODULES = [
     "shmbus",
@@ -161,8 +163,14 @@ def stub_functions() -> dict[str, ast.FunctionDef]:
         for node in ast.parse(stub.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
+    alone = {
+        node.name: node
+        for stub in STUBS
+        for node in ast.parse(stub.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
     users = {"Writer": "Producer", "GroupBase": "Group", "ConsumerBase": "Consumer"}
-    return {
+    return alone | {
         f"{users.get(name, name)}.{node.name}": node
         for name, kind in classes.items()
         for node in kind.body

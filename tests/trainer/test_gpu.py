@@ -276,7 +276,8 @@ def test_members_are_those_of_groups_alone() -> None:
 # --- the kernel, without a GPU
 
 INTERPRETED = """
-import sys
+import copy, pickle, sys
+from types import SimpleNamespace
 import numpy as np, torch
 sys.path.insert(0, sys.argv[1])
 from test_gpu import assert_same, put_random
@@ -301,6 +302,21 @@ with Producer(name) as producer, Consumer(name) as consumer:
             {"advantages": lambda scores, group: scores + group.lengths},
         ):
             assert_same(begin_gather(groups, device, **options).finish(), pack(groups, **options))
+        # However it is looked at first, while its tensors are still to be made.
+        want = pack(groups)
+        for look in (
+            lambda batch: batch.to("cpu"),
+            lambda batch: pickle.loads(pickle.dumps(batch)),
+            lambda batch: SimpleNamespace(**batch.asdict()),
+            copy.copy,
+        ):
+            batch = begin_gather(groups, device).finish()
+            assert batch.num_tokens == want.num_tokens and batch.lengths == want.lengths
+            assert batch.facts.samples.tolist() == want.facts.samples.tolist()
+            seen = look(batch)
+            seen.groups = want.groups  # which are left out of a pickle, and of a dict
+            assert_same(seen, want)
+        assert not hasattr(begin_gather(groups, device).finish(), "no_such_tensor")
         consumer.ack(groups)
     for field in ("logprobs", "advantages"):
         for wrong in (np.nan, np.inf):

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
@@ -212,7 +212,8 @@ class Batch(TensorHolder):
         """
         self._complete()
         left_out = ("groups", "facts")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        names = [each.name for each in fields(self)]
+        return {name: getattr(self, name) for name in names if name not in left_out}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self._with(_own)), "groups": []}

@@ -210,11 +210,8 @@ def begin_gather(
             transport="gather",
         )
         if extra_fields is not None:
-            lengths = facts.lengths.tolist()
-            extras = copy_extras(
-                groups, lengths, extra_fields, device, device_shift, blocks, staging
-            )
-            vars(batch).update(extras)
+            asked = facts.lengths.tolist(), extra_fields, device, device_shift
+            vars(batch).update(copy_extras(groups, *asked, blocks, staging))
         if table.has_spans:
             batch.newest_policy_versions = torch.tensor(facts.newest_policy_versions).to(device)
         if not table.has_logprobs:

@@ -60,7 +60,7 @@ class StagingBlock:
         on_cuda = device.type == "cuda"
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self.array: NDArray[np.uint8] = self.host.numpy()
-        self.longs: NDArray[np.int64] = self.array.view(np.int64)
+        self.longs: NDArray[np.int64] = self.array[: size // 8 * 8].view(np.int64)
         # A thread that waits for it sleeps instead of spinning.
         self.done = torch.cuda.Event(blocking=True) if on_cuda else None  # type: ignore[no-untyped-call]
 
