@@ -200,7 +200,8 @@ def _one_transport(
             assert torch.equal(getattr(first, name).cpu(), getattr(want, name)), name
         runs = [_run(packer, batches) for _ in range(max(3, repetitions // 2))]
         runs.sort()
-        seconds, cpu_s, begin_s, finish_s = runs[len(runs) // 2]
+        seconds, cpu_s = runs[len(runs) // 2]
+        begin_s, finish_s = _shares(packer, batches)
         alone = [_wall_seconds(lambda: packer.pack(batches[0])) for _ in range(repetitions)]
         kernel = _kernel_seconds(packer, batches[0], repetitions) if transport == "gather" else None
         views = [_views_seconds(packer.pack(batches[0])) for _ in range(repetitions)]
@@ -281,17 +282,29 @@ def _kernel_seconds(packer: GpuPacker, batch: list[shmbus.Group], repetitions: i
     return _device_seconds(work, repetitions, ahead=True)
 
 
-def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, ...]:
-    """Bring all batches over, two under way.
+def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, float]:
+    """Bring all batches over, two under way; returns seconds and processor seconds of a round."""
+    rounds = -(-LEAST_BATCHES // len(batches))
+    waiting: deque[Pending] = deque()
+    torch.cuda.synchronize()
+    began, began_cpu = time.perf_counter(), time.process_time()
+    for batch in batches * rounds:
+        waiting.append(packer.begin(batch))
+        if len(waiting) > 1:
+            waiting.popleft().finish()
+    waiting.popleft().finish()
+    taken = time.perf_counter() - began, time.process_time() - began_cpu
+    return taken[0] / rounds, taken[1] / rounds
 
-    Returns seconds of a round, and processor seconds: of the process, and of this thread in
-    `begin` and in `finish`.
+
+def _shares(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, float]:
+    """Bring them over as `_run` does; returns processor seconds of a round's begins and finishes.
+
+    To ask for this thread's time takes some of it.
     """
     rounds = -(-LEAST_BATCHES // len(batches))
     waiting: deque[Pending] = deque()
     of_begin = of_finish = 0.0
-    torch.cuda.synchronize()
-    began, began_cpu = time.perf_counter(), time.process_time()
     for batch in [*batches * rounds, None]:
         at = time.thread_time()
         if batch is not None:
@@ -301,8 +314,7 @@ def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[float, .
             waiting.popleft().finish()
         of_begin += between - at
         of_finish += time.thread_time() - between
-    taken = time.perf_counter() - began, time.process_time() - began_cpu, of_begin, of_finish
-    return tuple(value / rounds for value in taken)
+    return of_begin / rounds, of_finish / rounds
 
 
 def _device_seconds(work: Callable[[], object], repetitions: int, *, ahead: bool = False) -> float:

@@ -17,7 +17,7 @@ from test_attention import (
 )
 
 from trainer_adapter.attention import dispatch
-from trainer_adapter.attention.jagged import may_be_jagged, mostly_moves
+from trainer_adapter.attention.jagged import is_less_work_jagged, may_be_jagged
 from trainer_adapter.attention.plan import make_plan
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -28,19 +28,22 @@ def as_bytes(lengths: Any) -> bytes:
     return np.asarray(lengths, np.int64).tobytes()
 
 
-def moves(lengths: Any) -> bool:
-    return mostly_moves(make_plan(as_bytes(lengths), as_bytes(lengths), (-1, 0), WORK, "cuda"))
+def is_better(lengths: Any) -> bool:
+    plan = make_plan(as_bytes(lengths), as_bytes(lengths), (-1, 0), WORK, "cuda")
+    return is_less_work_jagged(plan)
 
 
-def test_short_sequences_would_mostly_move_and_long_ones_would_not() -> None:
+def test_short_sequences_are_less_work_jagged_and_long_ones_are_not() -> None:
+    long = np.random.default_rng(2).lognormal(7.2, 0.8, 64).astype(np.int64)
     short = np.random.default_rng(3).integers(16, 129, 2048)
-    assert moves(short)
-    assert moves([*short, 4000])
-    assert not moves([4000] * 16)
-    assert not moves([4000, 3000, 7000, *short[:20]])
-    assert not moves([])
+    assert is_better(short)
+    assert is_better([*short, 4000])
+    assert not is_better(long)
+    assert not is_better([4000] * 16)
+    assert not is_better([4000, 3000, 7000, *short[:20]])
+    assert not is_better([])
     # Of one length they lie in a bucket as they are.
-    assert not moves([64] * 512)
+    assert not is_better([64] * 512)
 
 
 def test_the_cpu_has_no_kernel_for_jagged_tensors() -> None:
@@ -60,7 +63,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return attend(*operands, **options)
 
     monkeypatch.setattr(dispatch, "attend_jagged", noted)
-    monkeypatch.setattr(dispatch, "mostly_moves", lambda plan: True)
+    monkeypatch.setattr(dispatch, "is_less_work_jagged", lambda plan: True)
     return found
 
 

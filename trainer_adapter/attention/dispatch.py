@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
-from trainer_adapter.attention.jagged import attend_jagged, may_be_jagged, mostly_moves
+from trainer_adapter.attention.jagged import attend_jagged, is_less_work_jagged, may_be_jagged
 from trainer_adapter.attention.native import call_native, native_obstacle
 from trainer_adapter.attention.plan import IntArray, make_plan
 from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, log_sum_exp
@@ -165,7 +165,7 @@ def _run_sdpa(
     ]
     plan = make_plan(*lengths, call.window, q.shape[1] * q.shape[2], q.device.type)
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    if mostly_moves(plan) and may_be_jagged(q, k, lengths[0], lengths[1], call.window):
+    if may_be_jagged(q, k, *lengths, call.window) and is_less_work_jagged(plan):
         attend = functools.partial(
             attend_jagged, lengths=lengths[0], window=call.window, scale=call.scale
         )

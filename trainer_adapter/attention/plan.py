@@ -94,12 +94,25 @@ class Moves:
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a packed batch, and the moves of its tokens to them and back."""
+    """The buckets of a packed batch, and the moves of its tokens to them and back.
+
+    Attributes
+    ----------
+    buckets : tuple of Bucket
+    queries, keys : Moves
+    window : (int, int)
+    moved : int
+        Slots of queries that are copies.
+    work : int
+        Pairs of a row and a key of the same sequence.
+    """
 
     buckets: tuple[Bucket, ...]
     queries: Moves
     keys: Moves
     window: Window
+    moved: int
+    work: int
 
 
 @functools.lru_cache(maxsize=8)
@@ -183,7 +196,9 @@ def _laid_out(
     ends_q, ends_k = np.cumsum(n_q), np.cumsum(n_k)
     queries = _moves([(ends_q[m] - rows[m], rows[m]) for _, m in groups], int(n_q.sum()))
     all_keys = _moves([(ends_k[m] - keys[m], keys[m]) for _, m in groups], int(n_k.sum()))
-    return Plan(buckets, queries, all_keys, window)
+    sizes = zip(queries.sizes, queries.starts, strict=True)
+    moved = sum(size for size, start in sizes if start < 0)
+    return Plan(buckets, queries, all_keys, window, moved, int((rows * keys).sum()))
 
 
 def _grouped(

@@ -22,7 +22,7 @@ from trainer_adapter.channel.places import StepForm, channel_form, encode_head, 
 from trainer_adapter.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
 from trainer_adapter.device.completion import Completion, Work
 from trainer_adapter.device.driver import CudaDriverError, address, check
-from trainer_adapter.device.streams import current_stream
+from trainer_adapter.device.streams import stream_number
 from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
 
 __all__ = [
@@ -325,7 +325,8 @@ class ExportedWriter:
         few = 0 < len(form.places) <= DEVICE_MAX_COPIES
         if self.device.type != "cuda" or seen is None or looks is None or not few:
             return None
-        return b"", partial(self._send_alike, form, list(form.specs), seen, looks)
+        calls = address("cuMemcpyDtoDAsync_v2"), address("cuEventRecord")
+        return b"", partial(self._send_alike, form, list(form.specs), seen, looks, calls)
 
     def _send_alike(
         self,
@@ -333,6 +334,7 @@ class ExportedWriter:
         names: list[str],
         seen: int,
         looks: Callable[..., bool],
+        calls: tuple[int, int],
         tensors: Mapping[str, torch.Tensor],
         more: bytes | None,
         expected: int | None,
@@ -356,16 +358,13 @@ class ExportedWriter:
             return None
         work = completion.begin(device, form.size)
         assert work is not None, "a CUDA device is never done at once"
-        stream = current_stream(device).cuda_stream
-        status = device_copy(*self._calls(), stream, work.handle, tensors, ready.places)
+        stream = stream_number(device)
+        status = device_copy(*calls, stream, work.handle, tensors, ready.places)
         if status:
             torch.cuda.synchronize(device)  # torch has better words for it
             check("cuMemcpyDtoDAsync", status)
         self._hand_over(step, work, form, ready.head if more is None else ready.head + more)
         return step
-
-    def _calls(self) -> tuple[int, int]:
-        return address("cuMemcpyDtoDAsync_v2"), address("cuEventRecord")
 
     @property
     def nbytes(self) -> int:

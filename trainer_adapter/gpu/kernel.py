@@ -27,7 +27,7 @@ from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
 from shmbus.channel import device_launch
 from trainer_adapter.device.driver import address, check, missing
-from trainer_adapter.device.streams import current_stream
+from trainer_adapter.device.streams import stream_number
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
 
@@ -61,6 +61,7 @@ THREADS: Final = 32
 class Direct(NamedTuple):
     """A compiled kernel as the driver launches it: Triton's way there takes 17 us, this one 4."""
 
+    launch: int
     function: int
     threads: int
     shared: int
@@ -80,7 +81,8 @@ class Direct(NamedTuple):
             return None
         if not isinstance(compiled.function, int):
             return None
-        return cls(compiled.function, facts.num_warps * THREADS, facts.shared)
+        launch = address("cuLaunchKernel")
+        return cls(launch, compiled.function, facts.num_warps * THREADS, facts.shared)
 
 
 # The compiled kernel for fields of these kinds on a device. Triton has a cache too, but inspects
@@ -143,18 +145,16 @@ def _launch_again(
     kinds: tuple[int, int, int, int],
     device: torch.device,
 ) -> None:
-    stream = current_stream(device).cuda_stream
+    stream = stream_number(device)
     if direct is None:
         compiled[(blocks, 1, 1)](*addresses, *numbers, *_constants(kinds), stream=stream)
         return
-    launch = address("cuLaunchKernel")
-    check(
-        "cuLaunchKernel",
-        device_launch(
-            launch, direct.function, stream, blocks, direct.threads, direct.shared,
-            addresses, numbers,
-        ),
+    status = device_launch(
+        direct.launch, direct.function, stream, blocks, direct.threads, direct.shared,
+        addresses, numbers,
     )  # fmt: skip
+    if status:
+        check("cuLaunchKernel", status)
 
 
 @functools.cache
