@@ -165,7 +165,7 @@ def _run_sdpa(
     ]
     plan = make_plan(*lengths, call.window, q.shape[1] * q.shape[2], q.device.type)
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    if may_be_jagged(q, k, lengths[0], lengths[1], call.window) and is_less_work_jagged(plan):
+    if is_less_work_jagged(plan) and may_be_jagged(q, k, lengths[0], lengths[1], call.window):
         attend = functools.partial(
             attend_jagged, lengths=lengths[0], window=call.window, scale=call.scale
         )
