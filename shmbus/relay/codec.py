@@ -20,7 +20,7 @@ from shmbus_ext import _core
 __all__ = ["Envelope", "pack", "unpack"]
 
 #: Raised with every change of a message or of its meaning.
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 #: Each message's number is its place here.
 _KINDS: Final[tuple[type[Any], ...]] = (

@@ -31,7 +31,8 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.origin_head import OriginHead
+from shmbus.relay.origin_head import OriginHead, unpack_heads
+from shmbus.relay.origins import bus_of, by_bus, is_of
 from shmbus.relay.retry_requests import RetryRequests
 from shmbus.relay.sink_view import SinkView
 from shmbus.stash.stash import StashPolicy
@@ -118,34 +119,28 @@ class Coordinator(GroupedHeads):
     # -- what sources say ------------------------------------------------------------------------
 
     def announced(self, message: Announcement, now_s: float) -> list[Message]:
-        """Take news of a source, unless newer ones were taken before."""
+        """Take news of a source, unless newer ones were taken before.
+
+        Raises
+        ------
+        ProtocolError
+            Its heads are none; then nothing has changed.
+        """
         bus, mark = message.bus, message.mark
         newest = self.newest.get(bus, _NEVER)
         if not self._is_news(mark, newest):
             return []
         if not message.whole and mark != (newest[0], newest[1] + 1):
             return self._ask([bus])  # one before it was lost
+        heads = unpack_heads(message.bus, message.heads)
         self.newest[bus] = mark
         clock_ns = self.clocks_ns.get(bus, 0)
-        heads = [OriginHead(bus, head, clock_ns) for head in message.heads]
-        named = {head.origin for head in heads}
+        for head in heads:
+            head.clock_ns = clock_ns
         if message.whole:
-            self._withdraw(
-                {
-                    origin
-                    for origin in self.known
-                    if origin[0] == bus and origin not in named and origin not in self.assigned
-                },
-                now_s,
-            )
-            for origin in [each for each in self.taken if each[0] == bus and each not in named]:
-                del self.taken[origin]  # it has gone, and older announcements are refused
-            self._adopt(message, {head.origin: head for head in heads})
-        new = [
-            head
-            for head in heads
-            if head.origin not in self.known and not self._is_taken(head.origin)
-        ]
+            self._take_whole(message, heads, now_s)
+        known, is_taken = self.known, self._is_taken
+        new = [head for head in heads if head.origin not in known and not is_taken(head.origin)]
         # After that: this announcement may be as old as a release, and name what was released.
         due = self._due.get(bus, {})
         for old in [each for each in due if each <= mark]:
@@ -155,10 +150,19 @@ class Coordinator(GroupedHeads):
         self.stash.add(new, now_s)
         return [*self.drop_discards(), *self.place()]
 
+    def _take_whole(self, message: Announcement, heads: Iterable[OriginHead], now_s: float) -> None:
+        """Forget what a source does not hold any more, which has said all that it holds."""
+        bus, named = message.bus, {head.origin: head for head in heads}
+        gone = {o for o in self.known if is_of(o, bus) and o not in named}
+        self._withdraw(gone - self.assigned.keys(), now_s)
+        for origin in [o for o in self.taken if is_of(o, bus) and o not in named]:
+            del self.taken[origin]  # it has gone, and older announcements are refused
+        self._adopt(message, named)
+
     def _adopt(self, message: Announcement, named: dict[Origin, OriginHead]) -> None:
         """Take orphans for new, which their source holds after they were orphaned."""
         epoch, question = message.answers
-        for origin in [each for each in self.orphans if each[0] == message.bus]:
+        for origin in [each for each in self.orphans if is_of(each, message.bus)]:
             if epoch == self.epoch and question >= self.orphans[origin]:
                 del self.orphans[origin]
                 if origin in named and self.taken.get(origin, _NEVER) is None:
@@ -173,7 +177,7 @@ class Coordinator(GroupedHeads):
             return []
         self._question += 1
         self.orphans.update(dict.fromkeys(left, self._question))
-        return self._ask({origin[0] for origin in left})
+        return self._ask({bus_of(origin) for origin in left})
 
     def _ask(self, buses: Iterable[str]) -> list[Message]:
         return [Subscription(bus, self.epoch, self._question) for bus in sorted(buses)]
@@ -189,12 +193,12 @@ class Coordinator(GroupedHeads):
         if mark is not None or origin not in self.taken:
             self.taken[origin] = mark
         if mark is not None:
-            self._due.setdefault(origin[0], {}).setdefault(mark, []).append(origin)
+            self._due.setdefault(bus_of(origin), {}).setdefault(mark, []).append(origin)
         self._forget_if_old(origin)
 
     def _forget_if_old(self, origin: Origin) -> None:
         mark = self.taken.get(origin)
-        if mark is not None and self.newest.get(origin[0], _NEVER) >= mark:
+        if mark is not None and self.newest.get(bus_of(origin), _NEVER) >= mark:
             del self.taken[origin]
 
     def source_lost(self, bus: str, now_s: float) -> frozenset[Origin]:
@@ -205,7 +209,7 @@ class Coordinator(GroupedHeads):
         frozenset
             What nobody had fetched: lost with it. Their groups are incomplete again.
         """
-        lost = frozenset(o for o in self.known if o[0] == bus and o not in self.assigned)
+        lost = frozenset(o for o in self.known if is_of(o, bus) and o not in self.assigned)
         self._withdraw(lost, now_s)
         return lost
 
@@ -219,18 +223,18 @@ class Coordinator(GroupedHeads):
         """
         samples = [
             head for head in self.known.values()
-            if head.origin[0] == bus and head.origin not in self.assigned and not head.failed
+            if is_of(head.origin, bus) and head.origin not in self.assigned and not head.failed
         ]  # fmt: skip
         lost = self.source_lost(bus, now_s)
         self._fail_lost(samples, now_s)
         self.newest.pop(bus, None)
         self._due.pop(bus, None)
-        self.orphans = {o: question for o, question in self.orphans.items() if o[0] != bus}
+        self.orphans = {o: question for o, question in self.orphans.items() if not is_of(o, bus)}
         self.buses = tuple(each for each in self.buses if each != bus)
-        for origin in [each for each in self.taken if each[0] == bus]:
+        for origin in [each for each in self.taken if is_of(each, bus)]:
             del self.taken[origin]
-        for whole in [each for each in self.dropped if any(o[0] == bus for o in each)]:
-            left = tuple(origin for origin in whole if origin[0] != bus)
+        for whole in [each for each in self.dropped if any(is_of(o, bus) for o in each)]:
+            left = tuple(origin for origin in whole if not is_of(origin, bus))
             reason = self.dropped.pop(whole)
             if left:
                 self.dropped[left] = reason
@@ -306,7 +310,7 @@ class Coordinator(GroupedHeads):
     def ask_sources_again(self) -> list[Message]:
         """Have sources say what they hold, where that settles which of them it has released."""
         self.doubtful &= {origin for origin, mark in self.taken.items() if mark is None}
-        return self._ask({origin[0] for origin in (*self.doubtful, *self.orphans)})
+        return self._ask({bus_of(origin) for origin in (*self.doubtful, *self.orphans)})
 
     def _end_lease(self, view: SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
@@ -343,7 +347,7 @@ class Coordinator(GroupedHeads):
             self._end_lease(view, origins)
         self._withdraw(self._unassigned(known), now_s)
         for origin in known:
-            self._take(origin, None)
+            self.taken.setdefault(origin, None)
         self._written_down(message.origins)
         view.owed -= message.origins
         return self.place()
@@ -367,9 +371,16 @@ class Coordinator(GroupedHeads):
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
         """Remember what a source has released until its announcements are as new as that."""
         self._withdraw(self._unassigned(message.origins), now_s)
+        bus, mark, known, taken = message.bus, message.mark, self.known, self.taken
+        if self.newest.get(bus, _NEVER) >= mark:
+            for origin in message.origins:
+                known.pop(origin, None)
+                taken.pop(origin, None)
+            return []
         for origin in message.origins:
-            self.known.pop(origin, None)
-            self._take(origin, message.mark)
+            known.pop(origin, None)
+            taken[origin] = mark
+        self._due.setdefault(bus, {}).setdefault(mark, []).extend(message.origins)
         return []
 
     def lacks_news(self, bus: str, mark: Mark) -> bool:
@@ -385,9 +396,9 @@ class Coordinator(GroupedHeads):
 
         Such a source has released what was taken, and the word of that was lost.
         """
-        believed = Counter(origin[0] for origin in self.known)
-        believed.update(origin[0] for origin, mark in self.taken.items() if mark is None)
-        return self._ask({bus for bus, count in believed.items() if count > held.get(bus, count)})
+        taken = (origin for origin, mark in self.taken.items() if mark is None)
+        believed = [*self.known, *taken]
+        return self._ask({bus for bus, o in by_bus(believed) if len(o) > held.get(bus, len(o))})
 
     # -- samples that failed ---------------------------------------------------------------------
 
@@ -424,8 +435,8 @@ class Coordinator(GroupedHeads):
         said: list[Message] = []
         while open_ and (groups := self._lease_for(open_)):
             for group in sorted(groups, key=self._weight, reverse=True):
-                records = self._records(group)
-                takers = [name for name, view in self.sinks.items() if view.takes(records)]
+                sizes = [each.nbytes for each in self._records(group)]
+                takers = [name for name, view in self.sinks.items() if view.takes(sizes)]
                 if not takers:
                     said += self._refuse(group)
                     continue
@@ -488,7 +499,7 @@ class Coordinator(GroupedHeads):
     def _assignment(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
         samples = self._records(group)
         origins = tuple(sample.origin for sample in samples)
-        checks = tuple(sample.head.check for sample in samples)
+        checks = tuple(sample.check for sample in samples)
         incarnation = self.sinks[name].incarnation
         missing = find_missing(group, samples) if len(group.samples) < group.need else ()
         weight = self._weight(group)

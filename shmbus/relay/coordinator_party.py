@@ -42,6 +42,7 @@ from shmbus.relay.messages import (
     Wanted,
 )
 from shmbus.relay.notes import PeerNote, RelayNote, WaitingNote
+from shmbus.relay.origins import bus_of, name_origin
 from shmbus.relay.patience import Patience
 from shmbus.stash.stash import StashPolicy
 
@@ -247,7 +248,7 @@ class CoordinatorParty:
         self.lost += len(lost)
         _log.warning(
             "relay: bus %s has gone, with %d records that nobody had fetched: %s", bus, len(lost),
-            ", ".join(f"{producer}/{sequence}" for _, producer, sequence in sorted(lost)[:20]),
+            ", ".join(map(name_origin, sorted(lost)[:20])),
         )  # fmt: skip
 
     def peer_lost(self, address: str) -> None:
@@ -351,7 +352,7 @@ class CoordinatorParty:
         now_s = time.monotonic()
         match message:
             case Announcement() if message.bus in pure.buses:
-                self._say(pure.announced(message, now_s))
+                self._announced(envelope.sender, message, now_s)
             case SinkState() if message.sink in pure.sinks:
                 self._say(pure.sink_state(message, now_s))
             case Settled() if message.sink in pure.sinks:
@@ -367,6 +368,13 @@ class CoordinatorParty:
                 self._refuse_stranger(envelope.sender, message.bus)
             case _:
                 pass  # of somebody that has gone, or is not known yet
+
+    def _announced(self, sender: str, message: Announcement, now_s: float) -> None:
+        assert self.pure is not None
+        try:
+            self._say(self.pure.announced(message, now_s))
+        except errors.ProtocolError as error:
+            self._count_refused(f"{sender}: {error}")
 
     def round(self) -> float:
         """Do what time asks for, and return the seconds until it is to be called again."""
@@ -479,7 +487,8 @@ class CoordinatorParty:
             id_, epoch, _ = split_key(group.key)
             here = {sample.index for sample in group.samples}
             age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
-            at = sorted({address_of.get(s.origin[0], s.origin[0]) for s in group.samples})
+            on = {bus_of(sample.origin) for sample in group.samples}
+            at = sorted(address_of.get(bus, bus) for bus in on)
             missing = [index for index in range(group.size) if index not in here]
             found.append(
                 WaitingNote(id_, epoch, group.size, len(here), age_s, at, missing[:_SHOWN])

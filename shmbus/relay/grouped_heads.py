@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable
 
 from shmbus._keys import split_key
-from shmbus.relay.messages import MissingSample, Origin
+from shmbus.relay.messages import MissingSample
 from shmbus.relay.origin_head import OriginHead
+from shmbus.relay.origins import Origin
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import GroupEntry

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -23,6 +23,7 @@ from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.mailbox import Mailbox, Opener
 from shmbus.relay.messages import Message
 from shmbus.relay.run import Party, run_party
+from shmbus.relay.sink import BLOCK_BYTES
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
@@ -31,6 +32,10 @@ __all__ = ["Carry", "Host", "PartyPlan"]
 
 _log = logging.getLogger("shmbus.relay")
 
+#: Bytes that are fetched at a time over a connection, which costs nothing but its bytes: what one
+#: core's cache holds is checked and put without coming from memory again. An object of Ray's costs
+#: as much as some MiB do, so those blocks are larger.
+DIRECT_BLOCK_BYTES: Final = 4 << 20
 #: Exit status of a process whose party failed.
 _FAILED = 70
 #: Seconds in which the text of a failure is written before the process ends.
@@ -75,7 +80,8 @@ class PartyPlan(msgspec.Struct, frozen=True):
         if self.kind == "source":
             return SourceParty(self.bus, mailbox, self.coordinator)
         if self.kind == "sink":
-            return SinkParty(self.bus, mailbox, self.coordinator, self.release)
+            size = DIRECT_BLOCK_BYTES if self.transport == "direct" else BLOCK_BYTES
+            return SinkParty(self.bus, mailbox, self.coordinator, self.release, size)
         return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
 
 

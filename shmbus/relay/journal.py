@@ -5,18 +5,21 @@ Invariant: an entry is written before what it vouches for, and freed after its s
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 from shmbus import errors
 from shmbus.ledger import REASONS
-from shmbus.relay.messages import Origin
+from shmbus.relay.origins import Origin
 from shmbus.relay.sink import Journal
 from shmbus_ext import _core
 
-__all__ = ["BusJournal"]
+__all__ = ["ENTRY_BYTES", "BusJournal"]
 
-_NEW = 0xFFFFFFFF
+#: Of an entry's number, as the core takes it.
+ENTRY_BYTES: Final = 4
+_NEW: Final = 0xFFFFFFFF
 
 
 class BusJournal:
@@ -48,9 +51,9 @@ class BusJournal:
         self._origins: dict[int, Origin] = {}
         self._ended = -1
         settled, owed, ends = set(), [], set()
-        for entry, bus, producer, sequence, state, ended in _core.relay_notes(segment):
-            origin = (bus, producer, sequence)
-            self._enter(origin, entry)
+        for entry, origin, state, ended in _core.relay_notes(segment):
+            self._entries[origin] = entry
+            self._origins[entry] = origin
             if state == _core.RELAY_SETTLED:
                 settled.add(origin)
                 if ended >= 0:
@@ -62,72 +65,68 @@ class BusJournal:
         self.epoch = _core.relay_words(segment)[4]
         self.capacity = _core.relay_words(segment)[0]
 
-    def _enter(self, origin: Origin, entry: int) -> None:
-        self._entries[origin] = entry
-        self._origins[entry] = origin
-
     def bind(self, writer: _core.Writer) -> None:
         """Have this writer's lane be the one that the journal speaks of."""
         _core.relay_bind(writer)
 
-    def intend(self, writer: _core.Writer, origins: Sequence[Origin]) -> bool:
-        """Write that these are put next, in this order; False without room for them."""
-        given = _core.relay_intend(writer, _packed(origins), self._pack(origins))
-        return self._enter_all(origins, given)
+    def intend(self, writer: _core.Writer, origins: Sequence[Origin]) -> bytes | None:
+        """Write that these are put next, in this order; None without room for them.
+
+        Returns
+        -------
+        bytes or None
+            The numbers of their entries, for the core: ENTRY_BYTES each.
+        """
+        given = _core.relay_intend(writer, b"".join(origins), self._pack(origins))
+        if given is not None:
+            self._enter(origins, given)
+        return given
 
     def drop(self, origins: Sequence[Origin], reason: str) -> bool:
         """Write that these are not put, and have ended; False without room for them."""
-        given = _core.relay_drop(self._segment, _packed(origins), REASONS.index(reason))
-        return self._enter_all(origins, given)
-
-    def _enter_all(self, origins: Sequence[Origin], given: bytes | None) -> bool:
+        given = _core.relay_drop(self._segment, b"".join(origins), REASONS.index(reason))
         if given is None:
             return False
-        for origin, (entry,) in zip(origins, struct.iter_unpack("<I", given), strict=True):
-            self._enter(origin, entry)
+        self._enter(origins, given)
         return True
 
-    def _pack(self, origins: Iterable[Origin]) -> bytes:
-        entries = [self._entries.get(origin, _NEW) for origin in origins]
-        return struct.pack(f"<{len(entries)}I", *entries)
+    def _enter(self, origins: Sequence[Origin], given: bytes) -> None:
+        entries = array("I", given)
+        self._entries.update(zip(origins, entries, strict=True))
+        self._origins.update(zip(entries, origins, strict=True))
 
-    def entries(self, origins: Iterable[Origin]) -> bytes:
-        """Return the numbers of these records' entries, for the core."""
-        return self._pack(origins)
+    def _pack(self, origins: Iterable[Origin]) -> array[int]:
+        known = self._entries
+        return array("I", [known.get(origin, _NEW) for origin in origins])
 
-    def settle(self, writer: _core.Writer, origins: Sequence[Origin]) -> None:
-        """Write that these were put."""
-        _core.relay_settle(writer, self._pack(origins))
+    def settle(self, writer: _core.Writer, entries: bytes) -> None:
+        """Write that the records of these entries were put."""
+        _core.relay_settle(writer, entries)
 
     def forget(self, origins: Collection[Origin]) -> None:
         """Free the entries of these."""
-        _core.relay_forget(self._segment, self._pack(origins))
-        for origin in origins:
-            del self._origins[self._entries.pop(origin)]
+        entries = array("I", map(self._entries.pop, origins))
+        _core.relay_forget(self._segment, entries)
+        for entry in entries:
+            del self._origins[entry]
 
     def keep(self, origins: set[Origin]) -> None:
         """Free the entries of all but these."""
         self.forget([origin for origin in self._entries if origin not in origins])
 
-    def ends(self) -> dict[str, frozenset[Origin]]:
+    def ends(self) -> dict[str, list[Origin]]:
         """Return what the trainer is done with, by reason; empty where nothing has changed."""
         ended = _core.relay_words(self._segment)[5]
         if ended == self._ended:
             return {}
         self._ended = ended
-        found: dict[str, set[Origin]] = {}
+        found: dict[int, list[Origin]] = {}
+        known = self._origins
         for entry, reason in _core.relay_ends(self._segment):
-            if entry in self._origins:
-                found.setdefault(REASONS[reason], set()).add(self._origins[entry])
-        return {reason: frozenset(origins) for reason, origins in found.items()}
+            if entry in known:
+                found.setdefault(reason, []).append(known[entry])
+        return {REASONS[reason]: origins for reason, origins in found.items()}
 
     def note(self, epoch: int, seen_ns: int, figures: tuple[int, ...]) -> None:
         """Write what a successor and `shmbus status` need."""
         _core.relay_note(self._segment, epoch, seen_ns, figures)
-
-
-def _packed(origins: Iterable[Origin]) -> bytes:
-    return b"".join(
-        struct.pack("<16sQQ", bytes.fromhex(bus), producer, sequence)
-        for bus, producer, sequence in origins
-    )

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from shmbus import RecordHead
+from shmbus.relay.origins import Origin
 
 __all__ = [
     "Announcement",
@@ -41,9 +41,6 @@ __all__ = [
     "Wanted",
 ]
 
-#: A record among all buses: the bus's identity, producer id and sequence.
-Origin: TypeAlias = tuple[str, int, int]
-
 #: Where a source's announcements have come to: its incarnation, and the number of the last one.
 Mark: TypeAlias = tuple[int, int]
 
@@ -60,7 +57,7 @@ class Subscription(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A source to the coordinator: heads of what it holds.
+    """A source to the coordinator: heads of what it holds, as the core packs them.
 
     `whole` says that it holds nothing else; otherwise they are what came since the one before.
     `answers` are epoch and question of the newest Subscription that was there when it was made.
@@ -69,7 +66,7 @@ class Announcement(NamedTuple):
     bus: str
     mark: Mark
     whole: bool
-    heads: tuple[RecordHead, ...]
+    heads: bytes
     answers: tuple[int, int] = (0, 0)
 
 

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ _ABSENT_S: Final = 0.5
 #: Seconds that a question to an actor may take.
 _ANSWER_S: Final = 10.0
 _PREFIX: Final = "relay"
+#: Objects that are made until circles of them are looked for: as many as a full bus has records.
+_GC_THRESHOLDS: Final = (100_000, 20, 100)
 
 
 class _Carrier:
@@ -94,6 +97,10 @@ class RelayActor:
 
     def __init__(self, plan: bytes) -> None:
         made = msgspec.json.decode(plan, type=PartyPlan)
+        # Many objects that are long there and in no circles: looking for some took a tenth.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         by_ray = _Carrier()
         self._direct: Direct | None = None
         if made.transport == "direct":

@@ -1,75 +1,43 @@
-"""A head as the stash asks for it: a sample without its payload, and which bus has that."""
+"""Heads as a relay has them: what the stash asks of a sample, without its payload.
+
+Invariant: what a source says of a record is compared with the record itself, by its `check`, before
+anything of it is put.
+"""
 
 from __future__ import annotations
 
-from shmbus import RecordHead
-from shmbus.relay.messages import Origin
+from shmbus import RecordHead, errors
+from shmbus.relay.origins import make_origin
+from shmbus_ext import _core
+from shmbus_ext._core import OriginHead
 
-__all__ = ["OriginHead"]
+__all__ = ["OriginHead", "head_of", "unpack_heads"]
 
 
-class OriginHead:
-    """A head as the stash asks for it, with the bus that it is on.
+def head_of(bus: str, head: RecordHead) -> OriginHead:
+    """Return what a head of the bus of this identity is among all buses."""
+    return OriginHead(
+        make_origin(bus, *head.id), head.instance_id, head.epoch, head.group_size, head.index,
+        head.score, head.policy_version, head.nbytes, head.committed_ns, head.check, head.need,
+        head.reason,
+    )  # fmt: skip
 
-    Parameters
-    ----------
-    bus : str
-        The bus's identity.
-    head : RecordHead
-        As its source announced it.
-    clock_ns : int
-        The clock of its machine minus that of the coordinator's.
+
+def unpack_heads(bus: str, packed: bytes) -> list[OriginHead]:
+    """Return the heads of an announcement of the bus of this identity.
+
+    Raises
+    ------
+    ProtocolError
+        They are none, or of another bus.
     """
-
-    __slots__ = ("_clock_ns", "head", "key", "origin")
-
-    def __init__(self, bus: str, head: RecordHead, clock_ns: int = 0) -> None:
-        self._clock_ns = clock_ns
-        self.origin: Origin = (bus, *head.id)
-        self.head = head
-        self.key = head.key
-
-    @property
-    def group_size(self) -> int:
-        """Samples of its group; 0 where a failure does not know."""
-        return self.head.group_size
-
-    @property
-    def need(self) -> int:
-        """How many samples complete its group."""
-        return self.head.need
-
-    @property
-    def index(self) -> int:
-        """Its place in its group."""
-        return self.head.index
-
-    @property
-    def score(self) -> float:
-        """Its reward."""
-        return self.head.score
-
-    @property
-    def policy_version(self) -> int:
-        """The oldest version that sampled it."""
-        return self.head.policy_version
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its record."""
-        return self.head.nbytes
-
-    @property
-    def failed(self) -> bool:
-        """Whether it reports a failure."""
-        return self.head.failed
-
-    @property
-    def meta(self) -> str | None:
-        """Why it failed."""
-        return self.head.reason
-
-    @property
-    def committed_ns(self) -> int:
-        """When it was committed, by the coordinator's clock: heads of two machines compare."""
-        return self.head.committed_ns - self._clock_ns
+    try:
+        heads = _core.unpack_heads(packed)
+    except ValueError as error:
+        raise errors.ProtocolError(f"relay: an announcement of bus {bus}: {error}") from error
+    identity = bytes.fromhex(bus)
+    if not all([head.origin.startswith(identity) for head in heads]):
+        raise errors.ProtocolError(
+            f"relay: an announcement of bus {bus} names records of another one"
+        )
+    return heads

@@ -18,6 +18,7 @@ from typing import TypeAlias
 from shmbus._keys import make_key, split_key
 from shmbus.relay.messages import MissingSample, Wanted
 from shmbus.relay.origin_head import OriginHead
+from shmbus.relay.origins import bus_of
 from shmbus.stash.failures import Failures, Request
 from shmbus_ext import _core
 
@@ -112,8 +113,8 @@ class RetryRequests:
             return ""
         failed = group.failed.get(request.index)
         if failed is not None and failed.report is not None:
-            return failed.report.origin[0]
-        return next((sample.origin[0] for sample in group.samples), "")
+            return bus_of(failed.report.origin)
+        return next((bus_of(sample.origin) for sample in group.samples), "")
 
     def find(self, bus: str, sample: MissingSample) -> Request | None:
         """Return the request that a source speaks of, unless it is not with that source any more.

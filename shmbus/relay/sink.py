@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from shmbus.relay.messages import (
@@ -31,6 +31,7 @@ from shmbus.relay.messages import (
     SinkState,
     SinkStateWanted,
 )
+from shmbus.relay.origins import by_bus, is_of
 
 __all__ = ["Batch", "Journal", "Sink"]
 
@@ -239,29 +240,26 @@ class Sink:
         self.waiting = groups
         self._waiting_bytes = sum(group.nbytes for group in groups)
 
-    def _fetch(self, origins: Iterable[Origin]) -> list[Message]:
-        by_bus: dict[str, list[Origin]] = {}
-        for origin in origins:
-            by_bus.setdefault(origin[0], []).append(origin)
+    def _fetch(self, origins: Collection[Origin]) -> list[Message]:
         return [
-            Fetch(bus, self.name, self.incarnation, tuple(by_bus[bus])) for bus in sorted(by_bus)
+            Fetch(bus, self.name, self.incarnation, tuple(theirs))
+            for bus, theirs in by_bus(origins)
         ]
 
     def ask_again(self) -> list[Message]:
         """Ask for what is missing, after an answer was lost."""
         said: list[Message] = []
         for batch in self.batches:
-            said += self._fetch(origin for origin in batch.origins if origin in self.wanted)
+            said += self._fetch([origin for origin in batch.origins if origin in self.wanted])
         return said
 
     def fetched(self, message: Fetched) -> list[Message]:
         """Take an answer. With a block's last one it can be put, or some of it is given back."""
         if message.incarnation != self.incarnation:
             return []
-        here = self.wanted.intersection(message.origins)
         gone = self.wanted.intersection(message.gone)
         self._gone.update(dict.fromkeys(gone, message.mark))
-        self.wanted -= here | gone
+        self.wanted.difference_update(message.origins, gone)
         return self._give_back() if self._gone else []
 
     def _give_back(self) -> list[Message]:
@@ -325,10 +323,9 @@ class Sink:
     def end(self, origins: frozenset[Origin], reason: str = "acknowledged") -> list[Message]:
         """Have sources let go of these: the trainer is done with them, or need not be."""
         self.ended.update(dict.fromkeys(origins, reason))
-        by_bus: dict[str, list[Origin]] = {}
-        for origin in origins:
-            by_bus.setdefault(origin[0], []).append(origin)
-        return [Release(bus, self.name, frozenset(by_bus[bus]), reason) for bus in sorted(by_bus)]
+        return [
+            Release(bus, self.name, frozenset(theirs), reason) for bus, theirs in by_bus(origins)
+        ]
 
     def ask_release_again(self, waited: Iterable[Origin] | None = None) -> list[Message]:
         """Ask once more for what no source has confirmed; of these only, where they are given."""
@@ -351,23 +348,24 @@ class Sink:
         return [Confirmation(message.bus, gone, message.mark)]
 
     def _forget(self, gone: Iterable[Origin]) -> None:
-        for origin in gone:
-            self.settled.discard(origin)
-            self.ended.pop(origin, None)
-            self.dropped.pop(origin, None)
+        self.settled.difference_update(gone)
+        for of in (self.ended, self.dropped):
+            if of:
+                for origin in gone:
+                    of.pop(origin, None)
 
     def bus_gone(self, bus: str) -> list[Message]:
         """Forget a source that will not come back: no answer of it can be awaited."""
-        self._forget([origin for origin in self.settled if origin[0] == bus])
-        lost = [group for group in self.waiting if any(each[0] == bus for each in group.origins)]
+        self._forget([origin for origin in self.settled if is_of(origin, bus)])
+        lost = [group for group in self.waiting if any(is_of(each, bus) for each in group.origins)]
         self._wait([group for group in self.waiting if group not in lost])
         said: list[Message] = []
         for group in lost:
             self.owed.difference_update(group.origins)
-            theirs = frozenset((each, _LONG_AGO) for each in group.origins if each[0] == bus)
+            theirs = frozenset((each, _LONG_AGO) for each in group.origins if is_of(each, bus))
             rest = frozenset(group.origins).difference(each for each, _ in theirs)
             said.append(Returned(self.name, theirs, rest))
-        awaited = {origin for origin in self.wanted if origin[0] == bus}
+        awaited = {origin for origin in self.wanted if is_of(origin, bus)}
         if awaited:
             self._gone.update(dict.fromkeys(awaited, _LONG_AGO))
             self.wanted -= awaited

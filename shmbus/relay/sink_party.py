@@ -10,13 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import struct
 import time
+from array import array
 from typing import TYPE_CHECKING
 
 from shmbus import Bus, Producer, errors
 from shmbus.relay.codec import Envelope
-from shmbus.relay.journal import BusJournal
+from shmbus.relay.journal import ENTRY_BYTES, BusJournal
 from shmbus.relay.messages import (
     Assignment,
     Confirmation,
@@ -26,12 +26,12 @@ from shmbus.relay.messages import (
     Hello,
     HelloWanted,
     Message,
-    Origin,
     Peers,
     Release,
     Released,
     SinkStateWanted,
 )
+from shmbus.relay.origins import Origin, bus_of, name_origin
 from shmbus.relay.patience import Patience
 from shmbus.relay.sink import BLOCK_BYTES, Sink
 from shmbus.segment import lifecycle
@@ -60,6 +60,26 @@ _BLOCK_SHARE = 8
 _GROUP_SHARE = 2
 
 
+class _Block:
+    """Records that are here, and where each lies among them."""
+
+    def __init__(self, origins: tuple[Origin, ...], payload: bytes | memoryview) -> None:
+        self.origins = origins
+        self.payload = payload
+        self.index = dict(zip(origins, range(len(origins)), strict=True))
+
+    def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:
+        """Return where what is `at` this place of an order lies, and how many lie as the order."""
+        first = self.index[order[at]]
+        most = min(len(order) - at, len(self.origins) - first)
+        if order[at : at + most] == self.origins[first : first + most]:
+            return first, most
+        count = 1
+        while count < most and order[at + count] == self.origins[first + count]:
+            count += 1
+        return first, count
+
+
 class SinkParty:
     """A sink with its bus.
 
@@ -73,6 +93,8 @@ class SinkParty:
         The coordinator's address.
     release : "acknowledged" | "put"
         When a source lets go of a record.
+    block_bytes : int
+        Groups are fetched together until they are as many bytes.
 
     Raises
     ------
@@ -81,7 +103,12 @@ class SinkParty:
     """
 
     def __init__(
-        self, bus: str, mailbox: Mailbox, coordinator: str, release: str = "acknowledged"
+        self,
+        bus: str,
+        mailbox: Mailbox,
+        coordinator: str,
+        release: str = "acknowledged",
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._segment = lifecycle.open_segment(bus)
         self._bus = Bus.open(bus)
@@ -95,7 +122,7 @@ class SinkParty:
         self.journal.bind(self.producer)
         self._mailbox = mailbox
         self._coordinator = coordinator
-        block_bytes = min(BLOCK_BYTES, self._bus.capacity // _BLOCK_SHARE)
+        block_bytes = min(block_bytes, self._bus.capacity // _BLOCK_SHARE)
         self.sink = Sink(
             mailbox.address, self.journal.incarnation, self.journal.found, release, block_bytes
         )
@@ -103,9 +130,11 @@ class SinkParty:
         self._tracks_ends = release == "acknowledged"
         #: Where each source is, by its bus's identity.
         self.addresses: dict[str, str] = {}
-        #: What could not be sent, since nobody has said yet where its source is.
-        self._blocks: list[tuple[dict[Origin, int], bytes | memoryview]] = []
+        #: What is here and not put yet.
+        self._blocks: list[_Block] = []
+        #: What is being put, the journal's entries of it, and how many of it are.
         self._order: tuple[Origin, ...] = ()
+        self._entries = b""
         self._put = 0
         self._checks: dict[Origin, int] = {}
         #: Samples of the next groups that the trainer was told are missing.
@@ -188,7 +217,7 @@ class SinkParty:
         came = new.keys() - self.addresses.keys()
         self.addresses = new
         if message.complete:
-            named = {origin[0] for origin in self.sink.settled | self.sink.owed}
+            named = {bus_of(origin) for origin in self.sink.settled | self.sink.owed}
             for bus in sorted(named - new.keys()):
                 _log.warning(
                     "bus %r: the source bus %s has gone; what it held of groups under way is given "
@@ -212,8 +241,7 @@ class SinkParty:
                 self.refused += 1
                 _log.error("bus %r: a block from %s is refused: %s", self._bus.name, sender, why)
                 return
-            index = {origin: i for i, origin in enumerate(message.origins)}
-            self._blocks.append((index, payload))
+            self._blocks.append(_Block(message.origins, payload))
         said = self.sink.fetched(message)
         if message.gone:
             self._write()
@@ -222,29 +250,32 @@ class SinkParty:
 
     def _keep_blocks(self) -> None:
         """Let go of blocks of which nothing is to be put: it was, or was given back."""
-        coming = {origin for batch in self.sink.batches for origin in batch.origins}
-        coming -= self.sink.wanted
-        self._blocks = [each for each in self._blocks if not coming.isdisjoint(each[0])]
+        owed = self.sink.owed
+        self._blocks = [each for each in self._blocks if not owed.isdisjoint(each.origins)]
 
     def _refuse(self, message: Fetched, payload: bytes | memoryview) -> str:
         """Say what is wrong with a block; empty where nothing is."""
         try:
-            identity, rows = _core.check_block(payload)
+            origins, packed = _core.check_block(payload)
         except ValueError as error:
             return str(error)
-        found = list(struct.iter_unpack("<QQQ", rows))
-        if [(identity, producer, sequence) for producer, sequence, _ in found] != list(
-            message.origins
-        ):
+        checks = array("I", packed)
+        if origins != b"".join(message.origins):
+            of = bus_of(origins) if origins else "none"
             return (
-                f"its records are not those that its sender names: it is of bus {identity}, with "
-                f"{len(found)} records for {len(message.origins)}"
+                f"its records are not those that its sender names: it is of bus {of}, with "
+                f"{len(checks)} records for {len(message.origins)}"
             )
-        for origin, (_, _, check) in zip(message.origins, found, strict=True):
-            if self._checks.get(origin, check) != check:
+        heads = list(map(self._checks.get, message.origins))
+        if heads == checks.tolist():
+            return ""
+        for origin, check, head in zip(message.origins, checks, heads, strict=True):
+            # What an earlier sink had begun has no head here.
+            if head is not None and head != check:
                 return (
-                    f"record {origin} says another thing than its head did: its checksum is "
-                    f"{check:#x}, and the head that was grouped has {self._checks[origin]:#x}"
+                    f"record {name_origin(origin)} of bus {bus_of(origin)} says another thing than "
+                    f"its head did: its checksum is {check:#x}, and the head that was grouped has "
+                    f"{head:#x}"
                 )
         return ""
 
@@ -291,7 +322,8 @@ class SinkParty:
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
         for reason, origins in self.journal.ends().items():
-            new = frozenset(origins & self.sink.settled - self.sink.ended.keys())
+            settled, ended = self.sink.settled, self.sink.ended
+            new = frozenset([each for each in origins if each in settled and each not in ended])
             if new:
                 self._say(self.sink.end(new, reason))
 
@@ -303,20 +335,22 @@ class SinkParty:
                 return IDLE_S
             if not self._tell_missing():
                 return FULL_PAUSE_S
-            if not self.journal.intend(self.producer, sink.fetching):
+            entries = self.journal.intend(self.producer, sink.fetching)
+            if entries is None:
                 return FULL_PAUSE_S  # the journal is full: until sources have let go
             sink.intend(self.producer.stats().committed)
             self._told.clear()
-            self._order, self._put = sink.fetching, 0
+            self._order, self._entries, self._put = sink.fetching, entries, 0
         while self._put < len(self._order):
             done = self._put_some()
             if not done:
                 return FULL_PAUSE_S
             self._put += done
             self.records += done
-        self.journal.settle(self.producer, self._order)
+        self.journal.settle(self.producer, self._entries)
+        forget = self._checks.pop
         for origin in self._order:
-            self._checks.pop(origin, None)
+            forget(origin, None)
         self._order = ()
         self._say(sink.settle())
         self._keep_blocks()
@@ -344,19 +378,14 @@ class SinkParty:
     def _put_some(self) -> int:
         """Put the next records that lie behind each other in one block; 0 on a full bus."""
         origin = self._order[self._put]
-        index, payload = next(each for each in self._blocks if origin in each[0])
-        first = index[origin]
-        count = 1
-        while (
-            self._put + count < len(self._order)
-            and index.get(self._order[self._put + count]) == first + count
-        ):
-            count += 1
+        block = next(each for each in self._blocks if origin in each.index)
+        first, count = block.find(self._order, self._put)
         entries = b""
         if self._tracks_ends:
-            entries = self.journal.entries(self._order[self._put : self._put + count])
+            at = self._put * ENTRY_BYTES
+            entries = self._entries[at : at + count * ENTRY_BYTES]
         try:
-            return _core.import_block(self.producer, payload, first, count, 0.0, entries)
+            return _core.import_block(self.producer, block.payload, first, count, 0.0, entries)
         except errors.BusFullError:
             return 0
 

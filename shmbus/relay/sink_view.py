@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shmbus.relay.messages import Origin
 from shmbus.relay.origin_head import OriginHead
+from shmbus.relay.origins import Origin
 from shmbus_ext._core import GroupEntry
 
 __all__ = ["SinkView"]
@@ -38,8 +38,7 @@ class SinkView(msgspec.Struct):
         """Whether more may be assigned to it; one group always may."""
         return not self.leases or self.bytes < window_bytes
 
-    def takes(self, records: Sequence[OriginHead]) -> bool:
-        """Whether its bus ever has room for a group of these."""
+    def takes(self, sizes: Sequence[int]) -> bool:
+        """Whether its bus ever has room for a group of records of so many bytes."""
         record, whole, count = self.largest
-        sizes = [each.nbytes for each in records]
         return len(sizes) <= count and sum(sizes) <= whole and max(sizes) <= record

@@ -8,22 +8,27 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from shmbus import RecordHead
 from shmbus.relay.messages import (
     Announcement,
     Fetch,
     Fetched,
     Mark,
     Message,
-    Origin,
     Release,
     Released,
     Subscription,
 )
+from shmbus.relay.origins import Origin
+from shmbus_ext import _core
 
 __all__ = ["Source"]
+
+
+def _pack_heads(held: Mapping[Origin, Any]) -> bytes:
+    return _core.pack_heads(held.values())
 
 
 class Source:
@@ -35,48 +40,54 @@ class Source:
         The identity of the bus.
     incarnation : int
         Greater than that of any earlier source of this bus.
+    read : callable, optional
+        Packs the heads of what is held, where that is not heads: a head is needed to announce a
+        record, and takes more memory than all else that is known of it.
     """
 
-    def __init__(self, bus: str, incarnation: int) -> None:
+    def __init__(
+        self,
+        bus: str,
+        incarnation: int,
+        read: Callable[[Mapping[Origin, Any]], bytes] = _pack_heads,
+    ) -> None:
         self.bus = bus
         self.incarnation = incarnation
         self.number = 0
         self.asked = (0, 0)
-        self.held: dict[Origin, RecordHead] = {}
+        self.held: dict[Origin, Any] = {}
+        self._read = read
 
     @property
     def mark(self) -> Mark:
         """Where its announcements have come to."""
         return (self.incarnation, self.number)
 
-    def begin(self, heads: Iterable[RecordHead]) -> list[Message]:
-        """Take the heads of all that the ring has, and announce them as all there is."""
-        self._take(heads)
-        return [self._announce(tuple(self.held.values()), whole=True)]
+    def begin(self, found: Mapping[Origin, Any]) -> list[Message]:
+        """Take all that the ring has, and announce it as all there is."""
+        self.held.update(found)
+        return [self._announce(self.held, whole=True)]
 
-    def poll(self, heads: Iterable[RecordHead]) -> list[Message]:
-        """Take heads that have come since, and announce them."""
-        new = self._take(heads)
+    def poll(self, new: Mapping[Origin, Any]) -> list[Message]:
+        """Take what has come since, and announce it."""
+        self.held.update(new)
         return [self._announce(new, whole=False)] if new else []
 
-    def _take(self, heads: Iterable[RecordHead]) -> tuple[RecordHead, ...]:
-        new = tuple(heads)
-        self.held.update(((self.bus, *head.id), head) for head in new)
-        return new
-
-    def _announce(self, heads: tuple[RecordHead, ...], *, whole: bool) -> Announcement:
+    def _announce(self, what: Mapping[Origin, Any], *, whole: bool) -> Announcement:
         self.number += 1
-        return Announcement(self.bus, self.mark, whole, heads, self.asked)
+        return Announcement(self.bus, self.mark, whole, self._read(what), self.asked)
 
     def subscribe(self, message: Subscription) -> list[Message]:
         """Announce all that is held to a coordinator that has missed something."""
         self.asked = max(self.asked, (message.epoch, message.question))
-        return [self._announce(tuple(self.held.values()), whole=True)]
+        return [self._announce(self.held, whole=True)]
 
     def fetch(self, message: Fetch) -> list[Message]:
         """Say which of the records it holds; whoever calls this adds their bytes."""
-        here = tuple(origin for origin in message.origins if origin in self.held)
-        gone = tuple(origin for origin in message.origins if origin not in self.held)
+        here, gone = message.origins, ()
+        if not self.held.keys() >= set(here):
+            here = tuple(origin for origin in message.origins if origin in self.held)
+            gone = tuple(origin for origin in message.origins if origin not in self.held)
         return [Fetched(message.sink, message.incarnation, here, gone, self.mark)]
 
     def release(self, message: Release) -> list[Message]:

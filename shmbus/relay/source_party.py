@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shmbus import Bus, RecordHead, RecordReader
+from shmbus import Bus
+from shmbus.origin_reader import OriginReader
+from shmbus.record_reader import reason_of
 from shmbus.relay.codec import Envelope
 from shmbus.relay.messages import (
     Announcement,
@@ -24,6 +26,7 @@ from shmbus.relay.messages import (
     Subscription,
     Wanted,
 )
+from shmbus.relay.origins import Origin
 from shmbus.relay.retry_rows import RetryRows
 from shmbus.relay.rooms import Rooms
 from shmbus.relay.source import Source
@@ -75,41 +78,53 @@ class SourceParty:
     """
 
     def __init__(self, bus: str, mailbox: Mailbox, coordinator: str) -> None:
-        self.reader = RecordReader(bus)
+        self.reader = OriginReader(bus)
         self._bus = Bus.open(bus)
         self._segment = lifecycle.open_segment(bus)
         self.rows = RetryRows(self._segment, self.reader.identity)
         self._mailbox = mailbox
         self._coordinator = coordinator
-        self.source = Source(self.reader.identity, self.reader.incarnation)
+        self.source = Source(self.reader.identity, self.reader.incarnation, _read_heads)
         #: Records that only this bus has a word for: their split is not "train".
         self.kept = 0
         #: Of the newest coordinator.
         self.epoch = 0
-        self._new: list[RecordHead] = []
+        self._new: dict[Origin, _core.Trajectory] = {}
         self._next_announcement_s = 0.0
         self._next_hello_s = 0.0
         self._rooms = Rooms()
         self.released = 0
-        heads: list[RecordHead] = []
-        while found := self.reader.poll():
-            heads += found
-        self._begin(self._relayable(heads))
+        while self._poll():
+            pass
+        self._begin()
 
-    def _begin(self, heads: list[RecordHead]) -> None:
+    def _begin(self) -> None:
         self._say_hello()
-        self._send_all(self.source.begin(heads))
+        found, self._new = self._new, {}
+        self._send_all(self.source.begin(found))
 
-    def _relayable(self, heads: list[RecordHead]) -> list[RecordHead]:
-        mine = [head for head in heads if head.split == "train"]
-        if len(mine) < len(heads) and not self.kept:
+    def _poll(self) -> int:
+        """Read what has come, to be announced; return how many records."""
+        origins, records = self.reader.poll_records(_POLL_AT_ONCE)
+        before = len(self._new)
+        self._new.update(
+            (origin, record)
+            for origin, record in zip(origins, records, strict=True)
+            if record.split == "train"
+        )
+        relayed = len(self._new) - before
+        if relayed < len(records):
+            self._note_kept(len(records) - relayed)
+        return len(records)
+
+    def _note_kept(self, count: int) -> None:
+        if not self.kept:
             _log.warning(
                 "bus %r: records of other splits than 'train' stay on it: a relay carries what is "
                 "trained on; take them with a bus of their own",
                 self.reader.name,
             )
-        self.kept += len(heads) - len(mine)
-        return mine
+        self.kept += count
 
     def _send_all(self, said: Sequence[Message]) -> None:
         for message in said:
@@ -143,14 +158,13 @@ class SourceParty:
             The bus was removed.
         """
         now = time.monotonic()
-        found = self.reader.poll(_POLL_AT_ONCE)
-        self._new += self._relayable(found)
+        count = self._poll()
         if self._new and now >= self._next_announcement_s:
-            new, self._new = self._new, []
+            new, self._new = self._new, {}
             busy = len(new) >= MANY_HEADS
             self._next_announcement_s = now + (BUSY_LINGER_S if busy else LINGER_S)
             self._send_all(self.source.poll(new))
-        if len(found) < _POLL_AT_ONCE and not self._new:
+        if count < _POLL_AT_ONCE and not self._new:
             # All that a dead producer had committed is read, and announced before this.
             self._send_all(self.rows.lost())
         if now >= self._next_hello_s:
@@ -193,17 +207,17 @@ class SourceParty:
             assert isinstance(message, Fetched)
             payload: bytes | memoryview = b""
             if message.origins:
-                ids = [origin[1:] for origin in message.origins]
+                held = self.source.held
                 size = _core.BLOCK_HEADER_BYTES
-                size += sum(self.source.held[origin].nbytes for origin in message.origins)
-                payload = self.reader.export(ids, self._rooms.take(size))
+                size += sum([held[origin].nbytes for origin in message.origins])
+                payload = self.reader.export_records(message.origins, self._rooms.take(size))
             self._mailbox.send(sink, message, payload)
 
     def _release(self, asker: str, asked: Release) -> None:
-        ids = [origin[1:] for origin in asked.origins if origin in self.source.held]
-        for at in range(0, len(ids), _RELEASE_AT_ONCE):
-            self.reader.release(ids[at : at + _RELEASE_AT_ONCE], asked.reason)
-        self.released += len(ids)
+        here = [origin for origin in asked.origins if origin in self.source.held]
+        for at in range(0, len(here), _RELEASE_AT_ONCE):
+            self.reader.release_records(here[at : at + _RELEASE_AT_ONCE], asked.reason)
+        self.released += len(here)
         for message in self.source.release(asked):
             self._mailbox.send(asker, message)
 
@@ -221,3 +235,7 @@ class SourceParty:
         self.reader.close()
         self._segment.close()
         self._bus.close()
+
+
+def _read_heads(held: Mapping[Origin, _core.Trajectory]) -> bytes:
+    return _core.read_heads(held.values(), reason_of)

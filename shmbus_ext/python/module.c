@@ -31,6 +31,7 @@
 #include "python/pool/pool_rows.h"
 #include "python/pool/pool_write.h"
 #include "python/record/declared.h"
+#include "python/record/origin_head.h"
 #include "python/put/begun_samples.h"
 #include "python/put/convert_lists.h"
 #include "python/put/plan_fields.h"
@@ -93,6 +94,7 @@ static bool add_types(PyObject *module) {
         {"Segment", &SegmentType},         {"Restorer", &RestorerType},
         {"Schema", &SchemaType},           {"Keeper", &KeeperType},
         {"Pin", &PinType},                 {"Trajectory", &TrajectoryType},
+        {"OriginHead", &OriginHeadType},
         {"Writer", &WriterType},           {"Reservation", &ReservationType},
         {"GroupTable", &GroupTableType},   {"GroupEntry", &GroupEntryType},
         {"GroupBase", &GroupBaseType},     {"ClientLease", &ClientLeaseType},
@@ -182,6 +184,7 @@ static bool add_functions(PyObject *module) {
         py_pool_rows_add_functions, py_pool_copy_add_functions, py_pool_patch_add_functions,    py_lead_add_functions,        py_request_add_functions,
         py_request_layout_add_functions,
         py_declared_add_functions,     py_plan_fields_add_constants,
+        py_origin_head_add_functions,
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
         py_channel_alike_add_functions,

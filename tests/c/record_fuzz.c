@@ -7,8 +7,8 @@
 #include "support.h"
 
 static void checksums_agree(uint64_t *random) {
-    uint8_t data[300];
-    for (int round = 0; round < 2000; round++) {
+    uint8_t data[3000];
+    for (int round = 0; round < 600; round++) {
         for (size_t i = 0; i < sizeof data; i++) {
             data[i] = (uint8_t)next_random(random);
         }

@@ -61,7 +61,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.group", "shmbus.put"),
     ("shmbus.feeder",),
     ("shmbus.stash", "shmbus.client", "shmbus.producer"),
-    ("shmbus.source", "shmbus.record_reader"),
+    ("shmbus.source", "shmbus.origin_reader"),
+    ("shmbus.record_reader",),
     ("shmbus.take",),
     ("shmbus.consumer",),
     # A whole bus: to disk and back, served, commanded.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,14 +79,15 @@ def test_records_arrive_as_they_were(source: str, target: str, checksum: bool) -
     put_some(source, np.random.default_rng(SEED), checksum=checksum)
     sent = reader_of(source).poll(100)
     block = block_of(sent)
-    identity, rows = _core.check_block(block)
+    origins, checks = _core.check_block(block)
     with shmbus.Bus.open(source) as bus:
-        assert identity == bus.identity
-    expected = [
-        (t.producer_id, t.sequence, check)
-        for t, check in zip(sent, _core.record_checks(sent), strict=True)
-    ]
-    assert list(struct.iter_unpack("<QQQ", rows)) == expected
+        identity = bytes.fromhex(bus.identity)
+    assert (
+        origins
+        == b"".join(_core.record_origins(sent))
+        == b"".join(struct.pack(">16sQQ", identity, t.producer_id, t.sequence) for t in sent)
+    )
+    assert array("I", checks).tolist() == _core.record_checks(sent)
     with shmbus.Producer(target) as producer:
         assert _core.import_block(producer, block, 0, 100, 5.0) == len(sent)
         taken = reader_of(target).poll(100)

@@ -11,10 +11,15 @@ import pytest
 from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
+from shmbus.relay.origin_head import head_of
+from shmbus.relay.origins import make_origin
 from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
 
 SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
+#: Identities of buses.
+B0, B1 = "b0" * 16, "b1" * 16
 #: Bytes of the longest completion, thirty times the usual: whoever samples sets a limit. What is
 #: heavier than all that a sink gets at once could not be made up for.
 LONGEST = 1 << 18
@@ -33,22 +38,28 @@ def coordinator(
     window_bytes: int = 1 << 40,
 ) -> Coordinator:
     names = [f"t{i}" for i in range(sinks)]
-    made = Coordinator(3, [f"b{i}" for i in range(buses)], names, policy, window_bytes)
+    made = Coordinator(3, [B0, B1][:buses], names, policy, window_bytes)
     made.begin()
     for name in names:
         made.sink_state(m.SinkState(name, 1, 3, frozenset(), frozenset()), 0.0)
     return made
 
 
+def pack(bus: str, *heads: RecordHead) -> bytes:
+    """Heads of a bus, as an announcement has them."""
+    return _core.pack_heads([head_of(bus, each) for each in heads])
+
+
 def announce(made: Coordinator, bus: str, number: int, *heads: RecordHead) -> list[m.Message]:
-    return made.announced(m.Announcement(bus, (1, number), number == 1, heads), 0.0)
+    mine = pack(bus, *heads)
+    return made.announced(m.Announcement(bus, (1, number), number == 1, mine), 0.0)
 
 
 def test_samples_of_one_group_may_come_from_any_nodes() -> None:
     made = coordinator(buses=2)
-    assert announce(made, "b0", 1, head("q", 2, 1, 5)) == []
-    assert announce(made, "b1", 1, head("q", 2, 0, 9)) == [
-        m.Assignment("t0", 1, 3, (("b1", 1, 9), ("b0", 1, 5)), 128, (7, 7))
+    assert announce(made, B0, 1, head("q", 2, 1, 5)) == []
+    assert announce(made, B1, 1, head("q", 2, 0, 9)) == [
+        m.Assignment("t0", 1, 3, (make_origin(B1, 1, 9), make_origin(B0, 1, 5)), 128, (7, 7))
     ]
 
 
@@ -87,7 +98,7 @@ def test_the_fullest_of_eight_sinks_has_at_most_two_percent_more_than_the_mean(t
             for i, sizes in enumerate(prompts[at : at + 64])
             for index, nbytes in enumerate(sizes)
         ]
-        new = announce(made, "b0", 1 + at // 64, *heads)
+        new = announce(made, B0, 1 + at // 64, *heads)
         settle(made, new)
         said += new
     loads = placed_bytes(said, 8)
@@ -101,7 +112,7 @@ def test_sinks_differ_by_at_most_the_heaviest_group_though_each_is_put_before_th
     said: list[m.Message] = []
     prompts = lengths(random.Random(SEED), 512, 1)
     for i, (nbytes,) in enumerate(prompts):
-        new = announce(made, "b0", 1 + i, head(f"q{i}", 1, 0, i, nbytes=nbytes))
+        new = announce(made, B0, 1 + i, head(f"q{i}", 1, 0, i, nbytes=nbytes))
         settle(made, new)
         said += new
     loads = placed_bytes(said, 8)
@@ -115,7 +126,7 @@ def test_a_sink_that_took_nothing_for_long_gets_at_most_a_window_more_than_the_o
     number = 0
     for _ in range(100):
         number += 1
-        for each in announce(made, "b0", number, head(f"q{number}", 1, 0, number, nbytes=100)):
+        for each in announce(made, B0, number, head(f"q{number}", 1, 0, number, nbytes=100)):
             assert isinstance(each, m.Assignment)
             if each.sink == "t0":
                 settle(made, [each])
@@ -126,7 +137,7 @@ def test_a_sink_that_took_nothing_for_long_gets_at_most_a_window_more_than_the_o
     said: list[m.Message] = []
     for _ in range(100):
         number += 1
-        new = announce(made, "b0", number, head(f"q{number}", 1, 0, number, nbytes=100))
+        new = announce(made, B0, number, head(f"q{number}", 1, 0, number, nbytes=100))
         settle(made, new)
         said += new
     loads = placed_bytes(said, 2)
@@ -135,7 +146,7 @@ def test_a_sink_that_took_nothing_for_long_gets_at_most_a_window_more_than_the_o
 
 def test_a_sink_gets_no_more_than_its_window_and_the_next_when_that_is_put() -> None:
     made = coordinator(window_bytes=200)
-    said = announce(made, "b0", 1, *(head(f"q{i}", 1, 0, i, nbytes=128) for i in range(5)))
+    said = announce(made, B0, 1, *(head(f"q{i}", 1, 0, i, nbytes=128) for i in range(5)))
     assert len(said) == 2
     first = said[0]
     assert isinstance(first, m.Assignment)
@@ -144,66 +155,67 @@ def test_a_sink_gets_no_more_than_its_window_and_the_next_when_that_is_put() -> 
 
 def test_what_a_policy_drops_goes_through_a_sinks_journal_and_is_never_sent() -> None:
     made = coordinator(policy=StashPolicy(skip_zero_variance=True))
-    said = announce(made, "b0", 1, *(head("q", 2, i, i, score=1.0) for i in range(2)))
-    origins = (("b0", 1, 0), ("b0", 1, 1))
+    said = announce(made, B0, 1, *(head("q", 2, i, i, score=1.0) for i in range(2)))
+    origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
     assert said == [m.Drop("t0", 1, 3, "zero_variance", origins)]
     # The same again, since it may be lost; and it is not grouped a second time.
     assert made.drop_again() == said
-    assert announce(made, "b0", 2) == []
+    assert announce(made, B0, 2) == []
     made.settled(m.Settled("t0", frozenset(origins)), 0.0)
     assert made.drop_again() == [] and made.drops == {"zero_variance": 2}
-    made.confirmed(m.Confirmation("b0", frozenset(origins), (1, 2)), 0.0)
+    made.confirmed(m.Confirmation(B0, frozenset(origins), (1, 2)), 0.0)
     assert not made.taken and not made.known
 
 
 def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
     made = coordinator(buses=2)
-    announce(made, "b0", 1, head("open", 3, 0, 0), head("away", 1, 0, 1))
-    announce(made, "b1", 1, head("open", 3, 1, 0))
-    assert made.source_lost("b0", 0.0) == {("b0", 1, 0)}
-    assert [sample.origin for sample in made.stash.waiting_samples()] == [("b1", 1, 0)]
+    announce(made, B0, 1, head("open", 3, 0, 0), head("away", 1, 0, 1))
+    announce(made, B1, 1, head("open", 3, 1, 0))
+    assert made.source_lost(B0, 0.0) == {make_origin(B0, 1, 0)}
+    assert [sample.origin for sample in made.stash.waiting_samples()] == [make_origin(B1, 1, 0)]
     # Asked for elsewhere, the sample completes the group.
-    announce(made, "b1", 2, head("open", 3, 0, 1))
-    assert len(announce(made, "b1", 3, head("open", 3, 2, 2))) == 1
+    announce(made, B1, 2, head("open", 3, 0, 1))
+    assert len(announce(made, B1, 3, head("open", 3, 2, 2))) == 1
 
 
 def test_a_gap_in_the_announcements_is_asked_about() -> None:
     made = coordinator()
-    announce(made, "b0", 1)
-    assert announce(made, "b0", 3, head("q", 1, 0, 0)) == [m.Subscription("b0", 3)]
-    whole = m.Announcement("b0", (1, 4), True, (head("q", 1, 0, 0),))
+    announce(made, B0, 1)
+    assert announce(made, B0, 3, head("q", 1, 0, 0)) == [m.Subscription(B0, 3)]
+    whole = m.Announcement(B0, (1, 4), True, pack(B0, head("q", 1, 0, 0)))
     assert len(made.announced(whole, 0.0)) == 1
 
 
 def test_nothing_is_placed_before_every_sink_was_heard() -> None:
-    made = Coordinator(3, ["b0"], ["t0", "t1"])
+    made = Coordinator(3, [B0], ["t0", "t1"])
     made.begin()
     made.sink_state(m.SinkState("t0", 1, 3, frozenset(), frozenset()), 0.0)
-    assert announce(made, "b0", 1, head("q", 1, 0, 0), head("r", 1, 0, 1)) == []
+    assert announce(made, B0, 1, head("q", 1, 0, 0), head("r", 1, 0, 1)) == []
     # The second has one of them already, from a coordinator before.
-    has = frozenset({("b0", 1, 0)})
+    has = frozenset({make_origin(B0, 1, 0)})
     said = made.sink_state(m.SinkState("t1", 1, 3, has, frozenset()), 0.0)
-    assert [each.origins for each in said if isinstance(each, m.Assignment)] == [(("b0", 1, 1),)]
+    placed = [each.origins for each in said if isinstance(each, m.Assignment)]
+    assert placed == [(make_origin(B0, 1, 1),)]
 
 
 @pytest.mark.parametrize("put", [0, 1, 2])
 def test_a_sinks_successor_goes_on_where_the_lane_ends(put: int) -> None:
-    origins = (("b0", 1, 0), ("b1", 1, 0))
+    origins = (make_origin(B0, 1, 0), make_origin(B1, 1, 0))
     journal = Journal(frozenset(), origins, before=40).healed(40 + put)
     assert journal.settled == set(origins[:put]) and journal.intent == origins[put:]
     sink = Sink("t0", 2, journal)
     state, *asked = sink.begin()
     assert isinstance(state, m.SinkState)
     assert state.settled == frozenset(origins[:put]) and state.owed == frozenset(origins[put:])
-    assert [each.bus for each in asked if isinstance(each, m.Fetch)] == ["b0", "b1"][put:]
+    assert [each.bus for each in asked if isinstance(each, m.Fetch)] == [B0, B1][put:]
 
 
 def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -> None:
     for release, expected in (("put", 1), ("acknowledged", 0)):
         sink = Sink("t0", 1, Journal(), release)
         sink.tell(m.SinkStateWanted("t0", 3))
-        sink.assign(m.Assignment("t0", 1, 3, (("b0", 1, 0),)))
-        sink.fetched(m.Fetched("t0", 1, (("b0", 1, 0),), (), (1, 1)))
+        sink.assign(m.Assignment("t0", 1, 3, (make_origin(B0, 1, 0),)))
+        sink.fetched(m.Fetched("t0", 1, (make_origin(B0, 1, 0),), (), (1, 1)))
         sink.intend(0)
         said = sink.settle()
         assert sum(isinstance(each, m.Release) for each in said) == expected
@@ -213,36 +225,37 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
 def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again(
     announced_first: bool,
 ) -> None:
-    origins = (("b0", 1, 0), ("b0", 1, 1))
-    heads = [msgspec.structs.replace(head("q", 2, i, i), epoch=1) for i in range(2)]
+    origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
+    heads = pack(B0, *(msgspec.structs.replace(head("q", 2, i, i), epoch=1) for i in range(2)))
     # It begins with a sink that has a group of the coordinator before, in its memory alone.
-    made = Coordinator(4, ["b0"], ["t0", "t1"])
+    made = Coordinator(4, [B0], ["t0", "t1"])
     made.begin()
     if announced_first:
-        made.announced(m.Announcement("b0", (1, 0), True, tuple(heads), (4, 0)), 0.0)
+        made.announced(m.Announcement(B0, (1, 0), True, heads, (4, 0)), 0.0)
     made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset(origins)), 0.0)
     made.sink_state(m.SinkState("t1", 1, 4, frozenset(), frozenset()), 0.0)
-    assert made.announced(m.Announcement("b0", (1, 1), True, tuple(heads), (4, 0)), 0.0) == []
+    assert made.announced(m.Announcement(B0, (1, 1), True, heads, (4, 0)), 0.0) == []
     # That sink dies, and its successor knows nothing of it.
     (asked,) = made.sink_state(m.SinkState("t0", 2, 4, frozenset(), frozenset()), 0.0)
-    assert asked == m.Subscription("b0", 4, 1)
+    assert asked == m.Subscription(B0, 4, 1)
     # What was announced before that question may name what has been released meanwhile.
-    assert made.announced(m.Announcement("b0", (1, 2), True, tuple(heads), (4, 0)), 0.0) == []
+    assert made.announced(m.Announcement(B0, (1, 2), True, heads, (4, 0)), 0.0) == []
     assert made.ask_sources_again() == [asked]
-    (placed,) = made.announced(m.Announcement("b0", (1, 3), True, tuple(heads), (4, 1)), 0.0)
+    (placed,) = made.announced(m.Announcement(B0, (1, 3), True, heads, (4, 1)), 0.0)
     assert isinstance(placed, m.Assignment) and placed.origins == origins
     assert not made.orphans and not made.taken
 
 
 def test_what_a_sink_gives_back_that_an_earlier_coordinator_had_assigned_is_placed_again() -> None:
-    made = Coordinator(4, ["b0"], ["t0"])
+    made = Coordinator(4, [B0], ["t0"])
     made.begin()
-    gone, rest = ("b0", 1, 0), ("b0", 1, 1)
+    gone, rest = make_origin(B0, 1, 0), make_origin(B0, 1, 1)
     made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset({gone, rest})), 0.0)
-    made.announced(m.Announcement("b0", (1, 1), True, (head("q", 1, 0, 1),), (4, 0)), 0.0)
+    mine = pack(B0, head("q", 1, 0, 1))
+    made.announced(m.Announcement(B0, (1, 1), True, mine, (4, 0)), 0.0)
     returned = m.Returned("t0", frozenset({(gone, (1, 1))}), frozenset({rest}))
     (asked,) = made.returned(returned, 0.0)
-    assert asked == m.Subscription("b0", 4, 1)
-    answer = m.Announcement("b0", (1, 2), True, (head("q", 1, 0, 1),), (4, 1))
+    assert asked == m.Subscription(B0, 4, 1)
+    answer = m.Announcement(B0, (1, 2), True, mine, (4, 1))
     (placed,) = made.announced(answer, 0.0)
     assert isinstance(placed, m.Assignment) and placed.origins == (rest,)

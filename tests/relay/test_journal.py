@@ -30,7 +30,7 @@ def bus(bus_name: str) -> Iterator[str]:
 
 
 def origins(*sequences: int, identity: bytes = IDENTITY) -> bytes:
-    return b"".join(struct.pack("<16sQQ", identity, 7, each) for each in sequences)
+    return b"".join(struct.pack(">16sQQ", identity, 7, each) for each in sequences)
 
 
 def numbers(*entries: int) -> bytes:
@@ -38,7 +38,7 @@ def numbers(*entries: int) -> bytes:
 
 
 def states(segment: _core.Segment) -> dict[int, int]:
-    return {note[3]: note[4] for note in _core.relay_notes(segment)}
+    return {int.from_bytes(note[1][-8:], "big"): note[2] for note in _core.relay_notes(segment)}
 
 
 class Sink:
@@ -112,7 +112,7 @@ def test_more_sources_than_the_journal_knows_replace_those_that_nothing_names(bu
         entries = _core.relay_intend(sink.producer, origins(i, identity=identity), numbers(NEW))
         assert entries is not None
         (note,) = _core.relay_notes(sink.segment)
-        assert note[1:4] == (identity.hex(), 7, i)
+        assert note[1] == origins(i, identity=identity)
         _core.relay_forget(sink.segment, entries)
     sink.close()
 
@@ -184,7 +184,7 @@ CHILD = """
     producer = shmbus.Producer(name)
     _core.relay_bind(producer)
     entries = b""
-    origins = b"".join(struct.pack("<16sQQ", bytes(range(16)), 7, i) for i in range(4))
+    origins = b"".join(struct.pack(">16sQQ", bytes(range(16)), 7, i) for i in range(4))
     entries = _core.relay_intend(producer, origins, b"\\xff" * 16)
     for i in range(int(point)):
         producer.put("q", group_size=8, index=i, x=np.zeros(3))

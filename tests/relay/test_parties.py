@@ -18,6 +18,7 @@ from shmbus.relay import messages as m
 from shmbus.relay.codec import pack
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.mailbox import Opener
+from shmbus.relay.origins import make_origin
 from shmbus.relay.sink_party import SinkParty
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
@@ -261,7 +262,7 @@ def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_
         bus = reader.identity
         sink: SinkParty = made.parties[buses["t"]]
         wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
-        origins = tuple((bus, *head.id) for head in heads[:4])
+        origins = tuple(make_origin(bus, *head.id) for head in heads[:4])
         checks = tuple(head.check for head in heads[:4])
         state = sink.sink
         made.send(
@@ -297,7 +298,7 @@ def test_a_record_that_says_another_thing_than_its_head_is_refused(
         (head,) = reader.poll()
         sink: SinkParty = made.parties[buses["t"]]
         wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
-        origin = (reader.identity, *head.id)
+        origin = make_origin(reader.identity, *head.id)
         state = sink.sink
         made.send(
             COORDINATOR, buses["t"],

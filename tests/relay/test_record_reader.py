@@ -15,6 +15,7 @@ from operators import cli
 import shmbus
 from shmbus import RecordReader
 from shmbus.inspect.status import read_status
+from shmbus.relay.origins import bus_of
 from shmbus_ext import _core
 
 
@@ -111,8 +112,9 @@ def test_records_go_from_bus_to_bus_in_groups_and_blocks(bus: str) -> None:
             ids = [head.id for head in heads]
             block = reader.export(ids, room)
             assert bytes(block) == reader.export(ids)
-            identity, rows = _core.check_block(block)
-            assert identity == reader.identity and len(rows) == 24 * len(ids)
+            origins, checks = _core.check_block(block)
+            assert bus_of(origins) == reader.identity
+            assert len(origins) == 32 * len(ids) and len(checks) == 4 * len(ids)
             assert _core.import_block(sink, block, 0, len(ids), 5.0) == len(ids)
             reader.release(ids)
             for group in consumer.take(100, timeout=0):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from conftest import wait_until
 from relay.local import COORDINATOR, put_group, relay, take
@@ -17,6 +16,8 @@ from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.clocks import Clocks
 from shmbus.relay.coordinator import Coordinator
+from shmbus.relay.origin_head import OriginHead, head_of
+from shmbus_ext import _core
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND
@@ -60,20 +61,30 @@ def test_a_clock_that_jumps_is_told_once_and_followed(by_s: int) -> None:
 
 
 def head(
-    index: int, committed_ns: int, *, sequence: int = 0, reason: str | None = None
-) -> RecordHead:
-    return RecordHead(1, sequence, "q", None, 2, index, 0.0, 0, 64, committed_ns, 7, 2, reason)
+    bus: str,
+    index: int,
+    committed_ns: int,
+    *,
+    sequence: int = 0,
+    size: int = 2,
+    reason: str | None = None,
+) -> OriginHead:
+    """A head of a group on the bus of this identity."""
+    of = RecordHead(1, sequence, "q", None, size, index, 0.0, 0, 64, committed_ns, 7, size, reason)
+    return head_of(bus, of)
 
 
 @pytest.mark.parametrize(("made_ns", "late"), [(40, True), (60, False)])
 def test_which_of_two_machines_was_first_is_judged_by_one_clock(made_ns: int, late: bool) -> None:
     """A report of a sample that was put meanwhile is late, though its machine runs for longer."""
-    made = Coordinator(3, ["a", "b"], ["t"])
+    a, b = "a" * 32, "b" * 32
+    made = Coordinator(3, [a, b], ["t"])
     made.begin()
-    made.clocks_ns = {"a": 0, "b": 900 * HOUR}
-    made.announced(m.Announcement("a", (1, 1), True, (head(0, 50), head(1, 50, sequence=1))), 0.0)
-    report = head(1, made_ns + 900 * HOUR, reason="gone")
-    made.announced(m.Announcement("b", (1, 1), True, (report,)), 0.0)
+    made.clocks_ns = {a: 0, b: 900 * HOUR}
+    both = (head(a, 0, 50), head(a, 1, 50, sequence=1))
+    made.announced(m.Announcement(a, (1, 1), True, _core.pack_heads(both)), 0.0)
+    report = head(b, 1, made_ns + 900 * HOUR, reason="gone")
+    made.announced(m.Announcement(b, (1, 1), True, _core.pack_heads([report])), 0.0)
     # One that is newer than the sample is of the prompt's next round.
     assert len(made.stash.failures.groups) == (0 if late else 1)
 
@@ -101,8 +112,9 @@ def test_an_announcement_of_a_stranger_is_refused_by_both_names(
 ) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: made.coordinator.pure is not None)
+        heads = _core.pack_heads([head("f" * 32, 0, 0)])
         for number in (1, 2):
-            news = m.Announcement("f" * 32, (1, number), True, (head(0, 0),))
+            news = m.Announcement("f" * 32, (1, number), True, heads)
             made.send("stranger", COORDINATOR, news)
         wait_until(lambda: made.coordinator.refused == 2)
         (told,) = [each.getMessage() for each in caplog.records if "stranger" in each.getMessage()]
@@ -117,9 +129,9 @@ def test_what_nobody_holds_is_given_back_and_no_group_waits_for_it(buses: dict[s
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: (pure := made.coordinator.pure) is not None and bool(pure.newest))
         source = made.parties[buses["a"]].source
-        forged = msgspec.structs.replace(head(0, 0, sequence=77), group_size=1, need=1)
+        forged = _core.pack_heads([head(source.bus, 0, 0, sequence=77, size=1)])
         source.number += 1
-        news = m.Announcement(source.bus, source.mark, False, (forged,))
+        news = m.Announcement(source.bus, source.mark, False, forged)
         made.send(buses["a"], COORDINATOR, news)
         wait_until(lambda: (pure := made.coordinator.pure) and pure.newest[source.bus] == news.mark)
         wait_until(lambda: made.coordinator.note().assigned == 0)

@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
+from shmbus.relay.origin_head import OriginHead, head_of
+from shmbus.relay.origins import Origin, bus_of
 from shmbus.relay.sink import Journal, Sink
 from shmbus.relay.source import Source
 from shmbus.stash.stash import StashPolicy
@@ -35,8 +36,23 @@ LOSSES = int(os.environ.get("SHMBUS_TEST_LOSSES", "2"))
 MOST_STATES = 3_000_000
 
 
-def head(group: str, size: int, index: int, sequence: int) -> RecordHead:
-    return RecordHead(1, sequence, group, None, size, index, float(index), 0, 64, 0, 7, size)
+#: Identities of the sources' buses.
+A, B = "a" * 32, "b" * 32
+
+
+def head(
+    bus: str,
+    group: str,
+    size: int,
+    index: int,
+    sequence: int,
+    epoch: int | None = None,
+    score: float | None = None,
+) -> OriginHead:
+    """A head on one of the buses."""
+    value = float(index) if score is None else score
+    of = RecordHead(1, sequence, group, epoch, size, index, value, 0, 64, 0, 7, size)
+    return head_of(bus, of)
 
 
 #: A group of equal scores is dropped: its records are let go, and never put.
@@ -49,12 +65,12 @@ class System:
     sink_kind: type[Sink] = Sink
     asks_for_news = True
 
-    def __init__(self, kind: type[Coordinator], plan: dict[str, list[RecordHead]]) -> None:
+    def __init__(self, kind: type[Coordinator], plan: dict[str, list[OriginHead]]) -> None:
         self.kind = kind
         self.buses = tuple(sorted(plan))
         self.to_commit = {bus: list(heads) for bus, heads in plan.items()}
-        self.rings: dict[str, dict[m.Origin, RecordHead]] = {bus: {} for bus in plan}
-        self.lane: tuple[m.Origin, ...] = ()
+        self.rings: dict[str, dict[Origin, OriginHead]] = {bus: {} for bus in plan}
+        self.lane: tuple[Origin, ...] = ()
         self.journal = Journal()
         self.deaths = DEATHS
         self.losses = 0
@@ -65,7 +81,7 @@ class System:
         self.send(self.coordinator.begin())
         self.sources = {bus: Source(bus, 0) for bus in plan}
         for source in self.sources.values():
-            self.send(source.begin([]))
+            self.send(source.begin({}))
         self.sink = self.sink_kind(SINK, 0, self.journal, "put")
         self.send(self.sink.begin())
         # They have met when the exploration begins; after a death they meet in every order.
@@ -200,8 +216,8 @@ class System:
 
     def on_commit(self, bus: str) -> None:
         new = self.to_commit[bus].pop(0)
-        self.rings[bus][(bus, *new.id)] = new
-        self.send(self.sources[bus].poll([new]))
+        self.rings[bus][new.origin] = new
+        self.send(self.sources[bus].poll({new.origin: new}))
 
     def on_step(self) -> None:
         """The next of: intend, put one, ..., settle."""
@@ -232,7 +248,7 @@ class System:
             self.send(self.sink.begin())
         else:
             self.sources[who] = Source(who, self.sources[who].incarnation + 1)
-            self.send(self.sources[who].begin(self.rings[who].values()))
+            self.send(self.sources[who].begin(self.rings[who]))
 
     def asked_again(self) -> System:
         """What everybody does now and then, since an answer may have been lost."""
@@ -255,10 +271,10 @@ class System:
     def at_rest(self) -> bool:
         return not self.network and not self.sink.ready and not any(self.to_commit.values())
 
-    def check_end(self, plan: dict[str, list[RecordHead]]) -> None:
-        heads = [(bus, head) for bus, heads in plan.items() for head in heads]
-        useless = len({head.score for _, head in heads}) == 1
-        put = [] if useless else sorted((bus, *head.id) for bus, head in heads)
+    def check_end(self, plan: dict[str, list[OriginHead]]) -> None:
+        heads = [head for heads in plan.values() for head in heads]
+        useless = len({head.score for head in heads}) == 1
+        put = [] if useless else sorted(head.origin for head in heads)
         assert sorted(self.lane) == put, "lost, or put though it is useless"
         assert not any(self.rings.values()), "not released"
         assert not self.journal.settled and not self.journal.intent, "not forgotten by the sink"
@@ -276,14 +292,14 @@ def parties(message: m.Message) -> tuple[str, ...]:
         case m.Fetch() | m.Release() | m.Released():
             return (SINK, message.bus)
         case m.Fetched():
-            return (SINK, *{origin[0] for origin in message.origins + message.gone})
+            return (SINK, *{bus_of(origin) for origin in message.origins + message.gone})
         case _:
             return (COORDINATOR, SINK)
 
 
 def explore(
     kind: type[Coordinator],
-    plan: dict[str, list[RecordHead]],
+    plan: dict[str, list[OriginHead]],
     deaths: int = DEATHS,
     losses: int = 0,
 ) -> int:
@@ -321,32 +337,26 @@ def explore(
 
 
 #: A group of two samples, one from each source.
-ONE_GROUP = {"a": [head("q", 2, 0, 0)], "b": [head("q", 2, 1, 0)]}
+ONE_GROUP = {A: [head(A, "q", 2, 0, 0)], B: [head(B, "q", 2, 1, 0)]}
 
 
 #: The same with an epoch, which the stash remembers when a group was complete.
-WITH_EPOCH = {
-    bus: [msgspec.structs.replace(head, epoch=1) for head in heads]
-    for bus, heads in ONE_GROUP.items()
-}
+WITH_EPOCH = {A: [head(A, "q", 2, 0, 0, epoch=1)], B: [head(B, "q", 2, 1, 0, epoch=1)]}
 #: The same without variance.
-USELESS = {
-    bus: [msgspec.structs.replace(head, score=1.0) for head in heads]
-    for bus, heads in ONE_GROUP.items()
-}
+USELESS = {A: [head(A, "q", 2, 0, 0, score=1.0)], B: [head(B, "q", 2, 1, 0, score=1.0)]}
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("plan", [WITH_EPOCH, USELESS], ids=["epoch", "useless"])
 def test_every_order_of_events_and_deaths_puts_each_record_once_and_leaves_nothing_behind(
-    plan: dict[str, list[RecordHead]],
+    plan: dict[str, list[OriginHead]],
 ) -> None:
     print(f"{explore(Coordinator, plan):,} states, {DEATHS} deaths")
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("plan", [WITH_EPOCH, USELESS], ids=["epoch", "useless"])
-def test_every_message_may_be_lost_though_nobody_dies(plan: dict[str, list[RecordHead]]) -> None:
+def test_every_message_may_be_lost_though_nobody_dies(plan: dict[str, list[OriginHead]]) -> None:
     print(f"{explore(Coordinator, plan, 0, LOSSES):,} states, {LOSSES} losses")
 
 
@@ -368,7 +378,7 @@ class TakesLateAnnouncements(Coordinator):
 class Forgets(Coordinator):
     """Without the rule that what was taken is remembered until an announcement is as new."""
 
-    def _is_taken(self, origin: m.Origin) -> bool:
+    def _is_taken(self, origin: Origin) -> bool:
         return False
 
 
@@ -410,8 +420,8 @@ class TinyBlocks(Sink):
 
 #: Two groups of one sample each, from one source each.
 TWO_GROUPS = {
-    "a": [head("q", 1, 0, 0)],
-    "b": [msgspec.structs.replace(head("r", 1, 0, 0), score=1.0)],
+    A: [head(A, "q", 1, 0, 0)],
+    B: [head(B, "r", 1, 0, 0, score=1.0)],
 }
 
 

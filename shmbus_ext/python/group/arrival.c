@@ -1,8 +1,9 @@
-/* A sample's key and place, from a Trajectory or from the attributes of another object.
+/* A sample's key and place, from a Trajectory, a head, or the attributes of another object.
  *
  * Invariant: equal keys have equal hashes, whatever object they were read from. */
 #include "python/group/arrival.h"
 
+#include "python/record/origin_head.h"
 #include "python/record/trajectory.h"
 
 static struct {
@@ -71,7 +72,10 @@ static bool take_number(PyObject *sample, PyObject *name, uint64_t limit, uint64
 }
 
 PyObject *py_key_of(PyObject *sample) {
-    return Py_IS_TYPE(sample, &TrajectoryType) ? Py_NewRef(((TrajectoryObject *)sample)->key)
+    if (Py_IS_TYPE(sample, &TrajectoryType)) {
+        return Py_NewRef(((TrajectoryObject *)sample)->key);
+    }
+    return Py_IS_TYPE(sample, &OriginHeadType) ? Py_NewRef(((OriginHeadObject *)sample)->key)
                                                : PyObject_GetAttr(sample, attribute.key);
 }
 
@@ -89,6 +93,19 @@ bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes) {
         to->nbytes = t->ref.bytes;
         to->failed = t->failed;
         if (!hash_key(&to->at, t->instance_id, t->epoch, t->split)) {
+            Py_CLEAR(to->key);
+            return false;
+        }
+        return true;
+    }
+    if (Py_IS_TYPE(sample, &OriginHeadType)) {
+        const OriginHeadObject *head = (const OriginHeadObject *)sample;
+        to->width = head->group_size;
+        to->need = head->need;
+        to->cell = head->index;
+        to->nbytes = head->nbytes;
+        to->failed = head->reason != Py_None;
+        if (!hash_key(&to->at, head->instance_id, head->epoch, SHMBUS_SPLIT_TRAIN)) {
             Py_CLEAR(to->key);
             return false;
         }

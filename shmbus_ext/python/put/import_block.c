@@ -12,13 +12,7 @@
 #include "python/record/schema.h"
 #include "ring/block.h"
 #include "ring/lead.h"
-
-/* What the bytes of a record's identity and of its head's checksum are, in check_block's answer. */
-struct record_row {
-    uint64_t producer_id;
-    uint64_t sequence;
-    uint64_t check;
-};
+#include "ring/origin.h"
 
 static const char *const faults[] = {
     [BLOCK_NOT_ONE] = "it is no block of shmbus: its first bytes are %llx, not %llx",
@@ -83,13 +77,16 @@ static void name_record(uint32_t record) {
     Py_XDECREF(why);
 }
 
-static PyObject *check_records(struct block_cursor *cursor) {
-    PyObject *rows =
-        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(cursor->count * sizeof(struct record_row)));
+/* (origins, checks) of all records; NULL with an exception. */
+static PyObject *check_records(const struct block_header *header, struct block_cursor *cursor) {
+    PyObject *origins =
+        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(cursor->count * RELAY_ORIGIN_BYTES));
+    PyObject *checks =
+        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(cursor->count * sizeof(uint32_t)));
     struct record_copy *copy = PyMem_Malloc(sizeof *copy);
     PyObject *last = NULL;
-    bool good = rows != NULL && copy != NULL;
-    if (rows != NULL && copy == NULL) {
+    bool good = origins != NULL && checks != NULL && copy != NULL;
+    if (copy == NULL && !PyErr_Occurred()) {
         PyErr_NoMemory();
     }
     while (good) {
@@ -107,21 +104,22 @@ static PyObject *check_records(struct block_cursor *cursor) {
             name_record(record);
             break;
         }
-        struct record_row row = {copy->header.producer_id, copy->header.sequence,
-                                 copy->header.header_crc};
-        memcpy(PyBytes_AS_STRING(rows) + record * sizeof row, &row, sizeof row);
+        const struct record_header *head = &copy->header;
+        origin_pack(PyBytes_AS_STRING(origins) + record * RELAY_ORIGIN_BYTES, header->identity,
+                    head->producer_id, head->sequence);
+        memcpy(PyBytes_AS_STRING(checks) + record * sizeof head->header_crc, &head->header_crc,
+               sizeof head->header_crc);
     }
     Py_XDECREF(last);
     PyMem_Free(copy);
-    if (!good) {
-        Py_CLEAR(rows);
-    }
-    return rows;
+    PyObject *both = good ? PyTuple_Pack(2, origins, checks) : NULL;
+    Py_XDECREF(origins);
+    Py_XDECREF(checks);
+    return both;
 }
 
-/* check_block(buffer) -> (identity, rows): the bus that it came from, in hexadecimal digits, and
- * for each record u64 producer, u64 sequence, u64 record_checks' number. ValueError for a block
- * with anything wrong in it. */
+/* check_block(buffer) -> (origins, checks): the records' origins one behind the other, and for each
+ * u32 record_checks' number. ValueError for a block with anything wrong in it. */
 static PyObject *py_check_block(PyObject *module, PyObject *argument) {
     (void)module;
     Py_buffer block;
@@ -135,19 +133,14 @@ static PyObject *py_check_block(PyObject *module, PyObject *argument) {
     Py_BEGIN_ALLOW_THREADS
     whole = block_open(block.buf, (uint64_t)block.len, &header, &cursor, &report);
     Py_END_ALLOW_THREADS
-    PyObject *rows = NULL;
+    PyObject *found = NULL;
     if (whole) {
-        rows = check_records(&cursor);
+        found = check_records(&header, &cursor);
     } else {
         raise_fault(&report);
     }
     PyBuffer_Release(&block);
-    if (rows == NULL) {
-        return NULL;
-    }
-    char identity[IDENTITY_TEXT_BYTES];
-    identity_text(identity, header.identity);
-    return Py_BuildValue("(sN)", identity, rows);
+    return found;
 }
 
 /* Room for a record: 1 where it has it, 0 where there is none and `waits` is false, -1 with an

@@ -6,6 +6,7 @@
 #include "python/put/claim_room.h"
 #include "python/put/writer_object.h"
 #include "python/segment/segment_object.h"
+#include "ring/origin.h"
 #include "ring/relay_begin.h"
 #include "ring/relay_journal.h"
 
@@ -91,8 +92,25 @@ static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, 
     return true;
 }
 
-/* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are 32 bytes
- * each: identity, u64 producer, u64 sequence. None where the journal has no room for them. */
+/* Origins as the journal takes them, to be freed; NULL with an exception. */
+static struct relay_origin *unpack_origins(const Py_buffer *packed) {
+    const size_t n = (size_t)packed->len / RELAY_ORIGIN_BYTES;
+    struct relay_origin *origins = PyMem_Calloc(n + 1, sizeof *origins);
+    if (origins == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    const uint8_t *at = packed->buf;
+    for (size_t i = 0; i < n; i++, at += RELAY_ORIGIN_BYTES) {
+        memcpy(origins[i].identity, at, SHMBUS_IDENTITY_BYTES);
+        origins[i].producer_id = origin_unpack_number(at + SHMBUS_IDENTITY_BYTES);
+        origins[i].sequence = origin_unpack_number(at + SHMBUS_IDENTITY_BYTES + 8);
+    }
+    return origins;
+}
+
+/* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are one
+ * behind the other (ring/origin.h). None where the journal has no room for them. */
 static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object;
@@ -103,16 +121,19 @@ static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
     WriterObject *writer = (WriterObject *)object;
     PyObject *result = NULL;
     const Py_ssize_t n = entries.len / (Py_ssize_t)sizeof(uint32_t);
-    if (origins.len != n * (Py_ssize_t)sizeof(struct relay_origin)) {
+    struct relay_origin *each = NULL;
+    if (origins.len != n * (Py_ssize_t)RELAY_ORIGIN_BYTES) {
         PyErr_SetString(PyExc_ValueError, "origins: expected 32 bytes for each entry");
-    } else if (py_writer_usable(writer) && entries_hold(writer->segment, &entries, true)) {
+    } else if (py_writer_usable(writer) && entries_hold(writer->segment, &entries, true) &&
+               (each = unpack_origins(&origins)) != NULL) {
         result = PyBytes_FromStringAndSize(entries.buf, entries.len);
     }
     if (result != NULL &&
-        !relay_intend(&writer->segment->c, &writer->c, origins.buf,
+        !relay_intend(&writer->segment->c, &writer->c, each,
                       (uint32_t *)(void *)PyBytes_AS_STRING(result), (uint32_t)n)) {
         Py_SETREF(result, Py_NewRef(Py_None));
     }
+    PyMem_Free(each);
     PyBuffer_Release(&origins);
     PyBuffer_Release(&entries);
     return result;
@@ -130,18 +151,20 @@ static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
         return NULL;
     }
     PyObject *result = NULL;
-    const Py_ssize_t n = origins.len / (Py_ssize_t)sizeof(struct relay_origin);
-    if (origins.len % (Py_ssize_t)sizeof(struct relay_origin) != 0 || reason < 0 ||
+    struct relay_origin *each = NULL;
+    const Py_ssize_t n = origins.len / (Py_ssize_t)RELAY_ORIGIN_BYTES;
+    if (origins.len % (Py_ssize_t)RELAY_ORIGIN_BYTES != 0 || reason < 0 ||
         reason >= SHMBUS_REASONS) {
         PyErr_SetString(PyExc_ValueError, "relay_drop: expected origins of 32 bytes, and a reason");
-    } else if (take_segment(object, &segment)) {
+    } else if (take_segment(object, &segment) && (each = unpack_origins(&origins)) != NULL) {
         result = PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)sizeof(uint32_t));
     }
     if (result != NULL &&
-        !relay_drop(&segment->c, origins.buf, (uint32_t *)(void *)PyBytes_AS_STRING(result),
-                    (uint32_t)n, (uint32_t)reason)) {
+        !relay_drop(&segment->c, each, (uint32_t *)(void *)PyBytes_AS_STRING(result), (uint32_t)n,
+                    (uint32_t)reason)) {
         Py_SETREF(result, Py_NewRef(Py_None));
     }
+    PyMem_Free(each);
     PyBuffer_Release(&origins);
     return result;
 }
@@ -181,8 +204,8 @@ static PyObject *py_relay_forget(PyObject *module, PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_notes(segment) -> list[(entry, identity, producer, sequence, state, ended)]: all that is in
- * force; `ended` is the number of a reason, or -1. */
+/* relay_notes(segment) -> list[(entry, origin, state, ended)]: all that is in force; `ended` is the
+ * number of a reason, or -1. */
 static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
@@ -195,11 +218,10 @@ static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
         if (!relay_read(&segment->c, i, &note)) {
             continue;
         }
-        char identity[IDENTITY_TEXT_BYTES];
-        identity_text(identity, note.origin.identity);
-        PyObject *item = Py_BuildValue("(IsKKii)", i, identity,
-                                       (unsigned long long)note.origin.producer_id,
-                                       (unsigned long long)note.origin.sequence, (int)note.state,
+        char origin[RELAY_ORIGIN_BYTES];
+        origin_pack(origin, note.origin.identity, note.origin.producer_id, note.origin.sequence);
+        PyObject *item = Py_BuildValue("(Iy#ii)", i, origin, (Py_ssize_t)sizeof origin,
+                                       (int)note.state,
                                        note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1);
         if (item == NULL || PyList_Append(notes, item) < 0) {
             Py_CLEAR(notes);

@@ -1,4 +1,5 @@
-/* export_block and record_checks: records of a reader as a block, and what tells their heads.
+/* export_block, record_checks and record_origins: records of a reader as a block, what tells their
+ * heads, and what tells them among all buses.
  *
  * Invariant: each trajectory is under lease while its bytes are read: the interpreter lock is held
  * from the check to the copy. */
@@ -6,6 +7,7 @@
 
 #include "python/record/trajectory.h"
 #include "ring/block.h"
+#include "ring/origin.h"
 
 /* A trajectory that can be read; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
@@ -108,7 +110,30 @@ static PyObject *py_record_checks(PyObject *module, PyObject *items) {
     return checks;
 }
 
+/* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
+static PyObject *py_record_origins(PyObject *module, PyObject *items) {
+    (void)module;
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "record_origins: expected a list of trajectories");
+        return NULL;
+    }
+    PyObject *origins = PyList_New(PyList_GET_SIZE(items));
+    for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
+        const TrajectoryObject *t = readable(PyList_GET_ITEM(items, i));
+        PyObject *origin = t == NULL ? NULL : PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
+        if (origin == NULL) {
+            Py_CLEAR(origins);
+        } else {
+            origin_pack(PyBytes_AS_STRING(origin), t->holder->segment->c.header->identity,
+                        t->producer_id, t->sequence);
+            PyList_SET_ITEM(origins, i, origin);
+        }
+    }
+    return origins;
+}
+
 static PyMethodDef functions[] = {
+    {"record_origins", py_record_origins, METH_O, NULL},
     {"export_block", py_export_block, METH_VARARGS, NULL},
     {"record_checks", py_record_checks, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -1,0 +1,424 @@
+/* OriginHead: a head of a record on any bus, and many of them as bytes, for a relay's announcements.
+ *
+ * Invariants:
+ *  - A head that was unpacked holds what a group table may be given: bytes from elsewhere that say
+ *    anything else are refused as a whole.
+ *  - It refers to text and numbers only, so no circle can go through it. */
+#include "python/record/origin_head.h"
+
+#include <structmember.h>
+
+#include "python/record/trajectory.h"
+#include "ring/block.h"
+#include "ring/origin.h"
+
+/* A head as bytes; its id and its reason follow, as UTF-8. Numbers as this machine has them: both
+ * ends have one layout version, which says so.
+ *
+ * Offset  Size  Field
+ *      0    32  origin
+ *     32     8  epoch           SHMBUS_NO_EPOCH for none
+ *     40     8  policy_version
+ *     48     8  made_ns
+ *     56     8  nbytes
+ *     64     8  score
+ *     72     4  check
+ *     76     2  group_size      0 of a failure that does not know
+ *     78     2  need
+ *     80     2  index
+ *     82     2  id_bytes
+ *     84     4  reason_bytes    NO_REASON of a sample */
+struct head_row {
+    uint8_t origin[RELAY_ORIGIN_BYTES];
+    int64_t epoch;
+    int64_t policy_version;
+    int64_t made_ns;
+    uint64_t nbytes;
+    double score;
+    uint32_t check;
+    uint16_t group_size, need, index, id_bytes;
+    uint32_t reason_bytes;
+};
+_Static_assert(sizeof(struct head_row) == 88, "layout");
+_Static_assert(offsetof(struct head_row, reason_bytes) == 84, "layout");
+#define NO_REASON UINT32_MAX
+
+/* ---- one of them ---- */
+
+static PyObject *make_key(PyObject *instance_id, int64_t epoch) {
+    return epoch == SHMBUS_NO_EPOCH ? Py_NewRef(instance_id)
+                                    : Py_BuildValue("(OL)", instance_id, (long long)epoch);
+}
+
+/* Takes the references of origin, id and reason, which may be NULL with an exception. */
+static PyObject *make_head(const struct head_row *row, PyObject *origin, PyObject *instance_id,
+                           PyObject *reason) {
+    OriginHeadObject *self = origin != NULL && instance_id != NULL && reason != NULL
+                                 ? PyObject_New(OriginHeadObject, &OriginHeadType)
+                                 : NULL;
+    if (self == NULL) {
+        Py_XDECREF(origin);
+        Py_XDECREF(instance_id);
+        Py_XDECREF(reason);
+        return NULL;
+    }
+    self->origin = origin;
+    self->instance_id = instance_id;
+    self->reason = reason;
+    self->epoch = row->epoch;
+    self->policy_version = row->policy_version;
+    self->made_ns = row->made_ns;
+    self->clock_ns = 0;
+    self->nbytes = row->nbytes;
+    self->score = row->score;
+    self->check = row->check;
+    self->group_size = row->group_size;
+    self->need = row->need;
+    self->index = row->index;
+    self->key = make_key(instance_id, row->epoch);
+    if (self->key == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void py_origin_head_dealloc(OriginHeadObject *self) {
+    Py_XDECREF(self->origin);
+    Py_XDECREF(self->instance_id);
+    Py_XDECREF(self->key);
+    Py_XDECREF(self->reason);
+    PyObject_Free(self);
+}
+
+/* Whether a group table may be given it. */
+static bool row_holds(const struct head_row *row) {
+    const bool failed = row->reason_bytes != NO_REASON;
+    return row->group_size <= SHMBUS_MAX_GROUP_SIZE && row->need <= row->group_size &&
+           row->index < SHMBUS_MAX_GROUP_SIZE && row->id_bytes >= 1 &&
+           row->id_bytes <= SHMBUS_MAX_ID_BYTES && row->nbytes <= INT64_MAX &&
+           row->policy_version >= 0 &&
+           (row->group_size == 0 ? failed : row->index < row->group_size && row->need >= 1);
+}
+
+static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"origin", "instance_id", "epoch", "group_size", "index", "score",
+                            "policy_version", "nbytes", "made_ns", "check", "need", "reason", NULL};
+    (void)type;
+    Py_buffer origin;
+    PyObject *id, *epoch, *reason = Py_None;
+    long long policy_version, made_ns;
+    unsigned long long nbytes;
+    struct head_row row = {.reason_bytes = NO_REASON, .id_bytes = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*UOHHdLKLIH|O", names, &origin, &id, &epoch,
+                                     &row.group_size, &row.index, &row.score, &policy_version,
+                                     &nbytes, &made_ns, &row.check, &row.need, &reason)) {
+        return NULL;
+    }
+    row.policy_version = policy_version;
+    row.nbytes = nbytes;
+    row.made_ns = made_ns;
+    row.epoch = epoch == Py_None ? SHMBUS_NO_EPOCH : PyLong_AsLongLong(epoch);
+    row.reason_bytes = reason == Py_None ? NO_REASON : 0;
+    row.need = row.group_size == 0 ? 0 : row.need;
+    PyObject *head = NULL;
+    if (!PyErr_Occurred()) {
+        if (origin.len != RELAY_ORIGIN_BYTES || !row_holds(&row) ||
+            (reason != Py_None && !PyUnicode_Check(reason))) {
+            PyErr_Format(PyExc_ValueError,
+                         "head: expected an origin of %u bytes, sizes of a group, and a reason as "
+                         "text or None, got %R",
+                         RELAY_ORIGIN_BYTES, args);
+        } else {
+            head = make_head(&row, PyBytes_FromStringAndSize(origin.buf, origin.len), Py_NewRef(id),
+                             Py_NewRef(reason));
+        }
+    }
+    PyBuffer_Release(&origin);
+    return head;
+}
+
+static PyObject *py_origin_head_epoch(OriginHeadObject *self, void *ignored) {
+    (void)ignored;
+    return self->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None) : PyLong_FromLongLong(self->epoch);
+}
+
+static PyObject *py_origin_head_failed(OriginHeadObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(self->reason != Py_None);
+}
+
+static PyObject *py_origin_head_committed_ns(OriginHeadObject *self, void *ignored) {
+    (void)ignored;
+    return PyLong_FromLongLong(self->made_ns - self->clock_ns);
+}
+
+static Py_hash_t py_origin_head_hash(OriginHeadObject *self) { return PyObject_Hash(self->origin); }
+
+static PyObject *py_origin_head_repr(OriginHeadObject *self) {
+    return PyUnicode_FromFormat("OriginHead(%R, %R, index=%d, reason=%R)", self->origin, self->key,
+                                (int)self->index, self->reason);
+}
+
+/* ---- many as bytes ---- */
+
+struct sink {
+    PyObject *bytes;
+    Py_ssize_t used;
+};
+
+/* Room for so many bytes more; NULL with an exception. */
+static char *extend(struct sink *to, size_t more) {
+    Py_ssize_t size = PyBytes_GET_SIZE(to->bytes), wanted = to->used + (Py_ssize_t)more;
+    if (wanted > size && _PyBytes_Resize(&to->bytes, wanted + size) < 0) {
+        return NULL;
+    }
+    char *at = PyBytes_AS_STRING(to->bytes) + to->used;
+    to->used = wanted;
+    return at;
+}
+
+static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject *reason) {
+    Py_ssize_t id_bytes, reason_bytes = 0;
+    const char *id_text = PyUnicode_AsUTF8AndSize(id, &id_bytes), *reason_text = NULL;
+    if (reason != Py_None) {
+        reason_text = PyUnicode_AsUTF8AndSize(reason, &reason_bytes);
+    }
+    if (id_text == NULL || (reason != Py_None && reason_text == NULL)) {
+        return false;
+    }
+    row->id_bytes = (uint16_t)id_bytes;
+    row->reason_bytes = reason == Py_None ? NO_REASON : (uint32_t)reason_bytes;
+    char *at = extend(to, sizeof *row + (size_t)(id_bytes + reason_bytes));
+    if (at == NULL) {
+        return false;
+    }
+    memcpy(at, row, sizeof *row);
+    memcpy(at + sizeof *row, id_text, (size_t)id_bytes);
+    if (reason_bytes > 0) {
+        memcpy(at + sizeof *row + id_bytes, reason_text, (size_t)reason_bytes);
+    }
+    return true;
+}
+
+static bool append_head(struct sink *to, PyObject *item) {
+    if (!Py_IS_TYPE(item, &OriginHeadType)) {
+        PyErr_Format(PyExc_TypeError, "expected heads, got %.100s", Py_TYPE(item)->tp_name);
+        return false;
+    }
+    const OriginHeadObject *head = (OriginHeadObject *)item;
+    struct head_row row = {
+        .epoch = head->epoch,
+        .policy_version = head->policy_version,
+        .made_ns = head->made_ns,
+        .nbytes = head->nbytes,
+        .score = head->score,
+        .check = head->check,
+        .group_size = head->group_size,
+        .need = head->need,
+        .index = head->index,
+    };
+    memcpy(row.origin, PyBytes_AS_STRING(head->origin), sizeof row.origin);
+    return append(to, &row, head->instance_id, head->reason);
+}
+
+static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) {
+    if (!Py_IS_TYPE(item, &TrajectoryType)) {
+        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
+        return false;
+    }
+    const TrajectoryObject *t = (TrajectoryObject *)item;
+    struct head_row row = {
+        .epoch = t->epoch,
+        .policy_version = t->policy_version,
+        .made_ns = (int64_t)t->committed_ns,
+        .nbytes = t->ref.bytes,
+        .score = t->score,
+        .group_size = (uint16_t)PyLong_AsUnsignedLong(t->group_size),
+        .need = t->need,
+        .index = (uint16_t)PyLong_AsUnsignedLong(t->index),
+    };
+    if (!py_trajectory_readable(t)) {
+        return false;
+    }
+    if (!block_head_check(py_trajectory_bytes(t), t->ref.bytes, &row.check)) {
+        PyErr_Format(PyExc_ValueError,
+                     "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
+                     "`shmbus inspect` shows where it is damaged",
+                     t->instance_id, t->index, t->holder->segment->name);
+        return false;
+    }
+    if (row.group_size == 0) {
+        row.need = 0;
+    }
+    origin_pack(row.origin, t->holder->segment->c.header->identity, t->producer_id, t->sequence);
+    PyObject *reason = t->failed ? PyObject_CallOneArg(reason_of, item) : Py_NewRef(Py_None);
+    bool good = reason != NULL;
+    if (good && reason != Py_None && !PyUnicode_Check(reason)) {
+        PyErr_SetString(PyExc_TypeError, "expected a reason as text");
+        good = false;
+    }
+    good = good && append(to, &row, t->instance_id, reason);
+    Py_XDECREF(reason);
+    return good;
+}
+
+/* What most heads take, and their ids. */
+#define USUAL_BYTES (sizeof(struct head_row) + 24)
+
+/* Heads, or with reason_of records that lie in the ring, one behind the other. */
+static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
+    PyObject *list = PySequence_Fast(items, "expected heads, or records");
+    if (list == NULL) {
+        return NULL;
+    }
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
+    struct sink to = {PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)USUAL_BYTES), 0};
+    bool good = to.bytes != NULL;
+    for (Py_ssize_t i = 0; good && i < n; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(list, i);
+        good = reason_of == NULL ? append_head(&to, item) : append_record(&to, item, reason_of);
+    }
+    Py_DECREF(list);
+    if (good) {
+        (void)_PyBytes_Resize(&to.bytes, to.used);
+    } else {
+        Py_CLEAR(to.bytes);
+    }
+    return to.bytes;
+}
+
+/* pack_heads(heads) -> bytes: to be unpacked elsewhere. */
+static PyObject *py_pack_heads(PyObject *module, PyObject *heads) {
+    (void)module;
+    return pack_all(heads, NULL);
+}
+
+/* read_heads(trajectories, reason_of) -> bytes: the heads of records that lie in the ring; of a
+ * report that its sample failed, reason_of(trajectory) says why. */
+static PyObject *py_read_heads(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *items, *reason_of;
+    if (!PyArg_ParseTuple(args, "OO", &items, &reason_of)) {
+        return NULL;
+    }
+    return pack_all(items, reason_of);
+}
+
+/* The head at `at`, and where the next one begins; NULL with an exception. */
+static PyObject *unpack_one(const char **at, const char *end) {
+    struct head_row row;
+    size_t left = (size_t)(end - *at);
+    if (left >= sizeof row) {
+        memcpy(&row, *at, sizeof row);
+        left -= sizeof row;
+        const uint64_t reason_bytes = row.reason_bytes == NO_REASON ? 0 : row.reason_bytes;
+        if (row_holds(&row) && row.id_bytes + reason_bytes <= left) {
+            const char *id = *at + sizeof row, *reason = id + row.id_bytes;
+            *at = reason + reason_bytes;
+            PyObject *origin = PyBytes_FromStringAndSize((char *)row.origin, sizeof row.origin);
+            PyObject *text = origin == NULL ? NULL : PyUnicode_DecodeUTF8(id, row.id_bytes, NULL);
+            PyObject *why = NULL;
+            if (text != NULL) {
+                why = row.reason_bytes == NO_REASON
+                          ? Py_NewRef(Py_None)
+                          : PyUnicode_DecodeUTF8(reason, (Py_ssize_t)reason_bytes, NULL);
+            }
+            return make_head(&row, origin, text, why);
+        }
+    }
+    PyErr_SetString(PyExc_ValueError,
+                    "heads: expected them one behind the other, got bytes that say what no record "
+                    "can; run the same shmbus on both nodes");
+    return NULL;
+}
+
+/* unpack_heads(bytes) -> list[OriginHead]. ValueError for bytes that are none. */
+static PyObject *py_unpack_heads(PyObject *module, PyObject *argument) {
+    (void)module;
+    Py_buffer packed;
+    if (PyObject_GetBuffer(argument, &packed, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    PyObject *heads = PyList_New(0);
+    const char *at = packed.buf, *end = at + packed.len;
+    while (heads != NULL && at < end) {
+        PyObject *head = unpack_one(&at, end);
+        if (head == NULL || PyList_Append(heads, head) < 0) {
+            Py_CLEAR(heads);
+        }
+        Py_XDECREF(head);
+    }
+    PyBuffer_Release(&packed);
+    return heads;
+}
+
+/* Equal where all that they say is, whoever reads them. */
+static PyObject *py_origin_head_compare(PyObject *self, PyObject *other, int how) {
+    if (!Py_IS_TYPE(other, &OriginHeadType) || (how != Py_EQ && how != Py_NE)) {
+        Py_RETURN_NOTIMPLEMENTED;
+    }
+    struct sink both[2] = {{PyBytes_FromStringAndSize(NULL, 0), 0},
+                           {PyBytes_FromStringAndSize(NULL, 0), 0}};
+    PyObject *result = NULL;
+    if (both[0].bytes != NULL && both[1].bytes != NULL && append_head(&both[0], self) &&
+        append_head(&both[1], other)) {
+        const bool equal = both[0].used == both[1].used &&
+                           memcmp(PyBytes_AS_STRING(both[0].bytes),
+                                  PyBytes_AS_STRING(both[1].bytes), (size_t)both[0].used) == 0;
+        result = PyBool_FromLong(equal == (how == Py_EQ));
+    }
+    Py_XDECREF(both[0].bytes);
+    Py_XDECREF(both[1].bytes);
+    return result;
+}
+
+static PyMemberDef members[] = {
+    {"origin", T_OBJECT_EX, offsetof(OriginHeadObject, origin), READONLY, NULL},
+    {"instance_id", T_OBJECT_EX, offsetof(OriginHeadObject, instance_id), READONLY, NULL},
+    {"key", T_OBJECT_EX, offsetof(OriginHeadObject, key), READONLY, NULL},
+    {"reason", T_OBJECT_EX, offsetof(OriginHeadObject, reason), READONLY, NULL},
+    {"meta", T_OBJECT_EX, offsetof(OriginHeadObject, reason), READONLY, NULL},
+    {"group_size", T_USHORT, offsetof(OriginHeadObject, group_size), READONLY, NULL},
+    {"need", T_USHORT, offsetof(OriginHeadObject, need), READONLY, NULL},
+    {"index", T_USHORT, offsetof(OriginHeadObject, index), READONLY, NULL},
+    {"score", T_DOUBLE, offsetof(OriginHeadObject, score), READONLY, NULL},
+    {"policy_version", T_LONGLONG, offsetof(OriginHeadObject, policy_version), READONLY, NULL},
+    {"nbytes", T_ULONGLONG, offsetof(OriginHeadObject, nbytes), READONLY, NULL},
+    {"check", T_UINT, offsetof(OriginHeadObject, check), READONLY, NULL},
+    {"made_ns", T_LONGLONG, offsetof(OriginHeadObject, made_ns), READONLY, NULL},
+    {"clock_ns", T_LONGLONG, offsetof(OriginHeadObject, clock_ns), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"epoch", (getter)py_origin_head_epoch, NULL, NULL, NULL},
+    {"failed", (getter)py_origin_head_failed, NULL, NULL, NULL},
+    {"committed_ns", (getter)py_origin_head_committed_ns, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyTypeObject OriginHeadType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.OriginHead",
+    .tp_basicsize = sizeof(OriginHeadObject),
+    .tp_dealloc = (destructor)py_origin_head_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "A head of a record on any bus, as a group table takes it.",
+    .tp_new = py_origin_head_new,
+    .tp_members = members,
+    .tp_getset = getset,
+    .tp_hash = (hashfunc)py_origin_head_hash,
+    .tp_richcompare = py_origin_head_compare,
+    .tp_repr = (reprfunc)py_origin_head_repr,
+};
+
+static PyMethodDef functions[] = {
+    {"pack_heads", py_pack_heads, METH_O, NULL},
+    {"read_heads", py_read_heads, METH_VARARGS, NULL},
+    {"unpack_heads", py_unpack_heads, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_origin_head_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
+}

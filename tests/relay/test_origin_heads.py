@@ -1,0 +1,150 @@
+"""Heads as bytes: what went comes, and what no record can say is refused as a whole."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+
+import numpy as np
+import pytest
+from conftest import wait_until
+from relay.local import COORDINATOR, put_group, relay, take
+
+import shmbus
+from shmbus import errors
+from shmbus.origin_reader import OriginReader
+from shmbus.record_reader import reason_of
+from shmbus.relay import messages as m
+from shmbus.relay.origin_head import OriginHead, head_of, unpack_heads
+from shmbus.relay.origins import bus_of, by_bus, is_of, make_origin, name_origin
+from shmbus_ext import _core
+
+BUS = "ab" * 16
+#: Where in a head's bytes its numbers are, and one that no record has.
+FORGED = {
+    "group_size": (76, "<H", 16_385),
+    "group_size of a sample": (76, "<H", 0),
+    "need": (78, "<H", 9),
+    "no need": (78, "<H", 0),
+    "index": (80, "<H", 8),
+    "id_bytes": (82, "<H", 0),
+    "long id": (82, "<H", 300),
+    "policy_version": (40, "<q", -1),
+    "nbytes": (56, "<Q", 1 << 63),
+    "reason_bytes": (84, "<I", 1 << 31),
+}
+
+
+def head(sequence: int = 0, **other: object) -> OriginHead:
+    """A head of a group of eight."""
+    said = {
+        "instance_id": "q\N{SNOWMAN}", "epoch": None, "group_size": 8, "index": 3, "score": 0.5,
+        "policy_version": 2, "nbytes": 640, "made_ns": 5, "check": 7, "need": 8, "reason": None,
+    } | other  # fmt: skip
+    return OriginHead(make_origin(BUS, 1 << 40, sequence), **said)  # type: ignore[arg-type]
+
+
+def test_origins_sort_as_their_numbers_and_say_them() -> None:
+    numbers = [(0, 1), (0, 255), (0, 256), (1, 0), (255, 9), (256, 1)]
+    origins = [make_origin(BUS, *each) for each in numbers]
+    assert sorted(origins) == origins and len(set(origins)) == 6
+    assert name_origin(origins[2]) == "0/256" and bus_of(origins[0]) == BUS
+    other = make_origin("cd" * 16, 0, 0)
+    assert is_of(origins[0], BUS) and not is_of(other, BUS)
+    assert by_bus([]) == [] and by_bus(origins) == [(BUS, origins)]
+    assert by_bus([other, *origins]) == [(BUS, origins), ("cd" * 16, [other])]
+
+
+def test_what_is_packed_is_unpacked() -> None:
+    heads = [
+        head(), head(1, epoch=-3, score=math.inf, need=2), head(2, instance_id="x" * 255),
+        head(3, group_size=0, need=0, reason="out of \N{SNOWMAN}"), head(4, reason=""),
+    ]  # fmt: skip
+    packed = _core.pack_heads(heads)
+    assert _core.unpack_heads(packed) == heads == unpack_heads(BUS, packed)
+    for had, got in zip(heads, _core.unpack_heads(packed), strict=True):
+        names = [each for each in dir(OriginHead) if not each.startswith("_")]
+        assert [getattr(got, name) for name in names] == [getattr(had, name) for name in names]
+        assert hash(got) == hash(had) and got != head(9)
+    assert heads[1].key == ("q\N{SNOWMAN}", -3) and heads[0].key == "q\N{SNOWMAN}"
+    assert [each.failed for each in heads] == [False, False, False, True, True]
+    heads[0].clock_ns = 3
+    assert (heads[0].made_ns, heads[0].committed_ns) == (5, 2)
+
+
+def test_a_records_head_is_what_its_reader_says_of_it(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
+        for i in range(3):
+            producer.put("q", group_size=3, index=i, score=None, epoch=2, x=np.zeros(9))
+        producer.fail("r", 1, "no memory")
+        producer.put("s", group_size=4, need=2, epoch=0, index=3, policy_version=6, x=np.ones(1))
+        with shmbus.RecordReader(bus_name) as reader:
+            known = reader.poll()
+        with OriginReader(bus_name) as other:
+            origins, records = other.poll_records(100)
+            found = unpack_heads(other.identity, _core.read_heads(records, reason_of))
+            expected = [head_of(other.identity, each) for each in known]
+            assert found == expected and [each.origin for each in found] == origins
+            assert [each.reason for each in found] == [None, None, None, "no memory", None]
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_number_that_no_record_has_is_refused(name: str) -> None:
+    at, form, value = FORGED[name]
+    packed = bytearray(_core.pack_heads([head(), head(1)]))
+    struct.pack_into(form, packed, at, value)
+    with pytest.raises(ValueError, match="no record can"):
+        _core.unpack_heads(packed)
+
+
+def test_heads_of_another_bus_and_text_that_is_none_are_refused() -> None:
+    packed = bytearray(_core.pack_heads([head()]))
+    with pytest.raises(errors.ProtocolError, match="of another one"):
+        unpack_heads("cd" * 16, packed)
+    packed[88] = 0xFF
+    with pytest.raises(errors.ProtocolError, match=f"an announcement of bus {BUS}"):
+        unpack_heads(BUS, packed)
+    for bad in ({"group_size": 2, "index": 2}, {"need": 9}, {"policy_version": -1}):
+        with pytest.raises(ValueError, match="sizes of a group"):
+            head(**bad)
+
+
+def test_whatever_is_cut_or_changed_is_heads_or_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = _core.pack_heads([head(i, reason=None if i % 3 else "why") for i in range(4)])
+    for cut in range(len(whole)):
+        try:
+            assert len(_core.unpack_heads(whole[:cut])) < 4
+        except ValueError:
+            continue
+    refused = 0
+    for _ in range(20_000):
+        packed = bytearray(whole)
+        for _ in range(rng.randrange(1, 4)):
+            packed[rng.randrange(len(packed))] = rng.randrange(256)
+        try:
+            for each in _core.unpack_heads(packed):
+                assert len(each.instance_id) >= 1 and each.index < 16_384 and repr(each)
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 20_000
+
+
+def test_an_announcement_that_is_none_is_refused_and_its_source_is_asked_again(
+    bus_name: str,
+) -> None:
+    names = [f"{bus_name}.{each}" for each in "at"]
+    buses = [shmbus.Bus.create(name, "4MiB") for name in names]
+    try:
+        with relay(names[:1], names[1:]) as made, shmbus.Consumer(names[1]) as consumer:
+            wait_until(lambda: (pure := made.coordinator.pure) is not None and bool(pure.newest))
+            source = made.parties[names[0]].source
+            news = m.Announcement(source.bus, (source.mark[0], 99), True, b"no heads")
+            made.send(names[0], COORDINATOR, news)
+            wait_until(lambda: made.coordinator.refused == 1)
+            put_group(names[:1], 1)
+            assert take(consumer, 1)[0].instance_id == "q1"
+    finally:
+        for bus in buses:
+            bus.unlink()
