@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from bench.relay.bounds import ray_bounds, tcp
+from bench.relay.bounds import RECORD, ray_bounds, tcp
 from bench.relay.cluster import cluster
 from bench.relay.hop import hop
 from bench.relay.parts import parts as core_parts
@@ -24,10 +24,23 @@ def _rounded(value: Any) -> Any:
 
 
 def _ratios(said: dict[str, Any]) -> dict[str, float]:
-    """Compare each way of the relay with its bounds, where both were measured."""
+    """Compare each way of the relay with its bounds, where both were measured.
+
+    `..._bound_gb_per_s` is what these processors could carry were there no work on heads, no
+    message and no idle moment: only the transport's own bytes, and the core's part of a hop.
+    """
     found: dict[str, float] = {}
     for transport in ("ray", "direct"):
         hopped = said.get(f"relay_by_{transport}")
+        if "a_record" in said and "tcp_gb_per_s" in said:
+            core_s = sum(said["a_record"][transport].values()) / RECORD * 1e3
+            bound = (os.cpu_count() or 1) / (core_s + said[f"{transport}_bytes_cpu_s_per_gb"])
+            found |= {
+                f"{transport}_core_s_per_gb": core_s,
+                f"{transport}_bound_gb_per_s": bound,
+                f"{transport}_bound_to_ray_blocks": bound / said["ray_blocks_gb_per_s"],
+                f"{transport}_bound_to_tcp": bound / said["tcp_gb_per_s"],
+            }
         if hopped and "tcp_gb_per_s" in said:
             found |= {
                 f"{transport}_to_ray_blocks": hopped["gb_per_s"] / said["ray_blocks_gb_per_s"],
@@ -47,7 +60,9 @@ def main() -> None:
         said["a_record"] = core_parts()
     with cluster() as made:
         if "bounds" in parts:
-            said |= ray_bounds(made) | {"tcp_gb_per_s": tcp() / 1e9}
+            said |= ray_bounds(made)
+            rate, spent = tcp()
+            said |= {"tcp_gb_per_s": rate / 1e9, "direct_bytes_cpu_s_per_gb": spent}
         for transport in ("ray", "direct"):
             if transport in parts:
                 said[f"relay_by_{transport}"] = hop(made, transport=transport)

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -47,6 +48,8 @@ WINDOW_BYTES = 128 << 20
 #: Groups that are placed together, the heaviest first: so many make sums nearly equal.
 PLACED_AT_ONCE = 256
 
+_ORIGIN = operator.attrgetter("origin")
+_CHECK = operator.attrgetter("check")
 #: Before the first announcement.
 _NEVER: Mark = (-1, -1)
 
@@ -315,18 +318,20 @@ class Coordinator(GroupedHeads):
     def _end_lease(self, view: SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
         entry = view.leases.pop(origins)
+        forget = self.assigned.pop
         for origin in origins:
-            self.assigned.pop(origin, None)
+            forget(origin, None)
         view.bytes -= self._weight(entry)
         self.stash.reports.pop(entry, None)  # they are among the origins
         self.stash.end_lease(entry)
-        found = (self.known.pop(origin, None) for origin in origins)
+        take = self.known.pop
+        found = [take(origin, None) for origin in origins]
         return [sample for sample in found if sample is not None]
 
     def _groups_at(self, sink: str, origins: Iterable[Origin]) -> list[frozenset[Origin]]:
         """Return the groups that are assigned to a sink and have one of these."""
-        found = (self.assigned.get(origin) for origin in origins)
-        return list({each[1]: None for each in found if each is not None and each[0] == sink})
+        found = set(map(self.assigned.get, origins))
+        return [each[1] for each in found if each is not None and each[0] == sink]
 
     def _unassigned(self, origins: Iterable[Origin]) -> set[Origin]:
         """Return those of these that are in the stash, and at no sink."""
@@ -484,22 +489,22 @@ class Coordinator(GroupedHeads):
 
     def _assign(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
         view = self.sinks[name]
-        origins = frozenset(sample.origin for sample in self._records(group))
+        said = self._assignment(name, group)
+        origins = frozenset(said.origins)
         view.leases[origins] = group
         self.assigned.update(dict.fromkeys(origins, (name, origins)))
-        weight = self._weight(group)
-        view.bytes += weight
-        view.placed += weight
+        view.bytes += said.nbytes
+        view.placed += said.nbytes
         # One that took nothing for long does not get all there is once it takes again.
         behind = view.placed - self._window
         for each in self.sinks.values():
             each.placed = max(each.placed, behind)
-        return self._assignment(name, group)
+        return said
 
     def _assignment(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
         samples = self._records(group)
-        origins = tuple(sample.origin for sample in samples)
-        checks = tuple(sample.check for sample in samples)
+        origins = tuple(map(_ORIGIN, samples))
+        checks = tuple(map(_CHECK, samples))
         incarnation = self.sinks[name].incarnation
         missing = find_missing(group, samples) if len(group.samples) < group.need else ()
         weight = self._weight(group)

@@ -5,6 +5,7 @@ Invariant: `known` has each head that is in the stash, under lease or not, and n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Hashable, Iterable
 
 from shmbus._keys import split_key
@@ -20,6 +21,7 @@ __all__ = ["GroupedHeads", "find_missing"]
 #: What a trainer is told of a sample that never came.
 _NOT_COMING = "not there when the time of its group was over"
 
+_NBYTES = operator.attrgetter("nbytes")
 #: More groups than any stash has.
 _ALL = 1 << 30
 
@@ -103,7 +105,7 @@ class GroupedHeads:
         return [*group.samples, *reports] if reports else group.samples
 
     def _weight(self, group: GroupEntry[OriginHead]) -> int:
-        return sum(sample.nbytes for sample in self._records(group))
+        return sum(map(_NBYTES, self._records(group)))
 
 
 def find_missing(

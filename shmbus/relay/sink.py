@@ -294,8 +294,8 @@ class Sink:
         """Whether all bytes of the next groups are there."""
         return bool(self.batches) and self.wanted.isdisjoint(self.fetching)
 
-    def intend(self, committed: int) -> Journal:
-        """Return the journal that must be in the segment before the first record is put.
+    def intend(self, committed: int) -> None:
+        """Have the next groups be the intent, which is in the segment before the first is put.
 
         Parameters
         ----------
@@ -304,7 +304,6 @@ class Sink:
         """
         assert self.ready
         self.intent, self.before = self.fetching, committed
-        return self.journal
 
     def settle(self) -> list[Message]:
         """All of the intent is on the bus, and the caller writes the journal that this leaves."""

@@ -31,7 +31,7 @@ from shmbus.relay.messages import (
     Released,
     SinkStateWanted,
 )
-from shmbus.relay.origins import Origin, bus_of, name_origin
+from shmbus.relay.origins import Origin, bus_of, by_bus, name_origin
 from shmbus.relay.patience import Patience
 from shmbus.relay.sink import BLOCK_BYTES, Sink
 from shmbus.segment import lifecycle
@@ -217,7 +217,7 @@ class SinkParty:
         came = new.keys() - self.addresses.keys()
         self.addresses = new
         if message.complete:
-            named = {bus_of(origin) for origin in self.sink.settled | self.sink.owed}
+            named = {bus for bus, _ in by_bus(self.sink.settled | self.sink.owed)}
             for bus in sorted(named - new.keys()):
                 _log.warning(
                     "bus %r: the source bus %s has gone; what it held of groups under way is given "

@@ -84,7 +84,8 @@ class Source:
 
     def fetch(self, message: Fetch) -> list[Message]:
         """Say which of the records it holds; whoever calls this adds their bytes."""
-        here, gone = message.origins, ()
+        here = message.origins
+        gone: tuple[Origin, ...] = ()
         if not self.held.keys() >= set(here):
             here = tuple(origin for origin in message.origins if origin in self.held)
             gone = tuple(origin for origin in message.origins if origin not in self.held)

@@ -223,7 +223,8 @@ class System:
         """The next of: intend, put one, ..., settle."""
         sink, journal = self.sink, self.sink.journal
         if journal.intent != sink.fetching or journal.before > len(self.lane):
-            self.journal = sink.intend(len(self.lane))
+            sink.intend(len(self.lane))
+            self.journal = sink.journal
         elif len(self.lane) < journal.before + len(journal.intent):
             origin = journal.intent[len(self.lane) - journal.before]
             assert origin not in self.lane, f"put twice: {origin}"
