@@ -1,7 +1,7 @@
 """The Python decoders of what a record carries: they return a value, or raise what they promise.
 
-An input's first byte chooses: meta, a dtype, or a whole record of a bus that is read through a
-Consumer.
+An input's first byte chooses: meta, a dtype, heads of records, or a whole record of a bus that is
+read through a Consumer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from harness import run
 
 import shmbus
 from shmbus import _encoding
+from shmbus_ext import _core
 
 _NAME = f"fuzz-{os.getpid()}"
 _RECORD_BYTES = 512
@@ -35,6 +36,14 @@ def fuzz_dtype(data: bytes) -> None:
     except TypeError:
         return
     assert isinstance(dtype, np.dtype) and not dtype.hasobject, dtype
+
+
+def fuzz_heads(data: bytes) -> None:
+    """Any bytes are heads that a group table takes, or a ValueError."""
+    with contextlib.suppress(ValueError):
+        heads = _core.unpack_heads(data)
+        _core.GroupTable().put(heads, 0.0)
+        assert _core.unpack_heads(_core.pack_heads(heads)) == heads
 
 
 class FuzzedBus:
@@ -89,8 +98,10 @@ def fuzz_one(data: bytes) -> None:
     way, rest = data[0] % 8, data[1:]
     if way < 3:
         fuzz_meta(rest)
-    elif way < 7:
+    elif way < 6:
         fuzz_dtype(rest)
+    elif way < 7:
+        fuzz_heads(rest)
     else:
         _bus = _bus or FuzzedBus()
         _bus.run(rest)
