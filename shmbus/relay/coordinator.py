@@ -122,24 +122,15 @@ class Coordinator(GroupedHeads):
     # -- what sources say ------------------------------------------------------------------------
 
     def announced(self, message: Announcement, now_s: float) -> list[Message]:
-        """Take news of a source, unless newer ones were taken before.
-
-        Raises
-        ------
-        ProtocolError
-            Its heads are none; then nothing has changed.
-        """
+        """Take news of a source, unless newer ones were taken; ProtocolError for what is none."""
         bus, mark = message.bus, message.mark
         newest = self.newest.get(bus, _NEVER)
         if not self._is_news(mark, newest):
             return []
         if not message.whole and mark != (newest[0], newest[1] + 1):
             return self._ask([bus])  # one before it was lost
-        heads = unpack_heads(message.bus, message.heads)
+        heads = unpack_heads(bus, message.heads, self.clocks_ns.get(bus, 0))
         self.newest[bus] = mark
-        clock_ns = self.clocks_ns.get(bus, 0)
-        for head in heads:
-            head.clock_ns = clock_ns
         if message.whole:
             self._take_whole(message, heads, now_s)
         known, is_taken = self.known, self._is_taken
@@ -318,14 +309,12 @@ class Coordinator(GroupedHeads):
     def _end_lease(self, view: SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
         entry = view.leases.pop(origins)
-        forget = self.assigned.pop
         for origin in origins:
-            forget(origin, None)
+            self.assigned.pop(origin, None)
         view.bytes -= self._weight(entry)
         self.stash.reports.pop(entry, None)  # they are among the origins
         self.stash.end_lease(entry)
-        take = self.known.pop
-        found = [take(origin, None) for origin in origins]
+        found = [self.known.pop(origin, None) for origin in origins]
         return [sample for sample in found if sample is not None]
 
     def _groups_at(self, sink: str, origins: Iterable[Origin]) -> list[frozenset[Origin]]:
@@ -376,16 +365,15 @@ class Coordinator(GroupedHeads):
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
         """Remember what a source has released until its announcements are as new as that."""
         self._withdraw(self._unassigned(message.origins), now_s)
-        bus, mark, known, taken = message.bus, message.mark, self.known, self.taken
+        bus, mark = message.bus, message.mark
+        for origin in message.origins:
+            self.known.pop(origin, None)
         if self.newest.get(bus, _NEVER) >= mark:
             for origin in message.origins:
-                known.pop(origin, None)
-                taken.pop(origin, None)
-            return []
-        for origin in message.origins:
-            known.pop(origin, None)
-            taken[origin] = mark
-        self._due.setdefault(bus, {}).setdefault(mark, []).extend(message.origins)
+                self.taken.pop(origin, None)
+        else:
+            self.taken.update(dict.fromkeys(message.origins, mark))
+            self._due.setdefault(bus, {}).setdefault(mark, []).extend(message.origins)
         return []
 
     def lacks_news(self, bus: str, mark: Mark) -> bool:
@@ -401,8 +389,7 @@ class Coordinator(GroupedHeads):
 
         Such a source has released what was taken, and the word of that was lost.
         """
-        taken = (origin for origin, mark in self.taken.items() if mark is None)
-        believed = [*self.known, *taken]
+        believed = [*self.known, *(o for o, mark in self.taken.items() if mark is None)]
         return self._ask({bus for bus, o in by_bus(believed) if len(o) > held.get(bus, len(o))})
 
     # -- samples that failed ---------------------------------------------------------------------

@@ -23,8 +23,10 @@ def head_of(bus: str, head: RecordHead) -> OriginHead:
     )  # fmt: skip
 
 
-def unpack_heads(bus: str, packed: bytes) -> list[OriginHead]:
+def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]:
     """Return the heads of an announcement of the bus of this identity.
+
+    `clock_ns` is the clock of its machine minus the reader's.
 
     Raises
     ------
@@ -36,8 +38,10 @@ def unpack_heads(bus: str, packed: bytes) -> list[OriginHead]:
     except ValueError as error:
         raise errors.ProtocolError(f"relay: an announcement of bus {bus}: {error}") from error
     identity = bytes.fromhex(bus)
-    if not all([head.origin.startswith(identity) for head in heads]):
-        raise errors.ProtocolError(
-            f"relay: an announcement of bus {bus} names records of another one"
-        )
+    for head in heads:
+        if not head.origin.startswith(identity):
+            raise errors.ProtocolError(
+                f"relay: an announcement of bus {bus} names records of another one"
+            )
+        head.clock_ns = clock_ns
     return heads
