@@ -55,25 +55,24 @@ class _Carrier:
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
-        self._actors: dict[str, Any] = {}
+        #: Handles, and the method of each that takes messages.
+        self._actors: dict[str, tuple[Any, Any]] = {}
         self._absent: dict[str, float] = {}
 
     def __call__(
         self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
     ) -> None:
-        actor = self._actors.get(to) or self._look_up(to)
-        if actor is None:
+        found = self._actors.get(to) or self._look_up(to)
+        if found is None:
             return
         # An array is read in place at the other end; bytes would be copied out of the store.
         block = np.frombuffer(payload, np.uint8) if len(payload) else None
         try:
-            actor.deliver.options(enable_task_events=False).remote(
-                packed, block, self.endpoint and tuple(self.endpoint)
-            )
+            found[1].remote(packed, block, self.endpoint and tuple(self.endpoint))
         except ray.exceptions.RayError:
             self._actors.pop(to, None)
 
-    def _look_up(self, to: str) -> Any:
+    def _look_up(self, to: str) -> tuple[Any, Any] | None:
         now_s = time.monotonic()
         if now_s < self._absent.get(to, 0.0):
             return None
@@ -82,8 +81,9 @@ class _Carrier:
         except (ValueError, ray.exceptions.RayError):
             self._absent[to] = now_s + _ABSENT_S
             return None
-        self._actors[to] = actor
-        return actor
+        # The options are made once for all calls.
+        self._actors[to] = (actor, actor.deliver.options(enable_task_events=False))
+        return self._actors[to]
 
 
 class RelayActor:
