@@ -105,7 +105,7 @@ __attribute__((target("sse4.2"))) static uint32_t crc_by_hardware(uint32_t crc, 
 }
 
 /* Carry-less products of 64 bytes at a time are several times as fast as the instruction. */
-#if __GNUC__ >= 8 || __clang_major__ >= 8
+#if __GNUC__ >= 10 || __clang_major__ >= 8
 #include <immintrin.h>
 #define HAVE_WIDE 1
 #define WITH_WIDE __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.2")))
