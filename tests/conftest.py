@@ -34,7 +34,7 @@ from shmbus.segment.names import remove_dead_socket
 # tests that interrupt one would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With several workers (make test) each has its share of the files, and a core to itself: a second
+# With several workers (make test) each has its share of the files, and a core at most: a second
 # thread of torch would wait for that core, spinning.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
@@ -100,8 +100,19 @@ def wait_until(
         time.sleep(POLL_INTERVAL_S)
 
 
+def takes_long(item: pytest.Item) -> bool:
+    """Whether a test is marked so, or has a watchdog that waits longer than that of the others."""
+    watchdog = item.get_closest_marker("timeout")
+    return bool(item.get_closest_marker("slow")) or (
+        watchdog is not None and watchdog.args[0] > float(item.config.getini("timeout") or 0)
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the tests' own deadlines wait as long as everything else."""
+    """Have long files run first, and the tests' own deadlines wait as long as everything else."""
+    # Of files that are shared out to workers, a long one at the end would leave the others idle.
+    long = {item.path for item in items if takes_long(item)}
+    items.sort(key=lambda item: item.path not in long)
     for item in items:
         marker = item.get_closest_marker("timeout")
         if marker is not None and PATIENCE != 1:

@@ -15,7 +15,6 @@ is off.
 from __future__ import annotations
 
 import dis
-import functools
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -39,9 +38,21 @@ class Injected(BaseException):
     """What is raised; like KeyboardInterrupt it is no Exception."""
 
 
-@functools.cache
+#: Found by the number of a code object, which is kept: its hash is one of all that is in it, and is
+#: asked for at every event.
+_EXITS: dict[int, tuple[CodeType, frozenset[int]]] = {}
+
+
 def exits_of(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which the block of a `with` is over, and its `__exit__` not called.
+    """Return the offsets at which the block of a `with` is over, and its `__exit__` not called."""
+    found = _EXITS.get(id(code))
+    if found is None:
+        found = _EXITS[id(code)] = (code, _find_exits(code))
+    return found[1]
+
+
+def _find_exits(code: CodeType) -> frozenset[int]:
+    """Look for them in the bytecode.
 
     Those of steps that do nothing (the line of a `try`) are among them: a `with` that begins before
     one may not cover it.

@@ -34,6 +34,8 @@ from shmbus.channel import (
 
 STEPS = 6
 WAIT_S = 20.0
+#: Seconds after which the other side looks whether this one was killed, or has it go on.
+QUIET_S = {"kill": 1.0, "stop": 0.2}
 FORKS = multiprocessing.get_context("fork")
 
 POINTS = {
@@ -154,7 +156,7 @@ def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
     successor = None
     while expected < STEPS:
         try:
-            message = receiver.receive(timeout=1.0)
+            message = receiver.receive(timeout=QUIET_S[action])
         except (PeerGoneError, ChannelTimeoutError) as error:
             if action == "stop":
                 if isinstance(error, PeerGoneError):
@@ -180,7 +182,7 @@ def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
 def after_a_receiver(name: str, child: ForkProcess, action: str) -> list[str]:
     """Send to a receiver that meets its point, and to its successor."""
     faults: list[str] = []
-    sender = ChannelSender(name, timeout=1.0)
+    sender = ChannelSender(name, timeout=QUIET_S[action])
     step = 0
     successor = None
     while step < STEPS:

@@ -178,6 +178,8 @@ def test_a_child_reads_its_views_after_its_parent_died(
         put(producer, "a", 7)
         parent = spawn.script(ORPHAN, bus_name, gate)
         assert parent.wait() == -signal.SIGKILL
+        # Until its first instruction a child holds what its parent held.
+        wait_until(lambda: "forked" in parent.output(), what="the orphan to run")
         with Consumer(bus_name, daemon=False) as successor:
             overwrite(producer, successor)
         gate.write_text("go")

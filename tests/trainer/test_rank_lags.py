@@ -59,7 +59,8 @@ def test_no_rank_is_given_a_batch_above_the_limit_however_long_the_backlog_was(
     daemon: Callable[..., Daemon], bus_name: str, ranks: int
 ) -> None:
     daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer_adapter.handler.handler"])
     turns, lags = context.Barrier(ranks), context.Queue()
     over = threading.Event()
     with Producer(bus_name) as producer:
