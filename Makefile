@@ -4,11 +4,13 @@
 #   PYTHON   the interpreter of .venv (after a change: make clean)
 #   ARGS     arguments of the command that demo, test, bench and others run
 #   WORKERS  processes that share the test files; 0 runs them in pytest's own, as --pdb needs
+#   JOBS     steps of `make check` at the same time
 #   CC, SHMBUS_DEBUG, SHMBUS_SANITIZE, SHMBUS_WERROR   how the extension is compiled; see setup.py
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
+JOBS ?= $(shell nproc)
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
 
 VENV := .venv
@@ -16,7 +18,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 # Tests are shared out by file, so that a file's fixtures are set up once and its tests keep their
-# order. The files of tests/process run first, since they take longest.
+# order. Long ones run first (tests/conftest.py).
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
@@ -36,8 +38,12 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Two targets must not install into one environment at the same time.
+# Two targets must not install into one environment at the same time. What a recipe runs side by side
+# has its environment.
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
+endif
+side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
 .PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-relay test-web check docs
 .PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points versions leaks valgrind
@@ -132,7 +138,11 @@ $(STACKS)/skyrl/.made: PYTHON := $(PYTHON312)
 $(STACKS)/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
 
-check: $(VENV)/.dev check-c ## Check lint, formatting and types; compile C with warnings as errors; run the C tests
+check: $(VENV)/.dev ## Check lint, formatting and types; compile C with warnings as errors; run the C tests
+	$(side_by_side) check-explore check-c check-python
+
+.PHONY: check-python
+check-python: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -159,10 +169,8 @@ bench-report: $(VENV)/.bench ## Measure everything; add it to the reports in REP
 explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search the interleavings of ring, pool and channel, with deaths, and find the planted bugs (half an hour)
 	build/explore/plain/explore --deep $(ARGS)
 	build/explore/pool/explore --preemptions 2 --states 14000000
-	@for seed in $(EXPLORE_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
 	build/explore/channel/explore --preemptions 2 --states 14000000
-	@for seed in $(POOL_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh pool $$seed || exit 1; done
-	@for seed in $(CHANNEL_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh channel $$seed || exit 1; done
+	$(side_by_side) $(foreach seeds,EXPLORE_SEEDS POOL_SEEDS CHANNEL_SEEDS,$($(seeds):%=found-%))
 
 fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots for MINUTES (needs clang)
 
@@ -253,21 +261,30 @@ $(CONTENDERS)/%/.done: bench/contenders/environments/%.txt constraints.txt
 check-c: strict-c
 
 # Through setup.py, which owns the flags, with each installed compiler, with and without debug code.
-strict-c: $(VENV)/.dev
-	@for cc in $(or $(strip $(foreach cc,gcc clang,$(if $(shell command -v $(cc)),$(cc)))),$(CC)); do \
-	    for debug in 0 1; do \
-	        echo "compiling with $$cc, warnings as errors, SHMBUS_DEBUG=$$debug"; \
-	        CC=$$cc SHMBUS_WERROR=1 SHMBUS_SANITIZE= SHMBUS_DEBUG=$$debug $(BIN)/python setup.py \
-	            --quiet build_ext --force --build-temp build/strict/$$cc-$$debug/objects \
-	            --build-lib build/strict/$$cc-$$debug || exit 1; \
-	    done; \
-	done
+COMPILERS := $(or $(strip $(foreach cc,gcc clang,$(if $(shell command -v $(cc)),$(cc)))),$(CC))
+STRICT := $(foreach debug,0 1,$(COMPILERS:%=strict-$(debug)-%))
+.PHONY: $(STRICT)
+strict-c: $(STRICT)
+$(STRICT): strict-%: $(VENV)/.dev
+	@echo "compiling with warnings as errors, SHMBUS_DEBUG-compiler: $*"
+	@CC=$(patsubst 0-%,%,$(patsubst 1-%,%,$*)) SHMBUS_DEBUG=$(firstword $(subst -, ,$*)) \
+	    SHMBUS_WERROR=1 SHMBUS_SANITIZE= $(BIN)/python setup.py \
+	    --quiet build_ext --force --build-temp build/strict/$*/objects --build-lib build/strict/$*
 
-# $(1): name of a variant; $(2): its flags; $(3): target that runs its tests; $(4): the tests.
-define c_test_rules
-build/c/$(1)/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
+# $(1): name of a variant; $(2): compiler and flags. What all tests link is compiled once.
+define c_builds
+.PRECIOUS: build/c/$(1)/core/%.o
+build/c/$(1)/core/%.o: %.c $(C_HEADERS) Makefile
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_STRICT) $(2) -o $$@ $$< $$(C_TESTED) -Wl,--as-needed -lrt
+	@echo 'compiling $$@'; $(2) -c -o $$@ $$<
+
+build/c/$(1)/%: tests/c/%.c $(C_TESTED:%.c=build/c/$(1)/core/%.o) $(wildcard tests/c/*.h)
+	$(2) -o $$@ $$< $$(filter %.o,$$^) -Wl,--as-needed -lrt
+endef
+
+# $(1), $(2): the same; $(3): target that runs its tests; $(4): the tests.
+define c_test_rules
+$(call c_builds,$(1),$$(CC) $$(C_STRICT) $(2))
 
 .PHONY: run-c-$(1)
 run-c-$(1): $(addprefix build/c/$(1)/,$(4))
@@ -294,10 +311,19 @@ MINUTES ?= 4
 FUZZ_SECONDS ?= $$(( $(MINUTES) * 60 / $(words $(FUZZ_TARGETS) $(FUZZ_PYTHON)) ))
 FUZZ_OPTIONS = -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2048 -print_final_stats=1 \
     -artifact_prefix=build/fuzz/found/
-build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED) $(C_HEADERS) Makefile
+FUZZER := clang $(C_STRICT) -D_GNU_SOURCE= -O1 -g -fsanitize=address,undefined \
+    -fno-sanitize-recover=undefined
+REPLAY = $(CC) $(C_STRICT) -D_GNU_SOURCE= -DFUZZ_REPLAY -O1 -g -fsanitize=address,undefined \
+    -fno-sanitize-recover=undefined
+.PRECIOUS: build/fuzz/objects/%.o build/fuzz/replay/%.o
+build/fuzz/objects/%.o: %.c $(C_HEADERS) Makefile
 	@mkdir -p $(@D)
-	clang $(C_STRICT) -D_GNU_SOURCE= -O1 -g -fsanitize=fuzzer,address,undefined \
-	    -fno-sanitize-recover=undefined -o $@ $< $(C_TESTED)
+	@echo 'compiling $@'; $(FUZZER) -fsanitize=fuzzer-no-link -c -o $@ $<
+build/fuzz/replay/%.o: %.c $(C_HEADERS) Makefile
+	@mkdir -p $(@D)
+	@echo 'compiling $@'; $(REPLAY) -c -o $@ $<
+build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED:%.c=build/fuzz/objects/%.o)
+	$(FUZZER) -fsanitize=fuzzer -o $@ $< $(filter %.o,$^)
 
 # It includes what it tests.
 build/fuzz/fuzz_numbers build/fuzz/replay_numbers: $(wildcard shmbus_ext/gateway/*.c)
@@ -320,10 +346,8 @@ check-fuzz: $(patsubst %,build/fuzz/replay_%,$(FUZZ_TARGETS))
 	@for target in $(FUZZ_TARGETS); do \
 	    build/fuzz/replay_$$target tests/fuzz/corpus/$$target/* || exit 1; \
 	done
-build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED) $(C_HEADERS) Makefile
-	@mkdir -p $(@D)
-	$(CC) $(C_STRICT) -D_GNU_SOURCE= -DFUZZ_REPLAY -O1 -g -fsanitize=address,undefined \
-	    -fno-sanitize-recover=undefined -o $@ $< $(C_TESTED) -Wl,--as-needed -lrt
+build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED:%.c=build/fuzz/replay/%.o)
+	$(REPLAY) -o $@ $< $(filter %.o,$^) -Wl,--as-needed -lrt
 
 # The explorer (tests/model) compiles the ring's own sources with their shared accesses routed
 # through a scheduler. `make check` runs its short form and finds four planted bugs.
@@ -342,22 +366,32 @@ build/explore/pool/explore build/explore/channel/explore: build/explore/%/explor
 		$(wildcard tests/model/companion/* tests/model/pool/*.* tests/model/channel/*.*) tests/model/hooks.h
 	CC='$(CC)' sh tests/model/companion/build.sh $* shmbus_ext $(@D) -O2
 
-.PHONY: check-explore
+# Each of these has a directory of its own.
+EXPLORERS := strong weak pool channel
+EXPLORE_strong := plain/explore --strong
+EXPLORE_weak := plain/explore --weak
+EXPLORE_pool := pool/explore --states 400000
+EXPLORE_channel := channel/explore --states 100000
+.PHONY: check-explore $(EXPLORERS:%=explore-%)
 check-c: check-explore
-check-explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore
-	build/explore/plain/explore
-	build/explore/pool/explore --states 400000
-	build/explore/channel/explore --states 100000
-	@for seed in $(EXPLORE_SHORT_SEEDS); do CC='$(CC)' sh tests/model/seed.sh $$seed || exit 1; done
-	@for seed in $(POOL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh pool $$seed || exit 1; done
-	@for seed in $(CHANNEL_SHORT_SEEDS); do CC='$(CC)' sh tests/model/companion/seed.sh channel $$seed || exit 1; done
+check-explore: $(EXPLORERS:%=explore-%) $(EXPLORE_SHORT_SEEDS:%=found-%) \
+    $(POOL_SHORT_SEEDS:%=found-%) $(CHANNEL_SHORT_SEEDS:%=found-%)
+explore-strong explore-weak: build/explore/plain/explore
+explore-pool: build/explore/pool/explore
+explore-channel: build/explore/channel/explore
+$(EXPLORERS:%=explore-%): explore-%:
+	build/explore/$(EXPLORE_$*)
 
-build/c/valgrind/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
-	@mkdir -p $(@D)
-	$(CC) $(C_STRICT) -O1 -g -o $@ $< $(C_TESTED) -Wl,--as-needed -lrt
-build/c/aarch64/%: tests/c/%.c $(C_TESTED) $(C_HEADERS) $(wildcard tests/c/*.h) Makefile
-	@mkdir -p $(@D)
-	aarch64-linux-gnu-gcc $(C_STRICT) -O2 -static -o $@ $< $(C_TESTED)
+.PHONY: $(foreach seeds,EXPLORE_SEEDS POOL_SEEDS CHANNEL_SEEDS,$($(seeds):%=found-%))
+$(EXPLORE_SEEDS:%=found-%): found-%:
+	@CC='$(CC)' sh tests/model/seed.sh $*
+$(POOL_SEEDS:%=found-%): found-%:
+	@CC='$(CC)' sh tests/model/companion/seed.sh pool $*
+$(CHANNEL_SEEDS:%=found-%): found-%:
+	@CC='$(CC)' sh tests/model/companion/seed.sh channel $*
+
+$(eval $(call c_builds,valgrind,$$(CC) $$(C_STRICT) -O1 -g))
+$(eval $(call c_builds,aarch64,aarch64-linux-gnu-gcc $$(C_STRICT) -O2 -static))
 
 # Runs the suite in a copy of the tree, so that the extension of the checkout stays a plain one. The
 # sanitizer's library has to be loaded first, with libstdc++. Leaks are not reported, since the

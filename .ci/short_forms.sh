@@ -26,38 +26,38 @@ crosses() { # whether there is a compiler for aarch64 with its C library, and qe
     has aarch64-linux-gnu-gcc qemu-aarch64 && echo '#include <stdio.h>' |
         aarch64-linux-gnu-gcc -fsyntax-only -x c - 2> /dev/null
 }
-short() { # WHAT HINT CONDITION -- COMMAND...: runs the command if the condition holds
-    local what=$1 hint=$2
-    shift 2
-    local condition=()
-    while [ "$1" != -- ]; do
-        condition+=("$1")
-        shift
-    done
-    shift
-    if "${condition[@]}"; then
-        printf '\n--- %s (at %s s)\n' "$what" "$SECONDS"
-        "$@"
+targets=()
+short() { # WHAT TARGET HINT CONDITION...: runs the target with the others if the condition holds
+    local what=$1 target=$2 hint=$3
+    shift 3
+    if "$@"; then
+        targets+=("$target")
     else
         printf '\n--- %s: SKIPPED, %s\n' "$what" "$hint"
     fi
 }
 
-short 'C tests under ASan and UBSan' 'the compiler lacks it (apt install gcc)' \
-    sanitizes address,undefined -- make run-c-asan
-short 'C tests under TSan' 'the compiler lacks it (apt install gcc)' \
-    sanitizes thread -- make run-c-tsan
-short 'Python tests under ASan and UBSan' 'the compiler lacks it (apt install gcc)' \
-    sanitizes address,undefined -- make sanitize-python "ARGS=$(echo $SANITIZED_TESTS)"
-short 'C tests under valgrind' 'there is no valgrind (apt install valgrind)' \
-    has valgrind -- make valgrind
-short 'C tests for aarch64' \
+short 'C tests under ASan and UBSan' run-c-asan 'the compiler lacks it (apt install gcc)' \
+    sanitizes address,undefined
+short 'C tests under TSan' run-c-tsan 'the compiler lacks it (apt install gcc)' \
+    sanitizes thread
+short 'Python tests under ASan and UBSan' sanitize-python \
+    'the compiler lacks it (apt install gcc)' sanitizes address,undefined
+short 'C tests under valgrind' valgrind 'there is no valgrind (apt install valgrind)' \
+    has valgrind
+short 'C tests for aarch64' cross \
     'no cross-compiler or qemu (apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)' \
-    crosses -- make cross
-short 'fuzzing in C' 'there is no clang with libFuzzer (apt install clang libclang-rt-dev)' \
-    fuzzes -- make fuzz-c FUZZ_SECONDS=4
+    crosses
+short 'fuzzing in C' fuzz-c \
+    'there is no clang with libFuzzer (apt install clang libclang-rt-dev)' fuzzes
+
+printf '\n--- side by side: %s\n' "${targets[*]}"
+make --jobs="$(nproc)" --output-sync=target SIDE_BY_SIDE=1 FUZZ_SECONDS=4 \
+    "ARGS=$(echo $SANITIZED_TESTS)" "${targets[@]}"
+
 # By plain mutations: atheris takes longer to start than this takes in all.
 for target in decoders control snapshot; do
-    short "fuzzing of $target" '' true -- .venv/bin/python "tests/fuzz/fuzz_$target.py" \
+    printf '\n--- fuzzing of %s (at %s s)\n' "$target" "$SECONDS"
+    .venv/bin/python "tests/fuzz/fuzz_$target.py" \
         --random 4 "$RANDOM" "tests/fuzz/corpus/$target/"*
 done
