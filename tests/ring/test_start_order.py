@@ -16,13 +16,12 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -159,67 +158,56 @@ async def test_an_awaited_producer_ends_by_time_and_by_cancellation(bus_name: st
 # --- ensure
 
 
-def ensure(name: str, gate: Path, capacity: str, kill: bool) -> str:
-    """Wait for the gate, ensure the bus, and say which; or die of SIGKILL within it."""
-    while not gate.exists():
-        time.sleep(0)
-    if kill:
-        threading.Timer(random.uniform(0, 0.02), lambda: os.kill(os.getpid(), 9)).start()
-    with Bus.ensure(name, capacity) as bus:
-        return f"{bus.created_unix_ns} {bus.capacity}"
-
-
-ENSURE = (
-    "import sys; from pathlib import Path; from test_start_order import ensure; "
-    "print(ensure(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4] == 'kill'), flush=True)"
-)
+#: Waits for the gate, ensures the bus, and says which; or dies of SIGKILL within that.
+ENSURE = """
+import os, random, sys, threading, time
+from shmbus import Bus
+name, gate, capacity, doom_s = sys.argv[1:]
+print("at the gate", flush=True)
+while not os.path.exists(gate):
+    time.sleep(0)
+if doom_s:
+    threading.Timer(float(doom_s), lambda: os.kill(os.getpid(), 9)).start()
+with Bus.ensure(name, capacity) as bus:
+    print(bus.created_unix_ns, bus.capacity, flush=True)
+"""
 HERE = Path(__file__).parent
 
 
-def start(name: str, gate: Path, capacity: str, how: str = "") -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
-    return subprocess.Popen(
-        [sys.executable, "-c", ENSURE, name, str(gate), capacity, how],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-
-
-def said_by(children: list[subprocess.Popen[str]]) -> set[str]:
-    said = set()
-    for child in children:
-        out, err = child.communicate(timeout=LONG_S)
-        assert child.returncode == 0, err
-        said.add(out)
-    return said
+def said_by(children: list[Child]) -> set[str]:
+    return {child.finish(LONG_S) for child in children}
 
 
 def test_of_eight_processes_that_ensure_a_bus_one_creates_it_and_all_have_it(
-    bus_name: str, tmp_path: Path
+    bus_name: str, spawn: Spawner, tmp_path: Path
 ) -> None:
     for number in range(3):
         name, gate = f"{bus_name}.{number}", tmp_path / str(number)
-        children = [start(name, gate, "1MiB") for _ in range(PROCESSES)]
-        time.sleep(0.3)  # most of them are at the gate
+        children = [spawn.script(ENSURE, name, gate, "1MiB", "") for _ in range(PROCESSES)]
+        for child in children:
+            child.expect("at the gate")
         gate.touch()
         assert len(said_by(children)) == 1
         shmbus.unlink(name)
 
 
 def test_a_creator_that_is_killed_at_any_time_keeps_no_other_from_the_bus(
-    bus_name: str, tmp_path: Path, seed: int
+    bus_name: str, spawn: Spawner, tmp_path: Path, seed: int
 ) -> None:
-    random.seed(seed)
+    rng = random.Random(seed)
     for number in range(4):
         name, gate = f"{bus_name}.{number}", tmp_path / str(number)
         # 256 MiB take tens of milliseconds, so that deaths hit the allocation.
-        doomed = [start(name, gate, "256MiB", "kill") for _ in range(2)]
-        others = [start(name, gate, "256MiB") for _ in range(2)]
-        time.sleep(0.3)
+        doomed = [
+            spawn.script(ENSURE, name, gate, "256MiB", rng.uniform(0, 0.02)) for _ in range(2)
+        ]
+        others = [spawn.script(ENSURE, name, gate, "256MiB", "") for _ in range(2)]
+        for child in [*doomed, *others]:
+            child.expect("at the gate")
         gate.touch()
         assert len(said_by(others)) == 1
         for child in doomed:
-            child.communicate(timeout=LONG_S)
+            child.wait(LONG_S)
         shmbus.unlink(name)
 
 
