@@ -125,7 +125,11 @@ def _consume(
                 first = done + len(received)
             arrays = sink(received)
             done += len(received)
+            # An array keeps its bytes: what was received ends here for those too who free nothing
+            # under one.
+            received = ()
             if done < wanted:
+                arrays = ()
                 receiver.done()
         if isinstance(sink, _Counting):
             sink.check(workload.producers)

@@ -5,7 +5,8 @@
  * fetches each again for its next record. Between processors that share no cache, that runs at a
  * sixth of the speed of memory. A consumer that packs batches is fast enough to meet those lines,
  * so for one that says so (bus_header.consumer_packs) large payload is written by non-temporal
- * stores. For others ordinary stores are up to twice as fast. */
+ * stores. For others ordinary stores are up to twice as fast, unless what is alive at once is more
+ * than the caches hold: then the lines that they write over come from memory first. */
 #ifndef SHMBUS_RING_COPY_H
 #define SHMBUS_RING_COPY_H
 

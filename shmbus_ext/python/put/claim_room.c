@@ -19,6 +19,10 @@
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)
+/* Of a group: so many bytes are alive at once that the place of the next record was written too long
+ * ago for a cache to hold it. At this distance both kinds of stores are equally fast where a cache
+ * of 480 MiB lies behind a core's own; beyond it ordinary ones fall to half. */
+#define FAR_GROUP_BYTES (UINT64_C(64) << 20)
 /* A waiting producer tries again after this at first, in case it was not told of space. Each wait
  * is twice as long as the one before, up to SPACE_SLICE_NS. */
 #define FIRST_SLICE_NS INT64_C(2000000)
@@ -226,13 +230,20 @@ void py_writer_tell_reader(WriterObject *self) {
     }
 }
 
+/* Whether ordinary stores would be the slower ones; not where a checksum reads it all again. */
+static bool copies_non_temporally(const WriterObject *self, const struct record_spec *spec) {
+    if ((self->flags & SHMBUS_FLAG_PAYLOAD_CRC) != 0) {
+        return false;
+    }
+    return atomic_load_explicit(&self->segment->c.header->consumer_packs, memory_order_relaxed) !=
+               0 ||
+           spec->record_bytes * spec->group_size >= FAR_GROUP_BYTES;
+}
+
 static void copy_payload(const WriterObject *self, const struct put_arguments *arguments,
                          uint8_t *record) {
     const struct record_spec *spec = &arguments->spec;
-    /* A checksum reads it all again. */
-    bool non_temporal =
-        (self->flags & SHMBUS_FLAG_PAYLOAD_CRC) == 0 &&
-        atomic_load_explicit(&self->segment->c.header->consumer_packs, memory_order_relaxed) != 0;
+    const bool non_temporal = copies_non_temporally(self, spec);
     if (spec->meta_bytes > 0) {
         memcpy(record + spec->meta_offset, PyBytes_AS_STRING(arguments->meta_encoded),
                spec->meta_bytes);

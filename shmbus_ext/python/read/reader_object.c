@@ -204,7 +204,8 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
     struct bus_header *header = self->segment->c.header;
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
-        return WAIT_WOKEN;
+        /* Of a reader whose records come faster than it looks, nobody else asks for signals. */
+        return PyErr_CheckSignals() < 0 || !py_reader_usable(self) ? WAIT_FAILED : WAIT_WOKEN;
     }
     if (timeout_s == 0) {
         return WAIT_OVER;

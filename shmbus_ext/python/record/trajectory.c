@@ -8,6 +8,7 @@
 
 #include "python/hooks.h"
 #include "python/segment/split_labels.h"
+#include "ring/checksum.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];
@@ -23,14 +24,6 @@ static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t byte
         Py_XSETREF(*place, Py_NewRef(id));
     }
     return id;
-}
-
-static uint32_t hash_bytes(const char *text, uint32_t bytes) {
-    uint32_t hash = 2166136261u;
-    for (uint32_t i = 0; i < bytes; i++) {
-        hash = (hash ^ (uint8_t)text[i]) * 16777619u;
-    }
-    return hash ^ (hash >> 15);
 }
 
 static SchemaObject *shared_schema(HolderObject *holder, const struct record_copy *copy) {
@@ -114,7 +107,7 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     memcpy(self->shape, copy->shape, (size_t)header->shape_words * 8);
     self->schema = shared_schema(holder, copy);
     self->instance_id = shared_id(holder, copy->id, header->id_bytes,
-                                  hash_bytes(copy->id, header->id_bytes));
+                                  shmbus_crc32c(0, copy->id, header->id_bytes));
     self->index = PyLong_FromUnsignedLong(header->index);
     self->group_size =
         PyLong_FromUnsignedLong(header->flags & SHMBUS_FLAG_NO_SIZE ? 0 : header->group_size);
