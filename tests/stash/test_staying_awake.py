@@ -36,33 +36,10 @@ with Producer(sys.argv[1]) as producer:
 """
 
 
-# The system call itself, and between it and Python's next look a signal for this thread. A reader
-# that asks for signals while it is awake comes here no more before the handler has run.
-YIELD = """
-#define _GNU_SOURCE
-#include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-int armed, unheard;
-
-int sched_yield(void) {
-    static int sent;
-    long result = syscall(SYS_sched_yield);
-    if (armed && syscall(SYS_gettid) == getpid()) {
-        unheard += sent;
-        if (!sent) {
-            sent = 1;
-            raise(SIGUSR1);
-        }
-    }
-    return (int)result;
-}
-"""
-
-# A record more before each look at the clock, so that a reader finds one whenever it would wait;
-# and at one of them a signal for it.
-CLOCK = """
+# One more record before each step of the consumer's, and at one of them a signal for it. A step is
+# where it lets others run (yield), or looks at the clock (clock); there it finds one whenever it
+# would wait.
+STEPS = """
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>
@@ -75,37 +52,61 @@ enum { SIGNAL_AT = 20, ENOUGH = 500 };
 
 int armed, unheard;
 
-int clock_gettime(clockid_t clock, struct timespec *at) {
+static void step(char where) {
     static int count, ask, answer;
     char byte = 0;
-    if (armed && syscall(SYS_gettid) == getpid()) {
-        if (count == 0) {
-            ask = open(getenv("ASK"), O_WRONLY);
-            answer = open(getenv("ANSWER"), O_RDONLY);
-        }
-        unheard += count > SIGNAL_AT;
-        if (count++ == SIGNAL_AT) {
-            raise(SIGUSR1);
-        }
-        armed = unheard < ENOUGH && write(ask, &byte, 1) == 1 && read(answer, &byte, 1) == 1;
+    if (!armed || *getenv("STEP") != where || syscall(SYS_gettid) != getpid()) {
+        return;
     }
+    unheard += count > SIGNAL_AT;
+    if (count == SIGNAL_AT) {
+        raise(SIGUSR1);
+    }
+    if (count == 0) {
+        ask = open(getenv("ASK"), O_WRONLY);
+    }
+    armed = unheard < ENOUGH && write(ask, &byte, 1) == 1;
+    if (count++ == 0) {
+        answer = open(getenv("ANSWER"), O_RDONLY);
+    }
+    armed = armed && read(answer, &byte, 1) == 1;
+}
+
+int sched_yield(void) {
+    step('y');
+    return (int)syscall(SYS_sched_yield);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *at) {
+    step('c');
     return (int)syscall(SYS_clock_gettime, clock, at);
 }
 """
 
+# Samples of groups that are never whole bring nothing to deliver, and nothing that Python decides.
+# At first so many that its consumer wakes up often, then as it asks for them.
 PARTNER = """
-import os, sys
+import os, sys, time
 import numpy as np
 from shmbus import Producer
 
-ask = os.open(sys.argv[2], os.O_RDONLY)
-answer = os.open(sys.argv[3], os.O_WRONLY)
+ask = os.open(sys.argv[2], os.O_RDONLY | os.O_NONBLOCK)
+answer = number = 0
 with Producer(sys.argv[1]) as producer:
-    number = 0
-    while os.read(ask, 1):
-        producer.put(f"half of {number}", group_size=2, index=0, x=np.arange(4), timeout=30)
-        number += 1
-        os.write(answer, b"x")
+    while True:
+        try:
+            asked = os.read(ask, 1)
+        except BlockingIOError:
+            asked = b""
+        if asked or (not answer and number < 3000):
+            producer.put(f"half of {number}", group_size=2, index=0, x=np.arange(4), timeout=30)
+            number += 1
+        if asked:
+            answer = answer or os.open(sys.argv[3], os.O_WRONLY)
+            os.write(answer, b"x")
+        until = time.monotonic() + 2e-5
+        while not answer and time.monotonic() < until:
+            pass
 """
 
 AWAKE = """
@@ -121,6 +122,7 @@ def handle(number, frame):
 signal.signal(signal.SIGUSR1, handle)
 library = ctypes.CDLL(sys.argv[2])
 with Consumer(sys.argv[1]) as consumer:
+    print("taking", flush=True)
     ctypes.c_int.in_dll(library, "armed").value = 1
     try:
         consumer.take(1, 60)
@@ -135,7 +137,7 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def bus(bus_name: str) -> Iterator[str]:
-    with Bus.create(bus_name, capacity="2MiB"):
+    with Bus.create(bus_name, capacity="8MiB"):
         yield bus_name
 
 
@@ -176,40 +178,27 @@ def test_a_signal_ends_the_take_of_a_consumer_that_records_keep_awake(
         signal.signal(signal.SIGUSR1, before)
 
 
-def preloaded(program: str, directory: Path) -> tuple[Path, dict[str, str]]:
-    """Compile a library; return it, and the environment that puts it before all others."""
-    source, library = directory / "preloaded.c", directory / "preloaded.so"
-    source.write_text(program)
+@pytest.mark.parametrize("step", ["yield", "clock"])
+def test_a_consumer_that_records_keep_awake_asks_for_signals_at_each_step(
+    bus: str, spawn: Spawner, tmp_path: Path, step: str
+) -> None:
+    source, library = tmp_path / "steps.c", tmp_path / "steps.so"
+    source.write_text(STEPS)
     compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"there is no {compiler[0]} here")
     subprocess.run([*compiler, "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
-    libraries = filter(None, [os.environ.get("LD_PRELOAD"), str(library)])
-    return library, {"LD_PRELOAD": " ".join(libraries)}
-
-
-def test_a_consumer_that_is_awake_asks_for_signals_each_time_it_steps_aside(
-    bus: str, spawn: Spawner, tmp_path: Path
-) -> None:
-    library, env = preloaded(YIELD, tmp_path)
-    begin_stream(spawn, bus)
-    # Without asking it would step aside for the stream again and again.
-    assert "unheard 0\n" in spawn.script(AWAKE, bus, library, env=env).finish(60)
-
-
-def test_a_consumer_that_finds_records_whenever_it_would_wait_asks_for_signals(
-    bus: str, spawn: Spawner, tmp_path: Path
-) -> None:
-    library, env = preloaded(CLOCK, tmp_path)
+    libraries = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
     pipes = [tmp_path / "ask", tmp_path / "answer"]
     for pipe in pipes:
         os.mkfifo(pipe)
+    env = {"STEP": step, "LD_PRELOAD": libraries, "ASK": str(pipes[0]), "ANSWER": str(pipes[1])}
+    child = spawn.script(AWAKE, bus, library, env=env)
+    child.expect("taking", 60)
     spawn.script(PARTNER, bus, *pipes)
-    env |= {"ASK": str(pipes[0]), "ANSWER": str(pipes[1])}
-    printed = spawn.script(AWAKE, bus, library, env=env).finish(60)
+    printed = child.finish(60)
     (unheard,) = re.findall(r"unheard (\d+)", printed)
-    # A look and a wait have a few of them; without asking there would be no end. Samples of groups
-    # that are not whole bring nothing to deliver, and nothing that Python decides.
+    # A look and a wait have a few looks at the clock; without asking there would be no end.
     assert int(unheard) < 10
 
 
