@@ -178,9 +178,10 @@ def test_a_signal_ends_the_take_of_a_consumer_that_records_keep_awake(
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("step", ["yield", "clock"])
+# A look and a wait look at the clock a few times; without asking there would be no end.
+@pytest.mark.parametrize("step, most", [("yield", 0), ("clock", 9)])
 def test_a_consumer_that_records_keep_awake_asks_for_signals_at_each_step(
-    bus: str, spawn: Spawner, tmp_path: Path, step: str
+    bus: str, spawn: Spawner, tmp_path: Path, step: str, most: int
 ) -> None:
     source, library = tmp_path / "steps.c", tmp_path / "steps.so"
     source.write_text(STEPS)
@@ -198,8 +199,7 @@ def test_a_consumer_that_records_keep_awake_asks_for_signals_at_each_step(
     spawn.script(PARTNER, bus, *pipes)
     printed = child.finish(60)
     (unheard,) = re.findall(r"unheard (\d+)", printed)
-    # A look and a wait have a few looks at the clock; without asking there would be no end.
-    assert int(unheard) < 10
+    assert int(unheard) <= most
 
 
 def test_a_take_ends_at_its_timeout_and_a_close_ends_it_though_records_come(
