@@ -116,6 +116,7 @@ class Segment:
     closed: bool
     removed: bool
     attach_epoch: int
+    collector_asleep: bool  # a daemon has read all that was put before
     @classmethod
     def create(
         cls,
@@ -268,6 +269,45 @@ class Intake:
         watch_s: float,
         group_timeout_s: float,
     ) -> None: ...
+
+class Granter:
+    """Grants complete groups to the one request that a daemon has waiting."""
+
+    @property
+    def armed(self) -> bool: ...
+    @property
+    def granted(self) -> int:
+        """Replies that it has written."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        table: GroupTable[Trajectory],
+        lock: RecursiveLock,
+        *,
+        portion: int,
+        records: int,
+    ) -> None: ...
+    def wait(
+        self,
+    ) -> (
+        tuple[
+            list[GroupEntry[Trajectory] | tuple[int, Trajectory]],
+            list[GroupEntry[Trajectory]],
+            bytes,
+        ]
+        | None
+    ):
+        """Sleep until records may have come, and grant; None where nothing was read.
+
+        Else the lock is the caller's. Samples and groups for a policy, entries that were leased,
+        and what the client's socket did not take of the reply.
+        """
+
+    def arm(self, fd: int, id: int, split: int, groups: int, number: int, head: bytes, /) -> None:
+        """Name the request that waits, the number of its first lease, and frames that go before."""
+
+    def disarm(self) -> None: ...
 
 class ClientLease:
     number: int

@@ -25,6 +25,7 @@ from shmbus.daemon import admission
 from shmbus.daemon.groups import find_group, group_cells, oldest_groups
 from shmbus.daemon.history import History
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
+from shmbus.daemon.plain import PlainGrants, Waiting
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
 from shmbus.ledger import Ledger
@@ -41,32 +42,8 @@ _REAP_INTERVAL_S = 0.02
 
 Trajectory = _core.Trajectory
 
-#: Groups for which the ring is read in one go, before other messages have their turn.
-_PORTION = 256
 
-
-class _Waiting:
-    """A Take or TakeStep that has not been answered."""
-
-    __slots__ = ("deadline_s", "request", "session", "split", "wanted")
-
-    def __init__(
-        self,
-        session: Session,
-        request: messages.Take | messages.TakeStep,
-        split: int,
-        now: float,
-    ) -> None:
-        self.session = session
-        self.split = split
-        self.request = request
-        #: Ready groups up to which the ring is read in one go.
-        self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
-        self.wanted = min(self.wanted, _PORTION)
-        self.deadline_s = None if request.timeout_s is None else now + request.timeout_s
-
-
-class Service:
+class Service(PlainGrants):
     """Leases the groups of one collector to sessions.
 
     Parameters
@@ -98,7 +75,7 @@ class Service:
         self.began_s = time.monotonic()
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         #: Ends and claims that were received while frozen.
         self._deferred_ends: list[tuple[Session, Lease, int]] = []
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
@@ -267,6 +244,7 @@ class Service:
         if session.rank >= 0:
             assert self._planner is not None
             self._planner.join(session.rank, hello.next_step, returns=hello.client >= 0)
+        self.serve(time.monotonic())  # whoever asked ahead is not alone any more
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
@@ -405,7 +383,9 @@ class Service:
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.begin_wait(now)
-        waiting = _Waiting(session, request, self._split_of(session), now)
+        if isinstance(request, messages.Take) and request.ahead:
+            self._end_ahead(session, now)
+        waiting = Waiting(session, request, self._split_of(session), now)
         self._waiting.append(waiting)
         if self._table.ready_of(waiting.split) >= waiting.wanted:
             self.serve(now)
@@ -464,9 +444,9 @@ class Service:
             table.unheld_groups, table.unheld_cells = unheld
             self.collector.flush()
 
-    def _answer(self, waiting: _Waiting, now: float) -> bool:
+    def _answer(self, waiting: Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
-        step, leases = -1, None
+        step, leases, others = -1, None, False
         if not self.draining and not self.frozen:
             error = self.collector.next_error()
             if error is not None:
@@ -479,7 +459,8 @@ class Service:
                     message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
                     session.send(messages.Refused(kind="busy", message=message, id=request.id))
                     return True
-                if not request.ahead or sum(not s.observer for s in self.sessions.values()) == 1:
+                others = request.ahead and not self._is_alone()
+                if not others:
                     leases = self._lease(request.max_groups, waiting.split)
             elif session.rank not in self._in_doubt.ranks():
                 assert self._planner is not None
@@ -489,7 +470,7 @@ class Service:
                     return True
                 taken = self._planner.take(session.rank, request, now)
                 step, leases = (-1, None) if taken is None else taken
-        late = waiting.deadline_s is not None and now >= waiting.deadline_s
+        late = others or (waiting.deadline_s is not None and now >= waiting.deadline_s)
         if not (leases or late or self.removed):
             return False
         for lease in leases or []:

@@ -24,11 +24,11 @@ from shmbus._keys import split_of
 from shmbus.ledger import REASONS, Ledger, RequestCounts, SplitCounts
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
-from shmbus.stash.drops import DropLog
+from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.lead import Lead
 from shmbus.stash.requests import Requests
 from shmbus.stash.retries import Retries
-from shmbus.stash.stash import Discard, Stash, StashPolicy
+from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext import _core
 
 __all__ = ["Collector"]
@@ -251,14 +251,24 @@ class Collector:
         if stash.discards:
             self.release_discarded()
         if leased:
-            if self._lead.bounded:
-                self._lead.delivered(leased, stash.leased_groups)
-            self._requests.delivered(leased)
+            self.note_leased(leased)
             if split == _core.SPLIT_TRAIN:
                 _core.count_delivered(self.segment, leased)
-            # Now, since a producer may need it for a message before the caller comes back.
-            self.flush()
+            self.flush()  # a producer may need it for a message before the caller comes back
         return leased
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what the table has ready may be leased as it is: no policy has a say."""
+        stash, failures = self.stash, self.stash.failures
+        judged = self._bounded or stash.policy.max_policy_lag is not None or self._errors
+        return not (judged or self.divert or stash.discards or failures.groups or failures.dirty)
+
+    def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
+        """Let others begin in the place of groups that were leased; hand out no more of them."""
+        if self._lead.bounded:
+            self._lead.delivered(leased, self.stash.leased_groups)
+        self._requests.delivered(leased)
 
     def wait_s(self, now: float, remaining_s: float | None) -> float:
         """Seconds until the caller's deadline, the stash's, or the next sweep."""
@@ -342,7 +352,7 @@ class Collector:
             self.drops.note(discard.reason, discard.samples, now, superseded=discard.superseded)
             self.reader.release(discard.samples, REASONS.index(discard.reason))
             if discard.reason == "duplicate" and self._duplicate == "error":
-                self._errors.append(_duplicate_error(discard))
+                self._errors.append(duplicate_error(discard.samples[0]))
         self.drops.flush()
 
     # -- ending leases --------------------------------------------------------------------------
@@ -488,12 +498,3 @@ class Collector:
             if not self.segment.closed:
                 self.drops.sum_up()
             self.reader.close()
-
-
-def _duplicate_error(discard: Discard[Trajectory]) -> errors.ProtocolError:
-    sample = discard.samples[0]
-    return errors.ProtocolError(
-        f"trajectory {sample.instance_id!r}[{sample.index}] came twice, now from producer "
-        f"{sample.producer_id}; the first was kept. Number the samples of a prompt once, or give "
-        "each round of it its own epoch, from producer.next_round()"
-    )

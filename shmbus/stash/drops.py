@@ -11,13 +11,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from shmbus import limits
+from shmbus import errors, limits
 from shmbus._format import printable
 from shmbus._keys import split_key
 from shmbus._throttle import Throttle
 from shmbus_ext import _core
 
-__all__ = ["DropLog"]
+__all__ = ["DropLog", "duplicate_error"]
 
 logger = logging.getLogger("shmbus.drops")
 
@@ -149,3 +149,12 @@ def _level(reason: str) -> int:
     # Somebody has asked for these, who refused the malformed has said why, or nothing is lost.
     quiet = ("zero_variance", "filtered", "relayed", _NOT_NEEDED, "malformed", _SUPERSEDED)
     return logging.INFO if reason in quiet else logging.WARNING
+
+
+def duplicate_error(sample: _core.Trajectory) -> errors.ProtocolError:
+    """Return what is raised for a sample that came twice."""
+    return errors.ProtocolError(
+        f"trajectory {sample.instance_id!r}[{sample.index}] came twice, now from producer "
+        f"{sample.producer_id}; the first was kept. Number the samples of a prompt once, or give "
+        "each round of it its own epoch, from producer.next_round()"
+    )

@@ -49,18 +49,35 @@ bool doorbell_ring(struct bus_header *header) {
 
 void doorbell_announce(struct bus_header *header) {
     /* SYNC: bell. The fence orders the announcement before the last look at the lanes. */
-    atomic_store_explicit(&header->bell, 1, memory_order_seq_cst);
+    atomic_store_explicit(&header->bell, BELL_ANNOUNCED, memory_order_seq_cst);
     full_fence(&header->bell);
 }
 
 void doorbell_stay(struct bus_header *header) {
-    atomic_store_explicit(&header->bell, 0, memory_order_relaxed);
+    atomic_store_explicit(&header->bell, BELL_AWAKE, memory_order_relaxed);
 }
 
 enum doorbell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns) {
-    enum doorbell_wait result = futex_wait(&header->bell, 1, timeout_ns);
+    enum doorbell_wait result = futex_wait(&header->bell, BELL_ANNOUNCED, timeout_ns);
     doorbell_stay(header);
     return result;
+}
+
+enum doorbell_wait doorbell_sleep_openly(struct bus_header *header, int64_t timeout_ns) {
+    uint32_t announced = BELL_ANNOUNCED;
+    /* SYNC: bell-asleep. The last look at the lanes has found nothing, and nobody has rung since. */
+    if (!atomic_compare_exchange_strong_explicit(&header->bell, &announced, BELL_ASLEEP,
+                                                 memory_order_seq_cst, memory_order_seq_cst)) {
+        return DOORBELL_WOKEN;
+    }
+    enum doorbell_wait result = futex_wait(&header->bell, BELL_ASLEEP, timeout_ns);
+    doorbell_stay(header);
+    return result;
+}
+
+bool doorbell_is_asleep(const struct bus_header *header) {
+    /* SYNC: bell-asleep. Whoever has put before this has rung, and it says so no more. */
+    return atomic_load_explicit(&header->bell, memory_order_seq_cst) == BELL_ASLEEP;
 }
 
 uint32_t doorbell_want_space(struct bus_header *header) {

@@ -218,6 +218,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
         return result;
     }
     enum doorbell_wait woken = DOORBELL_TIMEOUT;
+    const bool openly = self->sleeps_openly;
     while (woken == DOORBELL_TIMEOUT) {
         double left_ns = timeout_s < 0 ? (double)SLEEP_SLICE_NS
                                        : timeout_s * 1e9 - (double)(clock_monotonic_ns() - start);
@@ -232,7 +233,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
             break;
         }
         Py_BEGIN_ALLOW_THREADS
-        woken = doorbell_sleep(header, slice_ns);
+        woken = openly ? doorbell_sleep_openly(header, slice_ns) : doorbell_sleep(header, slice_ns);
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
             Py_DECREF(segment);
