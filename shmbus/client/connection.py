@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -71,6 +72,8 @@ class Connection:
         self._pid = os.getpid()
         self._closed = False
         self._wire: Wire | None = None
+        #: The stash's options by name, as the daemon told them last.
+        self.policy: dict[str, Any] = {}
         #: Whether the dialogue may have stopped in the middle.
         self.doubtful = False
         self._unreachable_since_s = time.monotonic()
@@ -123,6 +126,7 @@ class Connection:
             welcome = self._receive_welcome(wire)
             leases.set_client(welcome.client)
             self._daemon_pid = welcome.pid if welcome.pid else wire.pid
+            self.policy = welcome.policy
             if returns:
                 self._claim(wire)
             self._wake_all()

@@ -24,6 +24,7 @@ from shmbus import errors, limits
 from shmbus._arguments import TRAIN
 from shmbus.client.connection import REPLY_GRACE_S, Connection
 from shmbus.client.leases import ClientLease, ClientState, Leases
+from shmbus.client.looks import Looks
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
 from shmbus.ledger import Ledger
@@ -95,6 +96,7 @@ class DaemonClient:
             split=split,
         )
         self.connection = Connection(hello, self.state, self.leases, self.segment)
+        self._looks = Looks()
 
     def attach(self) -> None:
         """Connect; after an exception nothing is attached, and this cannot be used any more.
@@ -124,7 +126,15 @@ class DaemonClient:
         After a large reply with all that was asked for, the next groups are asked ahead, so that
         the daemon prepares them while the caller works.
         """
-        return bool(self.leases.ready) or self._receive_until(
+        if self.leases.ready:
+            return True
+        if timeout == 0 and max_groups < _AHEAD_GROUPS:
+            return self._looks.look(self, max_groups)
+        return self.ask(max_groups, timeout, max_groups if max_groups >= _AHEAD_GROUPS else 0)
+
+    def ask(self, max_groups: int, timeout: float | None, ahead: int = 0) -> bool:
+        """Ask the daemon for groups, and likewise wait; `ahead` is how many to ask ahead then."""
+        return self._receive_until(
             timeout,
             lambda id_, slice_s: messages.Take(
                 id=id_,
@@ -132,7 +142,7 @@ class DaemonClient:
                 timeout_s=slice_s,
                 gathers=self.leases.gathers,
             ),
-            max_groups if max_groups >= _AHEAD_GROUPS else 0,
+            ahead,
         )
 
     def receive_step(
@@ -240,19 +250,23 @@ class DaemonClient:
         return leases
 
     def _ask_ahead(self, max_groups: int) -> None:
-        state = self.state
         with self.lock:
-            if state.open_take is None and self.connection.wire is not None:
-                state.open_take = id_ = state.new_request()
-                self.connection.send(
-                    messages.Take(
-                        id=id_,
-                        max_groups=max_groups,
-                        timeout_s=0.0,
-                        ahead=True,
-                        gathers=self.leases.gathers,
-                    )
-                )
+            if self.state.open_take is None and self.connection.wire is not None:
+                self.leave_request(max_groups, 0.0)
+
+    def leave_request(self, max_groups: int, timeout_s: float) -> int:
+        """Ask for groups, and leave the reply to the next take; return its id. Lock held."""
+        self.state.open_take = id_ = self.state.new_request()
+        self.connection.send(
+            messages.Take(
+                id=id_,
+                max_groups=max_groups,
+                timeout_s=timeout_s,
+                ahead=True,
+                gathers=self.leases.gathers,
+            )
+        )
+        return id_
 
     # -- ending leases --------------------------------------------------------------------------
 

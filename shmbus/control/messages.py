@@ -83,8 +83,9 @@ class Claim(_Message):
 class Take(_Message):
     """Lease up to `max_groups`; wait `timeout_s` for the first (None: for ever).
 
-    A request `ahead`, by a client that still works on earlier groups, gets none that others wait
-    for. `gathers` says that the client packs batches (`consumer_packs` in the header).
+    A request `ahead`, by a client that still works on earlier groups, or looks again soon, gets
+    none while there are other clients, and is answered when the client's next one comes. `gathers`
+    says that the client packs batches (`consumer_packs` in the header).
     """
 
     id: Count

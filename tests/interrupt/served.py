@@ -116,6 +116,25 @@ def stepping(case: Case, at: int) -> Injection:
     return injection
 
 
+def looking(case: Case, at: int) -> Injection:
+    """A look of a consumer that looks again and again, whose request stands with the daemon."""
+    consumer = case.consumer
+    source = consumer._source
+    deadline = time.monotonic() + PATIENCE_S
+    while source.state.open_take is None:
+        if consumer.take(1, 0) or time.monotonic() > deadline:
+            raise Fault(f"expected looks in vain: {consumer.stats()}")
+    case.offer()
+
+    def operate() -> object:
+        return consumer.take(1, 0)
+
+    injection, kept, result = interrupt(at, operate)
+    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
+    case.audit(held, set())
+    return injection
+
+
 def ending_shard(verb: str) -> Callable[[Case, int], Injection]:
     """A rank ends a group of its shard: what it gives back is its own again, and of no other."""
 
@@ -217,6 +236,7 @@ def setting(case: Case, at: int) -> Injection:
 
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
     "take": ({}, embedded.taking),
+    "look": ({}, looking),
     "ack": ({}, embedded.ending("ack")),
     "ack-list": ({}, embedded.ending_many),
     "drop": ({}, embedded.ending("drop")),
