@@ -105,12 +105,18 @@ class System:
         other.sink.dropped = dict(self.sink.dropped)
         other.sink.settled = set(self.sink.settled)
         other.sink.owed = set(self.sink.owed)
-        # A group table cannot be copied, so its coordinator hears everything once more.
-        other.coordinator = self.kind(self.epoch, self.buses, [SINK], POLICY)
-        other.coordinator.begin()
-        for name, message in self.log:
-            other._call_coordinator(name, message)
         return other
+
+    def own_coordinator(self) -> Coordinator:
+        """Return one that no other state has: until it is told something, states share theirs.
+
+        A group table cannot be copied, so a coordinator hears everything once more.
+        """
+        self.coordinator = self.kind(self.epoch, self.buses, [SINK], POLICY)
+        self.coordinator.begin()
+        for name, message in self.log:
+            self._call_coordinator(name, message)
+        return self.coordinator
 
     def key(self) -> Any:
         c, s = self.coordinator, self.sink
@@ -203,6 +209,7 @@ class System:
                 self._to_coordinator("confirmed", message)
 
     def _to_coordinator(self, name: str, message: m.Message) -> None:
+        self.own_coordinator()
         self.log.append((name, message))
         self.send(self._call_coordinator(name, message))
 
@@ -254,16 +261,17 @@ class System:
     def asked_again(self) -> System:
         """What everybody does now and then, since an answer may have been lost."""
         system = self.copy()
-        system.send(system.coordinator.ask_sinks())
-        system.send(system.coordinator.ask_sources_again())
+        coordinator = system.own_coordinator()
+        system.send(coordinator.ask_sinks())
+        system.send(coordinator.ask_sources_again())
         held = {bus: len(source.held) for bus, source in system.sources.items()}
-        system.send(system.coordinator.ask_who_holds_less(held))
+        system.send(coordinator.ask_who_holds_less(held))
         for bus, source in system.sources.items():
             # As it says of itself now and then.
-            if self.asks_for_news and system.coordinator.lacks_news(bus, source.mark):
-                system.send(system.coordinator.ask_source(bus))
-        system.send(system.coordinator.assign_again())
-        system.send(system.coordinator.drop_again())
+            if self.asks_for_news and coordinator.lacks_news(bus, source.mark):
+                system.send(coordinator.ask_source(bus))
+        system.send(coordinator.assign_again())
+        system.send(coordinator.drop_again())
         system.send(system.sink.ask_again())
         system.send(system.sink.ask_release_again())
         return system
