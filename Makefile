@@ -138,7 +138,7 @@ $(STACKS)/skyrl/.made: PYTHON := $(PYTHON312)
 $(STACKS)/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
 
-check: $(VENV)/.dev ## Check lint, formatting and types; compile C with warnings as errors; run the C tests
+check: $(VENV)/.dev ## Check lint, formatting and types; compile C with warnings as errors; run the C tests and short searches
 	$(side_by_side) check-explore check-c check-python
 
 .PHONY: check-python
@@ -146,6 +146,7 @@ check-python: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pytest -q -n 0 -p no:benchmark tests/relay/test_relay_model.py
 
 docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -75,13 +75,25 @@ def pack(sender: str, message: Message) -> bytes:
     return _ENCODER.encode(_Frame(PROTOCOL, _core.LAYOUT_VERSION, sender, number, body))
 
 
-def unpack(packed: bytes | memoryview, payload: bytes | memoryview = b"") -> Envelope:
+def unpack(
+    packed: bytes | memoryview, payload: bytes | memoryview = b"", receiver: str = "this process"
+) -> Envelope:
     """Return the message of these bytes.
+
+    Parameters
+    ----------
+    packed : bytes
+        The message.
+    payload : bytes, optional
+        The records that it carries.
+    receiver : str
+        Who has it now, for the text of a refusal.
 
     Raises
     ------
     LayoutMismatchError
-        The sender runs a shmbus that speaks otherwise; the message has both sides' numbers.
+        The sender runs a shmbus that speaks otherwise; the message has both sides' names and
+        numbers.
     ProtocolError
         They are no message.
     """
@@ -95,8 +107,9 @@ def unpack(packed: bytes | memoryview, payload: bytes | memoryview = b"") -> Env
     if (frame.protocol, frame.layout) != ours:
         raise errors.LayoutMismatchError(
             f"relay: {frame.sender} speaks protocol {frame.protocol} with bus layout "
-            f"{frame.layout}, this process {ours[0]} with {ours[1]}; install the same shmbus on "
-            "both nodes, and start that relay again"
+            f"{frame.layout}, and {receiver} protocol {ours[0]} with bus layout {ours[1]}: they "
+            "are different versions of shmbus; install the same one on both nodes, then start the "
+            "relay again (what was put meanwhile is in its ring, and goes on)"
         )
     if not 0 <= frame.kind < len(_KINDS):
         raise errors.ProtocolError(f"relay: {frame.sender} sent a message of kind {frame.kind}")

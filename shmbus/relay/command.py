@@ -190,7 +190,8 @@ def show_relay(name: str, note: RelayNote) -> str:
     if note.lost:
         lines.append(f"lost with buses that have gone: {show_count(note.lost)}")
     if note.refused:
-        lines.append(f"refused: {show_count(note.refused)}; the coordinator's log says why")
+        lines.append(f"refused messages: {show_count(note.refused)}")
+        lines += [f"  {printable(why)}" for why in note.why_refused]
     head = (
         "",
         "bus",

@@ -338,7 +338,9 @@ class Coordinator(GroupedHeads):
         # Others were confirmed before this came, or are in the sink's state, which is under way.
         known = message.origins & self.known.keys()
         for origins in self._groups_at(message.sink, message.origins):
-            self._end_lease(view, origins)
+            # A sink that died had put the others; its successor's word of that may never come.
+            for sample in self._end_lease(view, origins):
+                self._take(sample.origin, None)
         self._withdraw(self._unassigned(known), now_s)
         for origin in known:
             self.taken.setdefault(origin, None)

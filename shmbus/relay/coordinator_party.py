@@ -113,6 +113,7 @@ class CoordinatorParty:
         self._news: dict[str, Patience] = {}
         self._releases = Patience()
         self.refused = 0
+        self._why_refused: dict[str, None] = {}
         #: Senders that are no peers, each of which is told once.
         self._strangers: set[str] = set()
         self._ask_who()
@@ -317,6 +318,7 @@ class CoordinatorParty:
 
     def _count_refused(self, why: str) -> None:
         self.refused += 1
+        self._why_refused[why] = None
         _log.error("relay: refused: %s", why)
 
     def _refuse_stranger(self, sender: str, bus: str) -> None:
@@ -470,7 +472,8 @@ class CoordinatorParty:
             pure.stash.leased_records if pure else 0,
             dict(pure.drops) if pure else {},
             self.lost,
-            self.refused,
+            self.refused + self._mailbox.opener.refused,
+            [*self._mailbox.opener.told, *self._why_refused][-_SHOWN:],
             pure.retries.open if pure else 0,
             pure.stash.given_up if pure else 0,
             self._waiting(pure) if pure else [],

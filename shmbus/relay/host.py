@@ -114,7 +114,7 @@ class HostMailbox:
         self._waiting: dict[str, list[bytes]] = {}
         self._box: deque[tuple[bytes, bytes | memoryview]] = deque()
         self._changed = threading.Condition()
-        self.opener = Opener()
+        self.opener = Opener(address)
 
     def put(self, packed: list[bytes], payload: bytes | memoryview) -> None:
         """Take what has come; the payload is the last one's."""

@@ -127,6 +127,10 @@ class BusJournal:
                 found.setdefault(reason, []).append(known[entry])
         return {REASONS[reason]: origins for reason, origins in found.items()}
 
+    def look_again(self) -> None:
+        """Have `ends` return all once more, though no more has ended."""
+        self._ended = -1
+
     def note(self, epoch: int, seen_ns: int, figures: tuple[int, ...]) -> None:
         """Write what a successor and `shmbus status` need."""
         _core.relay_note(self._segment, epoch, seen_ns, figures)

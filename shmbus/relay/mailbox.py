@@ -25,25 +25,33 @@ _MOST_TEXTS = 100
 class Opener:
     """Unpacks what comes; what is no message of this version is counted, and told once.
 
+    Parameters
+    ----------
+    address : str
+        Of whoever gets it, for the texts.
+
     Attributes
     ----------
     refused : int
         Messages that were refused.
+    told : dict of str to None
+        Why, each text once, in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "this process") -> None:
         self.refused = 0
-        self._told: set[str] = set()
+        self.told: dict[str, None] = {}
+        self._address = address
 
     def open(self, packed: bytes | memoryview, payload: bytes | memoryview) -> list[Envelope]:
         """Return the message, or nothing."""
         try:
-            return [unpack(packed, payload)]
+            return [unpack(packed, payload, self._address)]
         except (errors.LayoutMismatchError, errors.ProtocolError) as error:
             self.refused += 1
             text = str(error)
-            if text not in self._told and len(self._told) < _MOST_TEXTS:
-                self._told.add(text)
+            if text not in self.told and len(self.told) < _MOST_TEXTS:
+                self.told[text] = None
                 _log.error("%s", text)
             return []
 
@@ -52,6 +60,7 @@ class Mailbox(Protocol):
     """Sends and receives messages under one address."""
 
     address: str
+    opener: Opener
 
     def send(
         self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
@@ -99,7 +108,7 @@ class LocalMailbox:
     def __init__(self, exchange: Exchange, address: str) -> None:
         self.address = address
         self._exchange = exchange
-        self._opener = Opener()
+        self.opener = Opener(address)
 
     def send(
         self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
@@ -121,7 +130,7 @@ class LocalMailbox:
             if not box and timeout_s > 0:
                 self._exchange.changed.wait(timeout_s)
             taken = [box.popleft() for _ in range(len(box))]
-        return [found for each in taken for found in self._opener.open(*each)]
+        return [found for each in taken for found in self.opener.open(*each)]
 
     def close(self) -> None:
         """Take the address away."""

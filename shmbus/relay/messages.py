@@ -5,6 +5,8 @@ one judges it by its numbers alone:
 
 - An announcement by (incarnation, number): only growing ones are taken.
 - What a coordinator says by its epoch, and what is said to a sink by that sink's incarnation.
+- An answer with records by the number of its question: what has been put since, or was given back,
+  may be assigned again, and an answer from before that names records that their source let go.
 """
 
 from __future__ import annotations
@@ -139,22 +141,27 @@ class Drop(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A sink to a source: send these records."""
+    """A sink to a source: send these records, of which it asks under this number."""
 
     bus: str
     sink: str
     incarnation: int
     origins: tuple[Origin, ...]
+    number: int = 0
 
 
 class Fetched(NamedTuple):
-    """The source's answer: those that it holds. `gone` had left after the announcement `mark`."""
+    """The source's answer: those that it holds. `gone` had left after the announcement `mark`.
+
+    `number` is that of the Fetch.
+    """
 
     sink: str
     incarnation: int
     origins: tuple[Origin, ...]
     gone: tuple[Origin, ...]
     mark: Mark
+    number: int = 0
 
 
 class Returned(NamedTuple):

@@ -96,6 +96,8 @@ class RelayNote(msgspec.Struct, frozen=True):
         Records that were announced by buses that have gone, and that nobody had fetched.
     refused : int
         Messages that were refused.
+    why_refused : list[str]
+        Why, the last few reasons: with both sides' names, and what to do.
     asked : int
         Samples that producers are asked for again.
     given_up : int
@@ -113,6 +115,7 @@ class RelayNote(msgspec.Struct, frozen=True):
     dropped: dict[str, int]
     lost: int
     refused: int
+    why_refused: list[str]
     asked: int
     given_up: int
     waiting: list[WaitingNote]

@@ -8,6 +8,8 @@ Invariants:
 - A group that was begun is put to its end here, by this sink or its successor.
 - What is put next is what was asked for first; what is asked for meanwhile is bounded.
 - It takes assignments of the newest coordinator only, and those that were meant for itself.
+- It takes an answer of a source only for the block for which it asked: a late one, of a block that
+  was put or given back, would have a record put once more that came again as an assignment.
 """
 
 from __future__ import annotations
@@ -89,10 +91,13 @@ class Batch(NamedTuple):
         Their assignments; empty of what an earlier sink has begun.
     origins : tuple
         Their records, in the order in which they are put.
+    number : int
+        Under which they are asked for; no other block of this sink has it.
     """
 
     groups: tuple[Assignment, ...]
     origins: tuple[Origin, ...]
+    number: int
 
 
 class Sink:
@@ -145,6 +150,8 @@ class Sink:
         #: What it has taken on and not put: of `intent`, `batches` and `waiting`.
         self.owed: set[Origin] = set(journal.intent)
         self._gone: dict[Origin, Mark] = {}
+        #: Of the last block.
+        self._number = 0
         self._block_bytes = block_bytes
 
     @property
@@ -211,12 +218,16 @@ class Sink:
         while (batch := self._next_batch()) is not None:
             self.batches.append(batch)
             self.wanted.update(batch.origins)
-            said += self._fetch(batch.origins)
+            said += self._fetch(batch.origins, batch.number)
         return said
+
+    def _make_batch(self, groups: tuple[Assignment, ...], origins: tuple[Origin, ...]) -> Batch:
+        self._number += 1
+        return Batch(groups, origins, self._number)
 
     def _next_batch(self) -> Batch | None:
         if self.intent and not self.batches:
-            return Batch((), self.intent)
+            return self._make_batch((), self.intent)
         if not self.waiting or len(self.batches) >= BLOCKS_UNDER_WAY:
             return None
         # Beside another one only a whole block is worth its transfer; more groups may come.
@@ -233,16 +244,16 @@ class Sink:
         self._wait(self.waiting[taken:])
         # Of one bus behind each other: what is put then lies so in its block.
         origins = tuple(origin for group in groups for origin in sorted(group.origins))
-        return Batch(groups, origins)
+        return self._make_batch(groups, origins)
 
     def _wait(self, groups: list[Assignment]) -> None:
         """Let these be what waits, in this order."""
         self.waiting = groups
         self._waiting_bytes = sum(group.nbytes for group in groups)
 
-    def _fetch(self, origins: Collection[Origin]) -> list[Message]:
+    def _fetch(self, origins: Collection[Origin], number: int) -> list[Message]:
         return [
-            Fetch(bus, self.name, self.incarnation, tuple(theirs))
+            Fetch(bus, self.name, self.incarnation, tuple(theirs), number)
             for bus, theirs in by_bus(origins)
         ]
 
@@ -250,12 +261,19 @@ class Sink:
         """Ask for what is missing, after an answer was lost."""
         said: list[Message] = []
         for batch in self.batches:
-            said += self._fetch([origin for origin in batch.origins if origin in self.wanted])
+            missing = [origin for origin in batch.origins if origin in self.wanted]
+            said += self._fetch(missing, batch.number)
         return said
+
+    def awaits(self, message: Fetched) -> bool:
+        """Whether an answer is one to this sink, for a block that is not put yet."""
+        return message.incarnation == self.incarnation and any(
+            batch.number == message.number for batch in self.batches
+        )
 
     def fetched(self, message: Fetched) -> list[Message]:
         """Take an answer. With a block's last one it can be put, or some of it is given back."""
-        if message.incarnation != self.incarnation:
+        if not self.awaits(message):
             return []
         gone = self.wanted.intersection(message.gone)
         self._gone.update(dict.fromkeys(gone, message.mark))
@@ -280,7 +298,7 @@ class Sink:
         marks = frozenset(gone.items())
         if self.intent and at == 0:
             self.intent = tuple(origin for origin in batch.origins if origin not in gone)
-            self.batches[:1] = [Batch((), self.intent)] if self.intent else []
+            self.batches[:1] = [batch._replace(origins=self.intent)] if self.intent else []
             return [Returned(self.name, marks, frozenset())]
         whole = [group for group in batch.groups if gone.keys().isdisjoint(group.origins)]
         self._wait(whole + self.waiting)

@@ -136,6 +136,7 @@ class SinkParty:
         self._order: tuple[Origin, ...] = ()
         self._entries = b""
         self._put = 0
+        self._waited = False
         self._checks: dict[Origin, int] = {}
         #: Samples of the next groups that the trainer was told are missing.
         self._told: set[tuple[str, int | None, int, int]] = set()
@@ -230,7 +231,7 @@ class SinkParty:
             self._say(self.sink.ask_again())
 
     def _fetched(self, sender: str, message: Fetched, payload: bytes | memoryview) -> None:
-        if message.incarnation != self.sink.incarnation:
+        if not self.sink.awaits(message):
             return
         missing = self.sink.wanted
         if message.origins and missing.isdisjoint(message.origins):
@@ -344,10 +345,15 @@ class SinkParty:
         while self._put < len(self._order):
             done = self._put_some()
             if not done:
+                self._waited = True
                 return FULL_PAUSE_S
             self._put += done
             self.records += done
         self.journal.settle(self.producer, self._entries)
+        if self._waited:
+            # The trainer may have ended what found room before the rest: no end counts before this.
+            self.journal.look_again()
+            self._waited = False
         forget = self._checks.pop
         for origin in self._order:
             forget(origin, None)

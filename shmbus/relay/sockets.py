@@ -148,7 +148,7 @@ class SocketMailbox:
     def __init__(self, directory: str, address: str) -> None:
         self.address = address
         self._directory = Path(directory)
-        self._opener = Opener()
+        self.opener = Opener(address)
         if self._directory.stat().st_mode & 0o077:
             raise errors.ShmbusError(
                 f"{directory}: others than its owner may enter it, and so speak as a relay; make "
@@ -244,7 +244,7 @@ class SocketMailbox:
             self._selector.unregister(incoming.connection)
             incoming.connection.close()
             return []
-        return [each for frame in frames for each in self._opener.open(*frame)]
+        return [each for frame in frames for each in self.opener.open(*frame)]
 
     def close(self) -> None:
         """Take the address away."""

@@ -89,7 +89,7 @@ class Source:
         if not self.held.keys() >= set(here):
             here = tuple(origin for origin in message.origins if origin in self.held)
             gone = tuple(origin for origin in message.origins if origin not in self.held)
-        return [Fetched(message.sink, message.incarnation, here, gone, self.mark)]
+        return [Fetched(message.sink, message.incarnation, here, gone, self.mark, message.number)]
 
     def release(self, message: Release) -> list[Message]:
         """Let records go, once or again; the caller has released them in the ring."""

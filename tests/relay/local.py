@@ -12,7 +12,7 @@ import numpy as np
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import Exchange
+from shmbus.relay.mailbox import Exchange, LocalMailbox
 from shmbus.relay.messages import Message
 from shmbus.relay.run import run_party
 from shmbus.relay.sink_party import SinkParty
@@ -47,6 +47,8 @@ class LocalRelay:
     ) -> None:
         self.exchange = Exchange()
         self.boxes = self.exchange.boxes = Boxes()
+        #: Of addresses whose mailbox is another one than that of this version.
+        self.kinds: dict[str, type[LocalMailbox]] = {}
         self.parties: dict[str, Any] = {}
         self.ended: dict[str, BaseException] = {}
         self._over = threading.Event()
@@ -62,6 +64,8 @@ class LocalRelay:
     def start(self, address: str, make: Callable[[Any], Any]) -> None:
         """Start a party in a thread."""
         mailbox = self.exchange.open(address)
+        if address in self.kinds:
+            mailbox = self.kinds[address](self.exchange, address)
         stop = self._stops[address] = threading.Event()
         self._makes[address] = make
         self.parties.pop(address, None)

@@ -178,6 +178,20 @@ def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
     assert len(announce(made, B1, 3, head("open", 3, 2, 2))) == 1
 
 
+def test_what_a_dead_sink_had_put_of_a_group_is_taken_with_what_its_successor_puts() -> None:
+    made = coordinator(buses=2)
+    first, second = make_origin(B0, 1, 0), make_origin(B1, 1, 0)
+    announce(made, B0, 1, head("q", 2, 0, 0))
+    announce(made, B1, 1, head("q", 2, 1, 0, score=1.0))
+    # That the first half is on its bus the successor has said in vain.
+    made.settled(m.Settled("t0", frozenset({second})), 0.0)
+    late = m.Announcement(B0, (2, 1), True, pack(B0, head("q", 2, 0, 0)))
+    assert made.announced(late, 0.0) == []
+    assert not made.known and not made.dropped and first in made.taken
+    made.confirmed(m.Confirmation(B0, frozenset({first}), (2, 1)), 0.0)
+    assert first not in made.taken
+
+
 def test_a_gap_in_the_announcements_is_asked_about() -> None:
     made = coordinator()
     announce(made, B0, 1)
@@ -214,8 +228,9 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
     for release, expected in (("put", 1), ("acknowledged", 0)):
         sink = Sink("t0", 1, Journal(), release)
         sink.tell(m.SinkStateWanted("t0", 3))
-        sink.assign(m.Assignment("t0", 1, 3, (make_origin(B0, 1, 0),)))
-        sink.fetched(m.Fetched("t0", 1, (make_origin(B0, 1, 0),), (), (1, 1)))
+        (fetch,) = sink.assign(m.Assignment("t0", 1, 3, (make_origin(B0, 1, 0),)))
+        assert isinstance(fetch, m.Fetch)
+        sink.fetched(m.Fetched("t0", 1, (make_origin(B0, 1, 0),), (), (1, 1), fetch.number))
         sink.intend(0)
         said = sink.settle()
         assert sum(isinstance(each, m.Release) for each in said) == expected

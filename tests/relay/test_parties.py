@@ -15,11 +15,13 @@ import shmbus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
 from shmbus.relay import messages as m
-from shmbus.relay.codec import pack
+from shmbus.relay.codec import PROTOCOL, Envelope, pack
+from shmbus.relay.command import show_relay
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import Opener
+from shmbus.relay.mailbox import LocalMailbox, Opener
 from shmbus.relay.origins import make_origin
-from shmbus.relay.sink_party import SinkParty
+from shmbus.relay.sink_party import ENDS_S, SinkParty
+from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -243,12 +245,55 @@ def test_what_a_removed_trainers_bus_had_and_nobody_acknowledged_comes_again(
         wait_until(lambda: stats(buses["a"]).acknowledged == 4)
 
 
+def test_a_source_hears_what_was_acknowledged_while_its_block_was_half_put(
+    buses: dict[str, str],
+) -> None:
+    a, t = buses["a"], buses["t"]
+    count = 24
+    shmbus.unlink(a)
+    shmbus.Bus.create(a, "16MiB").close()  # which has more than the trainer's takes
+    with relay([a], [t]) as made, shmbus.Consumer(t) as consumer:
+        sink: SinkParty = made.parties[t]
+        held: list[shmbus.Group] = []
+        for i in range(count):
+            put_group([a], i, size=1, values=50_000)  # two of them are a block
+            held += consumer.take(timeout=0.05)
+        done = 0
+
+        def is_half_put() -> bool:
+            """The bus is full, and one of a block's two records is on it."""
+            nonlocal done
+            held.extend(consumer.take(timeout=0.2))
+            if sink._order and sink._put == 1 and stats(t).committed == len(held) + done:
+                return True
+            held.pop(0).ack()
+            done += 1
+            return False
+
+        wait_until(is_half_put)
+        last = held.pop()
+        assert last.instance_id == f"q{len(held) + done}"
+        view = last[0]["tokens"]  # so that its space is not free when it is acknowledged
+        last.ack()
+        time.sleep(4 * ENDS_S)
+        assert sink._put == 1
+        del view, last
+
+        def is_told() -> bool:
+            held.extend(consumer.take(timeout=0.05))  # which looks for space without views
+            return stats(a).acknowledged == done + 1
+
+        wait_until(is_told)
+
+
 def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
     """Send a block to a sink that waits for one, in its source's name."""
     party: SinkParty = made.parties[sink]
     wanted = tuple(sorted(party.sink.wanted))
     payload = changes.pop("payload")
-    message = m.Fetched(sink, party.sink.incarnation, wanted, (), (9, 9))._replace(**changes)
+    number = party.sink.batches[0].number
+    message = m.Fetched(sink, party.sink.incarnation, wanted, (), (9, 9), number)
+    message = message._replace(**changes)
     made.send(source, sink, message, payload)
 
 
@@ -316,7 +361,7 @@ def test_a_record_that_says_another_thing_than_its_head_is_refused(
 def test_another_version_of_shmbus_is_refused_with_both_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    opener = Opener()
+    opener = Opener("node8")
     packed = bytearray(pack("node7", m.HelloWanted()))
     assert opener.open(bytes(packed), b"")[0].sender == "node7"
     packed[1] = 77  # the first number of five
@@ -324,9 +369,60 @@ def test_another_version_of_shmbus_is_refused_with_both_numbers(
         assert opener.open(bytes(packed), b"") == []
     assert opener.refused == 3
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "node7 speaks protocol 77" in told and f"with {_core.LAYOUT_VERSION}" in told
+    assert "node7 speaks protocol 77" in told
+    assert f"node8 protocol {PROTOCOL} with bus layout {_core.LAYOUT_VERSION}" in told
+    assert "install the same one on both nodes" in told
     for junk in (b"", b"\xc1", struct.pack("<Q", 1), pack("x", m.HelloWanted())[:-1]):
         assert opener.open(junk, b"") == []
+
+
+class OldMailbox(LocalMailbox):
+    """The mailbox of a node that has the shmbus before this one."""
+
+    def send(self, to: str, message: m.Message, payload: Any = b"") -> None:
+        """Say it with the number of that version, which comes first of five."""
+        box = self._exchange.boxes.get(to)
+        if box is not None:
+            packed = bytearray(pack(self.address, message))
+            packed[1] = PROTOCOL - 1
+            box.append((bytes(packed), bytes(payload)))
+
+    def receive(self, timeout_s: float) -> list[Envelope]:
+        """Refuse all that comes, which is of this version."""
+        super().receive(timeout_s)
+        return []
+
+
+def test_a_node_with_the_shmbus_before_this_one_is_refused_by_name_and_the_others_go_on(
+    buses: dict[str, str],
+) -> None:
+    a, b, t = buses["a"], buses["b"], buses["t"]
+    with relay([a], [t]) as made:
+        made.coordinator.sources.append(b)
+        made.kinds[b] = OldMailbox
+        made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
+        put_group([b], 1)
+        put_group([a], 2)
+        with shmbus.Consumer(t) as consumer:
+            (group,) = take(consumer, 1)
+            assert group.instance_id == "q2"
+            group.ack()
+        wait_until(lambda: stats(a).acknowledged == 4)
+        note = made.coordinator.note()
+        assert note.missing == [b] and note.refused > 0
+        (why,) = note.why_refused
+        assert f"{b} speaks protocol {PROTOCOL - 1}" in why and COORDINATOR in why
+        assert "install the same one on both nodes" in why
+        assert any("install the same one" in line for line in show_relay("x", note).splitlines())
+        # Nothing of what it has is lost: the same shmbus on its node relays it.
+        assert stats(b).committed == 4 and stats(b).acknowledged == 0
+        del made.kinds[b]
+        made.restart(b)
+        with shmbus.Consumer(t) as consumer:
+            (group,) = take(consumer, 1)
+            assert group.instance_id == "q1"
+            group.ack()
+        wait_until(lambda: stats(b).acknowledged == 4)
 
 
 def test_of_two_coordinators_the_older_one_ends(buses: dict[str, str]) -> None:
