@@ -1,0 +1,31 @@
+"""Raylets that are killed lose, double and tear nothing, and all ledgers balance at the end.
+
+SHMBUS_TEST_RAYLETS=50 kills as many for each transport.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from raylet_storm import Plan, RayletStorm
+
+KILLS = int(os.environ.get("SHMBUS_TEST_RAYLETS", "2"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.parametrize("transport", ["ray", "direct"])
+def test_killed_raylets_lose_double_and_tear_nothing(transport: str) -> None:
+    plan = Plan(KILLS, transport, random.SystemRandom().randrange(1 << 32))
+    print(plan)
+    said = RayletStorm(plan).run()
+    print(said)
+    assert said["faults"] == [] and said["kills"] == KILLS
