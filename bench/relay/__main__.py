@@ -13,8 +13,9 @@ from bench.relay.cluster import cluster
 from bench.relay.hop import hop
 from bench.relay.parts import parts as core_parts
 from bench.relay.skew import skew
+from bench.relay.transfer_queue import transfer_queue
 
-PARTS = ("bounds", "ray", "direct", "skew", "parts")
+PARTS = ("bounds", "ray", "direct", "transfer_queue", "skew", "parts")
 
 
 def _rounded(value: Any) -> Any:
@@ -47,6 +48,10 @@ def _ratios(said: dict[str, Any]) -> dict[str, float]:
                 f"{transport}_to_put_each": hopped["per_s"] / said["ray_put_each_per_s"],
                 f"{transport}_to_tcp": hopped["gb_per_s"] / said["tcp_gb_per_s"],
             }
+        if hopped and "per_s" in said.get("transfer_queue", {}):
+            found[f"{transport}_to_transfer_queue"] = (
+                hopped["per_s"] / said["transfer_queue"]["per_s"]
+            )
     return found
 
 
@@ -66,6 +71,8 @@ def main() -> None:
         for transport in ("ray", "direct"):
             if transport in parts:
                 said[f"relay_by_{transport}"] = hop(made, transport=transport)
+        if "transfer_queue" in parts:
+            said["transfer_queue"] = transfer_queue(made)
         if "skew" in parts:
             said["skew"] = skew()
     said["ratios"] = _ratios(said)

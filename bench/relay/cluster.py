@@ -19,6 +19,8 @@ __all__ = ["SIDES", "Account", "cluster", "on_side", "pid_of"]
 #: The nodes: one for each side of a hop. A third has Ray's own services.
 SIDES: Final = ("left", "right")
 STORE_BYTES: Final = 400 << 20
+#: What Ray takes for processors of a node: as many as there are processes that ask for one.
+PROCESSES: Final = 4
 #: Of a resource that a node has 1 of.
 A_LITTLE: Final = 0.001
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -29,7 +31,7 @@ T = TypeVar("T")
 @contextmanager
 def cluster() -> Any:
     """Have a cluster for a while."""
-    node = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
+    node = {"num_cpus": PROCESSES, "object_store_memory": STORE_BYTES}
     made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     for name in SIDES:
         made.add_node(**node, resources={name: 1})

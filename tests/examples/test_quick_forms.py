@@ -13,13 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-#: Lines with something on them: an example is read at one go. A whole model's is longer.
+#: Lines with something on them: an example is read at one go. A whole model's is longer, and one
+#: with both sides of two machines.
 MAX_LINES = 150
-LONG = {"grpo_transformers.py"}
+LONG = {"demo_on_two_nodes.py", "grpo_transformers.py"}
 #: What has a test file of its own here.
 OWN_TEST = {"draft_head.py", "weights_in_flight.py"}
 #: What needs a stack in an environment of its own (tests/peers), and is not run here.
-ELSEWHERE = {"openenv_episodes.py", "trl_async.py", "trl_sync.py"}
+ELSEWHERE = {"demo_on_two_nodes.py", "openenv_episodes.py", "trl_async.py", "trl_sync.py"}
 # Processes that share the machine with whatever else runs there.
 DEADLINE_S = 200
 

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -77,17 +78,36 @@ class WeightsChannel:
         float32 [size] or None
             None if that version is not the newest: the bus will announce another.
         """
+        found = self._copy(lambda newest: newest == version)
+        return None if found is None else found[1]
+
+    def newest(self, known: int = -1) -> tuple[int, FloatArray] | None:
+        """Copy the newest set, whether the bus has announced it or not.
+
+        Parameters
+        ----------
+        known : int
+            The version that the reader has.
+
+        Returns
+        -------
+        (int, float32 [size]) or None
+            Its version and itself; None where there is none, or the reader has it.
+        """
+        return self._copy(lambda newest: newest != known)
+
+    def _copy(self, is_wanted: Callable[[int], bool]) -> tuple[int, FloatArray] | None:
         assert self._reader is not None
         try:
             lease = self._reader.latest(timeout=0)
         except PoolTimeoutError:
             return None
         with lease:
-            if lease.version != version or lease.size != self._bytes:
+            if not is_wanted(lease.version) or lease.size != self._bytes:
                 return None
             copy: FloatArray = lease.view().view(np.float32).copy()
             self._reader.applied(lease)
-            return copy
+            return lease.version, copy
 
     def close(self) -> None:
         """Let go of the memory; the trainer's end removes the name."""

@@ -41,6 +41,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         Samples that one batch of the sampler makes.
     parent : int
         Process id of the trainer: the worker ends when that is gone.
+    newest : bool
+        Take the newest weights there are, and not those that the bus announces: where weights and
+        announcement come from another machine, each by its own way.
     """
 
     bus: str
@@ -49,6 +52,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     seed: int
     samples_at_once: int
     parent: int
+    newest: bool = False
 
 
 class Worker:
@@ -74,12 +78,18 @@ class Worker:
 
     def refresh(self) -> None:
         """Load the newest weights, if they are newer than these."""
+        if self.config.newest:
+            found = self.weights.newest(self.version)
+            if found is not None:
+                self.version, weights = found
+                self.sampler.load(weights)
+            return
         version = self.producer.policy_version
         if version == self.version:
             return
-        weights = self.weights.read(version)
-        if weights is not None:
-            self.sampler.load(weights)
+        announced = self.weights.read(version)
+        if announced is not None:
+            self.sampler.load(announced)
             self.version = version
 
     def take(self) -> list[shmbus.Request]:

@@ -1,0 +1,285 @@
+"""The demo over two nodes: rollout workers on one, the trainer on another, a relay between them.
+
+    pip install 'shmbus[demo,ray]'                               # on both nodes
+    ray start --head --resources '{"trainer": 1}'                # on the trainer's
+    ray start --address HEAD:6379 --resources '{"rollout": 1}'   # on the workers'
+    python examples/demo_on_two_nodes.py                         # on either of them
+
+Each node has a bus of its own. Workers take prompts from theirs and put samples onto it, as on one
+node; complete groups cross when there is room for them, and what they became comes back. New
+weights go the other way as calls of Ray, into a pool beside the workers' bus. Prints the summary of
+the run, as `shmbus demo` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import secrets
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+import torch
+from rich.console import Console
+
+import shmbus
+import shmbus.relay
+from shmbus.inspect.status import read_status
+from trainer_adapter.demo import run as one_node
+from trainer_adapter.demo.learner import Learner
+from trainer_adapter.demo.policy import Policy
+from trainer_adapter.demo.report import Summary, ledger_text
+from trainer_adapter.demo.sampler import PolicyConfig
+from trainer_adapter.demo.supervisor import Supervisor
+from trainer_adapter.demo.task import SortTask, show
+from trainer_adapter.demo.view import PlainView
+from trainer_adapter.demo.weights import WeightsChannel
+from trainer_adapter.demo.worker import WorkerConfig
+from trainer_adapter.handler.handler import OnlineDataHandler
+
+#: Seconds between two times that prompts are offered, and dead workers are restarted.
+TEND_S = 0.05
+#: Of a resource that a node has 1 of.
+A_LITTLE = 0.001
+
+
+class RolloutNode:
+    """An actor on the workers' node: their bus, its prompts, the weights' pool, and the workers.
+
+    Parameters
+    ----------
+    bus : str
+        The bus to create.
+    config : DemoConfig
+        As of the demo on one node.
+    """
+
+    def __init__(self, bus: str, config: one_node.DemoConfig) -> None:
+        self.config = config
+        self.task = SortTask()
+        self.rng = np.random.default_rng(config.seed)
+        self.bus = shmbus.Bus.create(bus, one_node.CAPACITY, max_producers=4 * config.workers + 8)
+        self.weights = WeightsChannel(bus, PolicyConfig().num_parameters, create=True)
+        self.feeder = shmbus.Feeder(bus)
+        self.supervisor: Supervisor | None = None
+        self.requested = 0
+        self.error: Exception | None = None
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._tend)
+
+    def publish(self, weights: Any, version: int) -> None:
+        """Take new weights; the first ones start the workers."""
+        self.weights.publish(np.asarray(weights), version)
+        if self.supervisor is None:
+            template = WorkerConfig(
+                bus=self.bus.name, number=0, life=0, seed=self.config.seed,
+                samples_at_once=one_node.SAMPLES_AT_ONCE, parent=os.getpid(), newest=True,
+            )  # fmt: skip
+            self.supervisor = Supervisor(template, self.config.workers, chaos=self.config.chaos)
+            self.thread.start()
+
+    def _tend(self) -> None:
+        try:
+            self._offer_and_restart()
+        except Exception as error:
+            self.error = error  # the next `state` tells
+
+    def _offer_and_restart(self) -> None:
+        ahead = round(one_node.GROUPS_PER_BATCH * (1 + one_node.AHEAD_BATCHES))
+        assert self.supervisor is not None
+        while not self.over.wait(TEND_S):
+            self.supervisor.tend()
+            offered = read_status(self.bus.name).requests
+            for _ in range(ahead - (0 if offered is None else offered.groups)):
+                prompt = self.task.sample_prompt(self.rng)
+                self.requested += 1
+                self.feeder.request(
+                    f"{show(prompt)}#{self.requested}",
+                    group_size=self.config.group_size,
+                    prompt=prompt,
+                )
+
+    def state(self) -> tuple[int, int, int]:
+        """Return how many workers live, were killed, and were started again."""
+        if self.error is not None:
+            raise self.error
+        found = self.supervisor
+        return (0, 0, 0) if found is None else (found.alive, found.kills, found.restarts)
+
+    def ledger(self) -> shmbus.Ledger:
+        """Return what became of what the workers put."""
+        return read_status(self.bus.name).ledger
+
+    def stop(self) -> None:
+        """End workers and prompts; what they put stays until `close`."""
+        self.over.set()
+        if self.supervisor is not None:
+            self.thread.join()
+            self.supervisor.stop()
+
+    def close(self) -> None:
+        """Remove what it has made."""
+        self.feeder.close()
+        self.weights.close()
+        self.bus.close()
+        shmbus.unlink(self.bus.name)
+
+
+class FarWorkers:
+    """The workers and their weights, as the trainer of the demo sees them.
+
+    Parameters
+    ----------
+    node : actor
+        The RolloutNode.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.kills = self.restarts = 0
+        self._sent: Any = None
+
+    def publish(self, weights: Any, version: int) -> None:
+        """Send weights; those before have arrived then."""
+        if self._sent is not None:
+            ray.get(self._sent)
+        self._sent = self.node.publish.remote(weights, version)
+
+    def tend(self) -> None:
+        """Their node looks after them."""
+
+    @property
+    def alive(self) -> int:
+        """How many of them live."""
+        alive, self.kills, self.restarts = ray.get(self.node.state.remote())
+        return int(alive)
+
+
+class TwoNodes(one_node.Demo):
+    """The demo's trainer; prompts are offered where the workers are."""
+
+    def _request_groups(self, handler: OnlineDataHandler) -> None:
+        pass
+
+    def train(self, bus: str, workers: FarWorkers) -> Summary:
+        """Train from what arrives on this node's bus."""
+        torch.manual_seed(self.config.seed)
+        torch.set_num_threads(1)
+        self.learner = Learner(Policy(self.shape, seed=self.config.seed))
+        view = PlainView(self.console, "shmbus demo: workers on another node")
+        with OnlineDataHandler(
+            bus,
+            groups_per_batch=one_node.GROUPS_PER_BATCH,
+            advantages="grpo",
+            max_policy_lag=one_node.MAX_POLICY_LAG,
+            label="demo trainer",
+        ) as handler:
+            handler.set_policy_version(0)
+            workers.publish(self.learner.policy.export_weights(), 0)
+            self.began_s = time.monotonic()
+            view.start()
+            try:
+                self._train(workers, handler, workers, view)  # type: ignore[arg-type]
+            finally:
+                view.stop()
+            return self._summary(handler, workers)  # type: ignore[arg-type]
+
+
+class TrainerNode:
+    """An actor on the trainer's node, with its bus.
+
+    Parameters
+    ----------
+    bus : str
+        The bus to create.
+    """
+
+    def __init__(self, bus: str) -> None:
+        self.bus = shmbus.Bus.create(bus, one_node.CAPACITY)
+
+    def train(self, config: one_node.DemoConfig, workers: Any) -> bytes:
+        """Train, and return the summary as JSON."""
+        demo = TwoNodes(config, Console(width=100))
+        return msgspec.json.encode(demo.train(self.bus.name, FarWorkers(workers)))
+
+    def close(self) -> None:
+        """Remove what it has made."""
+        self.bus.close()
+        shmbus.unlink(self.bus.name)
+
+
+def _actor(kind: type, node: str) -> Any:
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=2, resources={node: A_LITTLE})
+
+
+def run(config: one_node.DemoConfig, transport: str) -> tuple[Summary, shmbus.Ledger]:
+    """Run it in the cluster that this process is connected to.
+
+    Returns
+    -------
+    Summary, Ledger
+        Of the trainer, with its bus's ledger; and of the workers' bus once all has come to its end.
+    """
+    name = f"two-nodes-{os.getpid()}-{secrets.token_hex(2)}"
+    rollout = _actor(RolloutNode, "rollout").remote(f"{name}.rollout", config)
+    trainer = _actor(TrainerNode, "trainer").remote(f"{name}.trainer")
+    with contextlib.ExitStack() as stack:
+        for actor in (rollout, trainer):
+            ray.get(actor.__ray_ready__.remote())
+            stack.callback(lambda actor=actor: ray.get(actor.close.remote()))
+        relay = shmbus.relay.start(
+            f"{name}.rollout@rollout", [f"{name}.trainer@trainer"],
+            transport=transport,  # type: ignore[arg-type]
+            max_policy_lag=one_node.MAX_POLICY_LAG,
+            group_timeout=one_node.GROUP_TIMEOUT_S, on_timeout="drop",
+        )  # fmt: skip
+        stack.callback(relay.stop)
+        stack.callback(lambda: ray.get(rollout.stop.remote()))
+        said = ray.get(trainer.train.remote(config, rollout))
+        ray.get(rollout.stop.remote())
+        summary = msgspec.json.decode(said, type=Summary)
+        for _ in itertools.repeat(None, 50):
+            ledger = ray.get(rollout.ledger.remote())
+            if ledger.acknowledged >= summary.trajectories:
+                break
+            time.sleep(0.1)  # the last groups' ends are on their way back
+    return summary, ledger
+
+
+def main() -> int:
+    """Run it as the command line says; 0 where both ledgers balance."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--address", default="auto", help="of the Ray cluster")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", choices=("ray", "direct"), default="ray")
+    parser.add_argument("--output", type=Path, help="where the summary goes, as JSON")
+    given = parser.parse_args()
+    ray.init(address=given.address, namespace="shmbus", log_to_driver=True)
+    config = one_node.DemoConfig(
+        workers=given.workers, seed=given.seed, steps=given.steps, live=False
+    )
+    summary, ledger = run(config, given.transport)
+    print(
+        f"held-out reward {summary.reward_start:.3f} -> {summary.reward_end:.3f} in "
+        f"{summary.seconds:.0f} s: {summary.steps} steps, {summary.groups:,} groups; "
+        f"{one_node.REWARD_TARGET:g} after {summary.seconds_to_target} s"
+    )
+    for where, each in (("workers' node", ledger), ("trainer's node", summary.ledger)):
+        print(f"\nLedger of the {where}, in trajectories:\n{ledger_text(each)}")
+    if given.output is not None:
+        given.output.write_bytes(msgspec.json.encode(summary))
+    return 0 if ledger.balanced and summary.ledger_balanced else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
