@@ -32,7 +32,7 @@ _FLASH_HAS: Final = {torch.float16: True, torch.bfloat16: True, torch.float32: F
 #: The kernels' own: a multiple of this, up to that.
 _HEAD_DIM_STEP: Final = 8
 _MOST_HEAD_DIM: Final = 256
-#: Names of their parameters as of torch 2.11 and 2.13, as far as they are given here; asked for once.
+#: Names of their parameters as of torch 2.11 and 2.13, as far as they are given here.
 _FLASH_PARAMETERS: Final = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
     "return_debug_mask", "scale",
