@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus._keys import split_key
 from shmbus.relay.clocks import Clocks
 from shmbus.relay.codec import Envelope
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
@@ -41,8 +40,8 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.notes import PeerNote, RelayNote, WaitingNote
-from shmbus.relay.origins import bus_of, name_origin
+from shmbus.relay.notes import PeerNote, RelayNote, waiting_notes
+from shmbus.relay.origins import name_origin
 from shmbus.relay.patience import Patience
 from shmbus.stash.stash import StashPolicy
 
@@ -62,8 +61,7 @@ SILENT_S = 3.0
 ROUND_S = 0.05
 #: Bits of an epoch below its number: two coordinators that begin at once differ in them.
 _RANDOM_BITS = 16
-#: Groups that wait, in a note; and of each, samples that are missing.
-_MOST_WAITING = 5
+#: What was refused, and samples of a group that are missing: how many of them a note tells.
 _SHOWN = 16
 
 
@@ -476,27 +474,8 @@ class CoordinatorParty:
             [*self._mailbox.opener.told, *self._why_refused][-_SHOWN:],
             pure.retries.open if pure else 0,
             pure.stash.given_up if pure else 0,
-            self._waiting(pure) if pure else [],
+            waiting_notes(pure.stash, self._bus_of, _SHOWN) if pure else [],
         )
-
-    def _waiting(self, pure: Coordinator) -> list[WaitingNote]:
-        """Return the groups that wait longest, by when their first sample was committed."""
-        now_ns = time.monotonic_ns()
-        address_of = {bus: address for address, bus in self._bus_of.items()}
-        found = []
-        for group in pure.stash.oldest(_MOST_WAITING):
-            if not group.samples:
-                continue  # nothing but reports of failures
-            id_, epoch, _ = split_key(group.key)
-            here = {sample.index for sample in group.samples}
-            age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
-            on = {bus_of(sample.origin) for sample in group.samples}
-            at = sorted(address_of.get(bus, bus) for bus in on)
-            missing = [index for index in range(group.size) if index not in here]
-            found.append(
-                WaitingNote(id_, epoch, group.size, len(here), age_s, at, missing[:_SHOWN])
-            )
-        return found
 
     def close(self) -> None:
         """There is nothing that it holds."""

@@ -5,9 +5,21 @@ Invariant: plain values, so that any process of a cluster reads them.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from typing import Final
+
 import msgspec
 
-__all__ = ["PeerNote", "RelayNote", "WaitingNote"]
+from shmbus._keys import split_key
+from shmbus.relay.origin_head import OriginHead
+from shmbus.relay.origins import bus_of
+from shmbus.stash.stash import Stash
+
+__all__ = ["PeerNote", "RelayNote", "WaitingNote", "waiting_notes"]
+
+#: Groups that are told.
+_MOST_WAITING: Final = 5
 
 
 class PeerNote(msgspec.Struct, frozen=True):
@@ -119,3 +131,40 @@ class RelayNote(msgspec.Struct, frozen=True):
     asked: int
     given_up: int
     waiting: list[WaitingNote]
+
+
+def waiting_notes(
+    stash: Stash[OriginHead], buses: Mapping[str, str], most_missing: int
+) -> list[WaitingNote]:
+    """Tell of the groups that wait longest, by when their first sample was committed.
+
+    Parameters
+    ----------
+    stash : Stash
+        Of announced heads.
+    buses : mapping
+        By the address of a source, its bus's identity.
+    most_missing : int
+        Indexes of a group that are told.
+
+    Returns
+    -------
+    list of WaitingNote
+        At most five.
+    """
+    now_ns = time.monotonic_ns()
+    address_of = {bus: address for address, bus in buses.items()}
+    found = []
+    for group in stash.oldest(_MOST_WAITING):
+        if not group.samples:
+            continue  # nothing but reports of failures
+        id_, epoch, _ = split_key(group.key)
+        here = {sample.index for sample in group.samples}
+        age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
+        on = {bus_of(sample.origin) for sample in group.samples}
+        at = sorted(address_of.get(bus, bus) for bus in on)
+        missing = [index for index in range(group.size) if index not in here]
+        found.append(
+            WaitingNote(id_, epoch, group.size, len(here), age_s, at, missing[:most_missing])
+        )
+    return found
