@@ -111,7 +111,6 @@ class CoordinatorParty:
         self._news: dict[str, Patience] = {}
         self._releases = Patience()
         self.refused = 0
-        self._why_refused: dict[str, None] = {}
         #: Senders that are no peers, each of which is told once.
         self._strangers: set[str] = set()
         self._ask_who()
@@ -121,8 +120,7 @@ class CoordinatorParty:
         for address in [*self.sources, *self.sinks]:
             heard = self.hellos.get(address)
             if heard is None or now_s - heard[1] > SILENT_S:
-                epoch = 0 if self.pure is None else self.pure.epoch
-                self._mailbox.send(address, HelloWanted(epoch))
+                self._mailbox.send(address, HelloWanted(self.pure.epoch if self.pure else 0))
 
     # -- who is there ----------------------------------------------------------------------------
 
@@ -316,7 +314,7 @@ class CoordinatorParty:
 
     def _count_refused(self, why: str) -> None:
         self.refused += 1
-        self._why_refused[why] = None
+        self._mailbox.opener.told[why] = None
         _log.error("relay: refused: %s", why)
 
     def _refuse_stranger(self, sender: str, bus: str) -> None:
@@ -471,7 +469,7 @@ class CoordinatorParty:
             dict(pure.drops) if pure else {},
             self.lost,
             self.refused + self._mailbox.opener.refused,
-            [*self._mailbox.opener.told, *self._why_refused][-_SHOWN:],
+            [*self._mailbox.opener.told][-_SHOWN:],
             pure.retries.open if pure else 0,
             pure.stash.given_up if pure else 0,
             waiting_notes(pure.stash, self._bus_of, _SHOWN) if pure else [],
