@@ -38,6 +38,9 @@ __all__ = ["Forked", "Streams", "end_servers", "fork"]
 #: A request: arguments and an environment.
 REQUEST_BYTES = 1 << 20
 
+#: What pytest writes for each test, and what an import of Ray leaves behind.
+NOT_READ = frozenset({"PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE"})
+
 #: What every child needs, and what some need beside it.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
 PLAIN = ("uvloop", "shmbus.consumer", "shmbus.feeder", *COMMANDS)
@@ -53,8 +56,8 @@ def modules_for(program: str) -> tuple[str, ...]:
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what pytest writes there for each test."""
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    """This process's, without what no module of a server reads."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_READ}
 
 
 class Streams(NamedTuple):

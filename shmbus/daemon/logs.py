@@ -13,7 +13,12 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
+    # Another library's factory of records may add private ones: Ray's does once it is imported.
+    return {
+        key: value
+        for key, value in record.__dict__.items()
+        if key not in _STANDARD and not key.startswith("_")
+    }
 
 
 class _Json(logging.Formatter):

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
-import logging
 import os
 import resource
 import socket
@@ -182,13 +181,6 @@ def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
         mallopt(_M_MMAP_THRESHOLD, own_bytes)
 
 
-def _log_what_is_read() -> None:
-    """Have log records carry no more than their lines have: the standard library's own advice."""
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    # Private, and named in the documentation as the way to leave out who called.
-    logging._srcfile = None
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Serve; 1 with a hint where its extra is not installed."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
@@ -205,7 +197,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = _settings(arguments)
     logs.set_up(settings.log_format, settings.log_level)
-    _log_what_is_read()
     if arguments.create is not None:
         with contextlib.suppress(shmbus.BusExistsError):
             # Closed and not removed: the bus outlives this process, as with `shmbus serve`.

@@ -27,7 +27,8 @@ print("to the other stream", file=sys.stderr)
 """
 
 
-def test_it_has_what_a_fresh_one_has(spawn: Spawner) -> None:
+def test_it_has_what_a_fresh_one_has(spawn: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # as an import of Ray in any test leaves it
     forked = spawn.script(FACTS, "a b", 7)
     fresh = spawn.script(FACTS, "a b", 7, fresh=True)
     assert isinstance(forked.popen, Forked) and not isinstance(fresh.popen, Forked)
