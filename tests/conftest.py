@@ -292,9 +292,9 @@ class Spawner:
         path.write_text(text)
         return self._start([str(path)], text, args, env, fresh)
 
-    def file(self, path: Path, *args: object) -> Child:
+    def file(self, path: Path, *args: object, env: dict[str, str] | None = None) -> Child:
         """Start a script where it lies, among what it imports, the same way."""
-        return self._start([str(path)], path.read_text(), args, None, fresh=False)
+        return self._start([str(path)], path.read_text(), args, env, fresh=False)
 
     def module(
         self, name: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False

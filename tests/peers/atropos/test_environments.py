@@ -84,10 +84,10 @@ class Place:
     def environment(self, number: int, tokenizer: str, *, ring: bool) -> None:
         """Start a BaseEnv."""
         more = {"SHMBUS_BUS": str(self.bus)} if ring else {}
-        self._spawn._start(
-            [str(HERE / "environment.py")],
-            (self.url, number, SIZES[number], tokenizer),
-            {**self._environment, **more},
+        self._spawn.file(
+            HERE / "environment.py",
+            *(self.url, number, SIZES[number], tokenizer),
+            env={**self._environment, **more},
         )
 
     def ask(self) -> Any:
