@@ -93,7 +93,7 @@ test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several 
 
 build/peers/ray/.made: tests/peers/ray/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -r $< -e '.[ray]' \
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -r $< -e '.[ray,demo]' \
 	    pytest pytest-asyncio pytest-timeout
 	@touch $@
 
