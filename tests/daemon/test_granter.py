@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from conftest import Daemon, Spawner, wait_until
+from daemon.waiting_client import take_beside
 
-from shmbus import Bus, Consumer, Group, Producer
+from shmbus import Bus, Consumer, Producer
 from shmbus.control import messages
-from shmbus.control.ask import ask_status
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
@@ -85,11 +85,6 @@ def put(name: str, groups: int = 1, size: int = 1) -> None:
         for number in range(groups):
             for index in range(size):
                 producer.put(f"g{number}", group_size=size, index=index, tokens=tokens)
-
-
-def somebody_waits(name: str) -> bool:
-    reply = ask_status(name)
-    return isinstance(reply, messages.StatusReply) and any(each.waiting for each in reply.clients)
 
 
 def reply_to(entries: list[_core.GroupEntry[_core.Trajectory]], number: int) -> bytes:
@@ -250,12 +245,7 @@ def test_a_daemon_that_ends_behind_a_grant_loses_nothing_and_doubles_nothing(
         broken = spawn.script(BROKEN, "serve", bus_name)
         wait_until(lambda: " serving " in broken.output(), what="the daemon to serve")
         with Consumer(bus_name) as consumer:
-            groups: list[Group] = []
-            taker = threading.Thread(
-                target=lambda: groups.extend(consumer.take(timeout=DEADLINE_S))
-            )
-            taker.start()
-            wait_until(lambda: somebody_waits(bus_name), what="the client to wait")
+            taker, groups = take_beside(consumer, DEADLINE_S)
             put(bus_name)
             assert broken.wait(DEADLINE_S) == 1
             assert "broken by a test" in broken.output()

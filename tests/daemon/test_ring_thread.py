@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
 from conftest import Daemon, Spawner, wait_until
+from daemon.waiting_client import take_beside
 
-from shmbus import Bus, Consumer, Group, Producer
-from shmbus.control.ask import ask_status
-from shmbus.control.messages import StatusReply
+from shmbus import Bus, Consumer, Producer
 
 # Longer than anything here takes on a loaded machine.
 DEADLINE_S = 30.0
@@ -52,11 +50,6 @@ def put(name: str, key: str) -> None:
         producer.put(key, group_size=1, index=0, tokens=np.arange(4, dtype=np.int32))
 
 
-def somebody_waits(name: str) -> bool:
-    reply = ask_status(name)
-    return isinstance(reply, StatusReply) and any(client.waiting for client in reply.clients)
-
-
 def test_a_group_reaches_a_waiting_client_while_the_loop_stands_still(
     spawn: Spawner, bus_name: str, tmp_path: Path
 ) -> None:
@@ -65,12 +58,7 @@ def test_a_group_reaches_a_waiting_client_while_the_loop_stands_still(
         served = spawn.script(STOPPED_LOOP, "serve", bus_name, stopped, stop)
         wait_until(lambda: " serving " in served.output(), what="the daemon to serve")
         with Consumer(bus_name) as consumer:
-            groups: list[Group] = []
-            taker = threading.Thread(
-                target=lambda: groups.extend(consumer.take(timeout=DEADLINE_S))
-            )
-            taker.start()
-            wait_until(lambda: somebody_waits(bus_name), what="the client to wait")
+            taker, groups = take_beside(consumer, DEADLINE_S)
             stop.touch()
             wait_until(stopped.exists, what="the loop to stand still")
             put(bus_name, "g1")
