@@ -175,7 +175,8 @@ HERE = Path(__file__).parent
 
 
 def said_by(children: list[Child]) -> set[str]:
-    return {child.finish(LONG_S) for child in children}
+    """Which buses they have; one that finds a dead creator's remains logs that before."""
+    return {child.finish(LONG_S).splitlines()[-1] for child in children}
 
 
 def test_of_eight_processes_that_ensure_a_bus_one_creates_it_and_all_have_it(
