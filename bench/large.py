@@ -77,13 +77,15 @@ class Point:
             keep=True,
         )
         warm_up = about.room + self.group_size
-        wanted = warm_up + seconds * min(EXPECTED, EXPECTED_BYTES / about.bytes_each)
-        groups = max(3, math.ceil(wanted / self.group_size))
+        timed = seconds * min(EXPECTED, EXPECTED_BYTES / about.bytes_each)
+        # A full bus may come in one call, and is then behind the warm-up or begins within it.
+        wanted = warm_up + max(timed, about.room + self.group_size)
+        groups = math.ceil(wanted / self.group_size)
         return Workload(
             **{
                 **about.as_parameters(),
                 "trajectories": groups * self.group_size,
-                "warm_up": min(warm_up, (groups - 2) * self.group_size),
+                "warm_up": warm_up,
             }
         )
 

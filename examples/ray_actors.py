@@ -85,7 +85,8 @@ def main() -> int:
     steps = 10 if parser.parse_args().quick else 100
     bus = f"ray-{os.getpid()}-{secrets.token_hex(3)}"
     torch.set_num_threads(1)
-    ray.init(num_cpus=ACTORS, include_dashboard=False, log_to_driver=False)
+    # One of its own, whatever else runs here; leave `address` out to join yours.
+    ray.init(address="local", num_cpus=ACTORS, include_dashboard=False, log_to_driver=False)
     try:
         with shmbus.Bus.create(bus, "16MiB", schema=SCHEMA), shmbus.Producer(bus) as producer:
             actors = [Rollouts.remote(producer) for _ in range(ACTORS)]

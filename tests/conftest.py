@@ -124,6 +124,16 @@ def pytest_collection_finish() -> None:
     accept_environment()
 
 
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """Take back what a test, or a library that it imports, has put into the environment."""
+    before = {**os.environ}
+    yield
+    if {**os.environ} != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 # --- buses
 
 _bus_numbers = itertools.count()

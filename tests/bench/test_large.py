@@ -20,7 +20,7 @@ def test_a_run_has_whole_groups_behind_a_first_write_of_every_place(point: large
     workload = point.workload(1.0)
     assert workload.trajectories % point.group_size == 0
     assert workload.warm_up >= workload.room
-    assert workload.trajectories - workload.warm_up >= 2 * point.group_size
+    assert workload.trajectories - workload.warm_up >= workload.room + point.group_size
     # A record may take a quarter of a bus, and two groups fit.
     assert workload.room >= max(4, 2 * point.group_size)
     assert workload.keep and workload.group_size == point.group_size

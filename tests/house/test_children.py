@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import pytest
@@ -35,6 +36,12 @@ def test_it_has_what_a_fresh_one_has(spawn: Spawner, monkeypatch: pytest.MonkeyP
     (said, other), (expected, _) = (each.finish().splitlines() for each in (forked, fresh))
     assert json.loads(said) == json.loads(expected)
     assert json.loads(said)["arguments"] == ["a b", "7"] and other == "to the other stream"
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_a_test_leaves_in_the_environment_is_taken_back(turn: int) -> None:
+    assert "SHMBUS_TEST_LEFT" not in os.environ
+    os.environ["SHMBUS_TEST_LEFT"] = str(turn)
 
 
 @pytest.mark.parametrize("fresh", [False, True])

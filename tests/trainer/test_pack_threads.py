@@ -311,18 +311,20 @@ from trainer_adapter import OnlineDataHandler
 handler = OnlineDataHandler(sys.argv[1], groups_per_batch=1, pack_threads=3)
 got, interrupts, batch = {}, 0, None
 print("waiting", flush=True)
-while len(got) < 100 or batch is not None:
+while True:
     try:
-        if batch is None:
-            batch = handler.next_batch(20)
-        assert batch.tokens[:5].tolist() == [0, 1, 2, 3, 4]
-        assert batch.tokens.sum().item() == 2 * sum(range(20_000))
-        got[batch.instance_ids[0]] = True
-        try:
-            handler.ack(batch)
-        except shmbus.ProtocolError:
-            assert batch.groups[0].state == "acknowledged"
-        batch = None
+        while len(got) < 100 or batch is not None:
+            if batch is None:
+                batch = handler.next_batch(20)
+            assert batch.tokens[:5].tolist() == [0, 1, 2, 3, 4]
+            assert batch.tokens.sum().item() == 2 * sum(range(20_000))
+            got[batch.instance_ids[0]] = True
+            try:
+                handler.ack(batch)
+            except shmbus.ProtocolError:
+                assert batch.groups[0].state == "acknowledged"
+            batch = None
+        break
     except KeyboardInterrupt:
         interrupts += 1
 print("end", interrupts > 0, list(got) == [f"k{n}" for n in range(100)], flush=True)
