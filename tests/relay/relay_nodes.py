@@ -316,7 +316,8 @@ def a_rollout_node_dies(seed: int, groups: int) -> dict[str, Any]:
         made.tell("left", "hold")
         each = SIZE // 2
         made.wait(
-            lambda: made.said("head")["announced"] == each * made.said("left"), "announcements"
+            lambda: (made.said("head") or {}).get("announced") == each * made.said("left"),
+            "announcements",
         )
         begun = made.said("left")
         made.kill("left")
