@@ -128,9 +128,10 @@ class DaemonClient:
         """
         if self.leases.ready:
             return True
-        if timeout == 0 and max_groups < _AHEAD_GROUPS:
-            return self._looks.look(self, max_groups)
-        return self.ask(max_groups, timeout, max_groups if max_groups >= _AHEAD_GROUPS else 0)
+        ahead = max_groups if max_groups >= _AHEAD_GROUPS else 0
+        if timeout == 0:
+            return self._looks.look(self, max_groups, ahead)
+        return self.ask(max_groups, timeout, ahead)
 
     def ask(self, max_groups: int, timeout: float | None, ahead: int = 0) -> bool:
         """Ask the daemon for groups, and likewise wait; `ahead` is how many to ask ahead then."""

@@ -26,7 +26,7 @@ from shmbus_ext import _core
 
 __all__ = ["Looks"]
 
-#: Seconds that a request stands with the daemon; who stops looking has one group too many for as
+#: Seconds that a request stands with the daemon; who stops looking has what came to it for as
 #: long, where a second client could have had it.
 STANDS_S = 0.01
 #: Looks in vain, one soon after the other, after which a caller is taken for one that goes on.
@@ -43,7 +43,7 @@ class Client(Protocol):
     connection: Connection
     leases: Leases
 
-    def ask(self, max_groups: int, timeout: float | None) -> bool: ...
+    def ask(self, max_groups: int, timeout: float | None, ahead: int) -> bool: ...
     def leave_request(self, max_groups: int, timeout_s: float) -> int: ...
     def borrow(self, reply: messages.Leases, wire: Wire) -> object: ...
 
@@ -61,7 +61,7 @@ class Looks:
         self._in_vain = 0
         self._last_s = 0.0
 
-    def look(self, client: Client, max_groups: int) -> bool:
+    def look(self, client: Client, max_groups: int, ahead: int) -> bool:
         """Say whether there are leases to hand out now; never waits for a group.
 
         Parameters
@@ -70,10 +70,12 @@ class Looks:
             Whose look it is.
         max_groups : int
             How many it would take.
+        ahead : int
+            How many to ask ahead behind a reply that has as many; 0 for none.
         """
         state, connection = client.state, client.connection
         if state.open_take != self._standing:
-            return self._ask(client, max_groups)
+            return self._ask(client, max_groups, ahead)
         # In this order: the daemon replies, and sleeps then. Under the lock, since another thread
         # that reads a reply files it there.
         asleep = client.segment.collector_asleep
@@ -84,11 +86,11 @@ class Looks:
             unanswered = pending is not None and pending.reply is None
             if asleep and alive and silent and unanswered:
                 return False
-        return self._look_closer(client, max_groups)
+        return self._look_closer(client, max_groups, ahead)
 
-    def _ask(self, client: Client, max_groups: int) -> bool:
+    def _ask(self, client: Client, max_groups: int, ahead: int) -> bool:
         """Ask the daemon; leave a request there if the caller goes on looking in vain."""
-        found = client.ask(max_groups, 0.0)
+        found = client.ask(max_groups, 0.0, ahead)
         now_s = time.monotonic()
         soon = now_s - self._last_s < SOON_S
         self._in_vain = 0 if found else self._in_vain + 1 if soon else 1
@@ -107,7 +109,7 @@ class Looks:
             _give_up(client)
             raise
 
-    def _look_closer(self, client: Client, max_groups: int) -> bool:
+    def _look_closer(self, client: Client, max_groups: int, ahead: int) -> bool:
         """Have the request answered that stands, by one that stands in its place."""
         state, connection = client.state, client.connection
         try:
@@ -128,11 +130,11 @@ class Looks:
             raise refusal(reply)
         if wire is not None:
             return bool(client.leases.ready)
-        if stands and client.ask(max_groups, 0.0):
+        if stands and client.ask(max_groups, 0.0, ahead):
             self._stand(client, max_groups)
             return True
         # It was answered because its time was over: that says nothing of now.
-        return self._ask(client, max_groups)
+        return self._ask(client, max_groups, ahead)
 
 
 def _answer(client: Client, wire: Wire, id_: int) -> messages.Reply | None:

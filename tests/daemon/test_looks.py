@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from conftest import Daemon, wait_until
 
 from shmbus import Consumer, Group, Producer
@@ -78,17 +80,43 @@ def test_a_look_finds_what_was_put_before_it_however_often_it_found_nothing(
         assert ledger.balanced
 
 
-def test_looks_in_vain_ask_the_daemon_seldom(daemon: Served, bus_name: str) -> None:
+@pytest.mark.parametrize("groups", [1, 64, None])
+def test_looks_in_vain_ask_the_daemon_seldom(
+    daemon: Served, bus_name: str, groups: int | None
+) -> None:
     daemon("--capacity", "1MiB")
     with Consumer(bus_name) as consumer:
+        take = consumer.take if groups is None else functools.partial(consumer.take, groups)
         state = source_of(consumer).state
         deadline = time.monotonic() + DEADLINE_S
         unasked = 0
         while unasked < 20 and time.monotonic() < deadline:
             before = state.last_id
-            assert consumer.take(1, 0) == []
+            assert take(timeout=0) == []
             unasked += state.last_id == before
         assert unasked == 20
+
+
+def test_looks_for_many_find_all_that_was_put_and_each_group_once(
+    daemon: Served, bus_name: str
+) -> None:
+    print("seed", SEED)
+    generator = random.Random(SEED)
+    daemon("--capacity", "4MiB")
+    expected, found = 0, []
+    with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
+        for _ in range(ROUNDS):
+            # More than one reply holds, so that the next one is asked ahead.
+            new = generator.choice([0, 1, 3, 40])
+            for number in range(expected, expected + new):
+                put(producer, f"g{number}")
+            expected += new
+            for _ in range(generator.randint(1, 4)):
+                while groups := consumer.take(16, 0):
+                    found += [group.instance_id for group in groups]
+                    consumer.ack(groups)
+            assert found == [f"g{number}" for number in range(expected)]
+        assert consumer.stats().balanced
 
 
 def test_who_has_looked_often_takes_nothing_from_a_client_that_comes(
