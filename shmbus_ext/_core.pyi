@@ -336,6 +336,9 @@ class Borrower:
     def receive(
         self, granted: list[Any], step: int, all: dict[int, ClientLease], fd: int, /
     ) -> tuple[list[ClientLease], list[int]]: ...
+    def receive_reply(
+        self, fd: int, id: int, timeout_ms: int, all: dict[int, ClientLease], /
+    ) -> int | None: ...
     def hand_out(self, kind: type[_G], consumer: object, limit: int, /) -> list[_G]: ...
     def give_back_group(
         self, consumer: object, group: GroupBase, state: str, all: dict[int, ClientLease], /

@@ -39,6 +39,8 @@ REPLY_GRACE_S = 1.0
 #: Seconds after which a thread that waits for the one that reads checks that it still does: an
 #: exception may have ended it.
 _READER_CHECK_S = 0.5
+#: In place of a reply whose groups are ready already.
+_KEPT = messages.Leases(id=-1)
 _GIVEN_UP = "it was given up after an interrupt"
 
 
@@ -278,8 +280,9 @@ class Connection:
         patience_s : float
             Seconds to wait for the reply.
         takes : bool
-            Whether it asks for groups. If its reply is late, the next such request waits for that
-            reply instead of asking again, so that no group is leased to nobody.
+            Whether it asks for groups. They may be ready when this returns, and are not in the
+            reply then. If it is late, the next such request waits for that reply instead of asking
+            again, so that no group is leased to nobody.
 
         Returns
         -------
@@ -302,7 +305,7 @@ class Connection:
                 return None
             try:
                 id_ = self._ask(wire, make, takes=takes)
-                reply = self._await(wire, id_, time.monotonic() + patience_s)
+                reply = self._await(wire, id_, time.monotonic() + patience_s, takes=takes)
             except DaemonUnreachable as error:
                 self._lose(wire, error)
                 continue
@@ -325,9 +328,9 @@ class Connection:
         return id_
 
     def late_reply(self, wire: Wire, id_: int, patience_s: float) -> messages.Reply | None:
-        """Wait for the reply to a request that this socket has sent; None if it does not come."""
+        """Wait for the reply to a request for groups, likewise; None if it does not come."""
         try:
-            return self._await(wire, id_, time.monotonic() + patience_s)
+            return self._await(wire, id_, time.monotonic() + patience_s, takes=True)
         except DaemonUnreachable as error:
             self._lose(wire, error)
             return None
@@ -378,7 +381,7 @@ class Connection:
             elif now > self._silent_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(now - self._silent_since_s)
 
-    def _await(self, wire: Wire, id_: int, until: float) -> messages.Reply | None:
+    def _await(self, wire: Wire, id_: int, until: float, *, takes: bool) -> messages.Reply | None:
         """Wait for one reply: read for all threads, or wait for the thread that reads."""
         replies = self._state.replies
         while True:
@@ -391,7 +394,7 @@ class Connection:
                     return reply
             with self._turn.attempt() as mine:
                 if mine:
-                    reply = self._read(wire, id_, left)
+                    reply = self._read(wire, id_, left, takes)
             if reply is not None:
                 if replies:
                     with self._lock:
@@ -407,9 +410,13 @@ class Connection:
             del self._state.replies[id_]
         return reply
 
-    def _read(self, wire: Wire, id_: int, left: float) -> messages.Reply | None:
+    def _read(self, wire: Wire, id_: int, left: float, takes: bool) -> messages.Reply | None:
         """Wait for replies, and file them; return the one to this request, if it came."""
-        if not wire.wait(left):
+        if takes and wire.is_between_frames:
+            kept = self._leases.receive_reply(wire.fileno(), id_, left)
+            if kept is not None:
+                return self._note_kept(id_) if kept > 0 else None
+        elif not wire.wait(left):
             return None
         with self._lock:
             # The watcher may have reached the next daemon in between.
@@ -417,6 +424,13 @@ class Connection:
             for reply in wire.receive_now():
                 self._file(reply)
             return self._consume(id_)
+
+    def _note_kept(self, id_: int) -> messages.Reply:
+        """End a request whose groups are ready; should the connection be over, they are claimed."""
+        with self._lock:
+            self._silent_since_s = None
+            self._state.replies.pop(id_, None)
+        return _KEPT
 
     def _wait_for_reader(self, wire: Wire, id_: int, left: float) -> None:
         """Sleep until the thread that reads has filed this reply, or reads no more."""

@@ -227,10 +227,11 @@ class DaemonClient:
             if answer is None:
                 return None
             reply, wire = answer
-            if isinstance(reply, messages.Leases) and reply.groups:
-                if ahead and len(reply.groups) == ahead:
+            if isinstance(reply, messages.Leases):
+                if ahead and len(reply.groups) + len(self.leases.ready) >= ahead:
                     self._ask_ahead(ahead)
-                self.borrow(reply, wire)
+                if reply.groups:
+                    self.borrow(reply, wire)
             return reply
         except errors.DaemonUnavailableError:
             raise

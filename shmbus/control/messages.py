@@ -369,6 +369,11 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it keeps nothing."""
+        return not self._bytes
+
     def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Add received bytes; return the bodies that are complete.
 

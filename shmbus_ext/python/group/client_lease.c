@@ -20,12 +20,8 @@ static bool parse_place(const struct segment *segment, const char *bytes, struct
                (segment->extent_count - place.extent) * segment->extent_bytes;
 }
 
-static ClientLeaseObject *lease_of_places(HolderObject *borrower, PyObject *places) {
-    char *bytes;
-    Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(places, &bytes, &size) < 0) {
-        return NULL;
-    }
+ClientLeaseObject *py_client_lease_of_places(HolderObject *borrower, const char *bytes,
+                                             Py_ssize_t size) {
     Py_ssize_t each = (Py_ssize_t)sizeof(struct wire_place), count = size / each;
     if (count == 0 || size % each != 0 || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
         return NULL;
@@ -36,6 +32,9 @@ static ClientLeaseObject *lease_of_places(HolderObject *borrower, PyObject *plac
     }
     self->borrower = (HolderObject *)Py_NewRef((PyObject *)borrower);
     self->key = self->samples = NULL;
+    self->number = 0;
+    self->step = -1;
+    self->size = 0;
     self->reason = LEASE_HELD;
     self->lost = self->locked = false;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -51,7 +50,12 @@ ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted
     PyObject *number = PyObject_GetAttr(granted, word.number);
     PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, word.size);
     PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, word.places);
-    ClientLeaseObject *self = places == NULL ? NULL : lease_of_places(borrower, places);
+    char *bytes;
+    Py_ssize_t count;
+    ClientLeaseObject *self =
+        places == NULL || PyBytes_AsStringAndSize(places, &bytes, &count) < 0
+            ? NULL
+            : py_client_lease_of_places(borrower, bytes, count);
     if (self != NULL) {
         self->step = step;
         self->number = PyLong_AsLongLong(number);

@@ -1,5 +1,5 @@
-/* Borrower: makes the trajectories of groups that a daemon leased to this process, and hands the
- * groups out. Its locks are in borrower_state.c, the ends of its leases in lease_ends.c.
+/* Borrower: holds the groups that a daemon leased to this process, and hands them out. They come in
+ * receive_leases.c, their locks are in borrower_state.c, their ends in lease_ends.c.
  *
  * Invariants:
  *  - The segment is mapped read-only; nothing that a message or the segment says is used before it
@@ -8,12 +8,11 @@
  *    the dictionary of all leases and `ready` together: no signal's handler runs in between. */
 #include "python/read/borrower.h"
 
-#include <poll.h>
-
 #include "python/group/group_object.h"
 #include "python/hooks.h"
 #include "python/read/borrower_state.h"
 #include "python/read/lease_ends.h"
+#include "python/read/receive_leases.h"
 
 static const struct holder_kind borrower_kind = {false, py_borrower_hold_views,
                                                  py_borrower_let_go_of_views,
@@ -40,8 +39,10 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
         PyErr_NoMemory();
         return -1;
     }
+    self->received = PyMem_Malloc(BORROWER_RECEIVED_BYTES);
     self->ready = PyList_New(0);
-    if (self->ready == NULL) {
+    if (self->received == NULL || self->ready == NULL) {
+        PyErr_NoMemory();
         return -1;
     }
     self->attached = true;
@@ -63,173 +64,6 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
         return NULL;
     }
     Py_RETURN_NONE;
-}
-
-/* NULL without an exception where the place holds no committed record. */
-static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_ref *ref) {
-    const struct record_header *shared =
-        (const void *)(segment_extent(&self->segment->c, ref->place.extent) + ref->place.offset);
-    struct record_copy *copy = &self->copy;
-    if (record_read_frame(shared, ref->bytes, &ref->place, &copy->header) != RECORD_OK ||
-        copy->header.record_bytes != ref->bytes ||
-        atomic_load_explicit(&copy->header.state, memory_order_relaxed) != SHMBUS_COMMITTED ||
-        record_read_body(shared, copy) != RECORD_OK) {
-        return NULL;
-    }
-    return py_trajectory_new((HolderObject *)self, copy, ref);
-}
-
-/* Reads a lease's trajectories; false with an exception, or without one as borrow_one. */
-static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
-    PyObject *samples = PyList_New(py_client_lease_records(lease));
-    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(lease); i++) {
-        PyObject *t = (PyObject *)borrow_one(self, &lease->refs[i]);
-        if (t == NULL) {
-            Py_CLEAR(samples);
-        } else {
-            PyList_SET_ITEM(samples, i, t);
-        }
-    }
-    if (samples == NULL) {
-        return false;
-    }
-    lease->samples = samples;
-    lease->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
-    return true;
-}
-
-/* A lease for each grant whose places lie in this segment; the numbers of others are refused. */
-static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long step,
-                          PyObject *refused) {
-    PyObject *leases = PyList_New(0);
-    for (Py_ssize_t i = 0; leases != NULL && i < PyList_GET_SIZE(granted); i++) {
-        PyObject *item = PyList_GET_ITEM(granted, i);
-        PyObject *lease = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
-        PyObject *number = NULL;
-        bool good = lease != NULL ? PyList_Append(leases, lease) == 0
-                                 : !PyErr_Occurred() &&
-                                       (number = PyObject_GetAttrString(item, "number")) != NULL &&
-                                       PyList_Append(refused, number) == 0;
-        Py_XDECREF(number);
-        Py_XDECREF(lease);
-        if (!good) {
-            Py_CLEAR(leases);
-        }
-    }
-    return leases;
-}
-
-/* Takes out of a list of locked leases those that hold no committed records; false with an
- * exception. */
-static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
-    PyObject *empty = PyList_New(0);
-    bool good = empty != NULL;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases);) {
-        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
-        if (read_lease(self, lease)) {
-            i++;
-            continue;
-        }
-        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(lease->number);
-        good = number != NULL && PyList_Append(refused, number) == 0 &&
-               PyList_Append(empty, (PyObject *)lease) == 0 &&
-               PyList_SetSlice(leases, i, i + 1, NULL) == 0;
-        Py_XDECREF(number);
-    }
-    if (good) {
-        py_borrower_unlock(self, empty);
-    } else {
-        PyObject *error = py_set_aside_error();
-        py_borrower_unlock(self, leases);
-        if (empty != NULL) {
-            py_borrower_unlock(self, empty);
-        }
-        py_restore_error(error);
-    }
-    Py_XDECREF(empty);
-    return good;
-}
-
-/* Locks and reads what a message grants: a list of leases; the numbers of those whose places hold no
- * committed records are appended. */
-static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
-                        PyObject *refused) {
-    PyObject *leases = leases_of(self, granted, step, refused);
-    /* The locks first: what is read behind them cannot be delivered to another any more. */
-    if (leases != NULL && !(py_borrower_lock(self, leases) && read_leases(self, leases, refused))) {
-        Py_CLEAR(leases);
-    }
-    return leases;
-}
-
-/* borrow(granted, step) -> (leases, refused). */
-static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
-    PyObject *granted;
-    long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) ||
-        !py_borrower_usable(self)) {
-        return NULL;
-    }
-    PyObject *refused = PyList_New(0);
-    PyObject *leases = refused == NULL ? NULL : borrow(self, granted, step, refused);
-    PyObject *result = leases == NULL ? NULL : PyTuple_Pack(2, leases, refused);
-    Py_XDECREF(leases);
-    Py_XDECREF(refused);
-    return result;
-}
-
-/* Whether an end of the connection is closed. */
-static bool is_over(int fd) {
-    struct pollfd ends = {fd, 0, 0};
-    return poll(&ends, 1, 0) > 0;
-}
-
-/* Locked leases become known and ready, all or none. */
-static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
-    Py_ssize_t before = PyList_GET_SIZE(self->ready);
-    bool good = PyList_SetSlice(self->ready, before, before, leases) == 0;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases); i++) {
-        good = py_borrower_note(all, (ClientLeaseObject *)PyList_GET_ITEM(leases, i), true);
-    }
-    if (!good) {
-        PyObject *error = py_set_aside_error();
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
-            (void)py_borrower_note(all, (ClientLeaseObject *)PyList_GET_ITEM(leases, i), false);
-            PyErr_Clear();
-        }
-        (void)PyList_SetSlice(self->ready, before, PyList_GET_SIZE(self->ready), NULL);
-        py_borrower_unlock(self, leases);
-        PyErr_Clear();
-        py_restore_error(error);
-    }
-    return good;
-}
-
-/* receive(granted, step, all, fd) -> (leases, refused): as borrow, and the leases are in the
- * dictionary `all` and ready then. None are if the connection `fd` is over: the next daemon may have
- * read the locks before these were there. */
-static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
-    PyObject *granted, *all;
-    long long step;
-    int fd;
-    if (!PyArg_ParseTuple(args, "O!LO!i", &PyList_Type, &granted, &step, &PyDict_Type, &all,
-                          &fd) ||
-        !py_borrower_usable(self)) {
-        return NULL;
-    }
-    PyObject *refused = PyList_New(0);
-    PyObject *leases = refused == NULL ? NULL : borrow(self, granted, step, refused);
-    if (leases != NULL && is_over(fd)) {
-        py_borrower_unlock(self, leases);
-        Py_SETREF(leases, PyList_New(0));
-        Py_SETREF(refused, PyList_New(0));
-    } else if (leases != NULL && !keep_leases(self, leases, all)) {
-        Py_CLEAR(leases);
-    }
-    PyObject *result = leases == NULL || refused == NULL ? NULL : PyTuple_Pack(2, leases, refused);
-    Py_XDECREF(leases);
-    Py_XDECREF(refused);
-    return result;
 }
 
 /* Makes a group of a lease that was ready, and appends it. */
@@ -319,6 +153,7 @@ static void py_borrower_dealloc(BorrowerObject *self) {
     PyMem_Free(self->lease_counts);
     PyMem_Free(self->view_counts);
     PyMem_Free(self->changed);
+    PyMem_Free(self->received);
     Py_XDECREF(self->ready);
     py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -328,6 +163,7 @@ static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
     {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
     {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
+    {"receive_reply", (PyCFunction)(void (*)(void))py_borrower_receive_reply, METH_VARARGS, NULL},
     {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
     {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,
      NULL},

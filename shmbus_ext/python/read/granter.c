@@ -20,23 +20,16 @@
 
 #include "python/group/client_lease.h"
 #include "python/group/delivery.h"
+#include "python/read/plain_reply.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
 #include "python/segment/segment_object.h"
 #include "ring/clock.h"
 
-/* A reply as MessagePack, by the names of shmbus/control/messages.py; what stands between them is a
- * number, or bytes. */
-#define FRAME_HEAD_BYTES 4u
-#define LEASES "\x83\xa4type\xa6Leases\xa2id"
-#define GROUPS "\xa6groups"
-#define GRANTED "\x84\xa4type\xa7Granted\xa6number"
-#define SIZE "\xa4size"
-#define PLACES "\xa6places"
 /* The longest number, or the longest head of bytes. */
 #define NUMBER_BYTES 9u
-#define LEASES_BYTES (sizeof LEASES + sizeof GROUPS + 2 * NUMBER_BYTES)
-#define GRANTED_BYTES (sizeof GRANTED + sizeof SIZE + sizeof PLACES + 3 * NUMBER_BYTES)
+#define LEASES_BYTES (sizeof REPLY_LEASES + sizeof REPLY_GROUPS + 2 * NUMBER_BYTES)
+#define GRANTED_BYTES (sizeof REPLY_GRANTED + sizeof REPLY_SIZE + sizeof REPLY_PLACES + 3 * NUMBER_BYTES)
 
 typedef struct {
     PyObject_HEAD
@@ -96,9 +89,9 @@ static uint8_t *put_binary_head(uint8_t *to, uint64_t size) {
 
 static uint8_t *put_entry(uint8_t *to, const GroupEntryObject *entry, uint64_t number) {
     Py_ssize_t count = PyList_GET_SIZE(entry->samples);
-    to = put_number(PUT_TEXT(to, GRANTED), number);
-    to = put_number(PUT_TEXT(to, SIZE), entry->size);
-    to = put_binary_head(PUT_TEXT(to, PLACES), (uint64_t)count * sizeof(struct wire_place));
+    to = put_number(PUT_TEXT(to, REPLY_GRANTED), number);
+    to = put_number(PUT_TEXT(to, REPLY_SIZE), entry->size);
+    to = put_binary_head(PUT_TEXT(to, REPLY_PLACES), (uint64_t)count * sizeof(struct wire_place));
     for (Py_ssize_t i = 0; i < count; i++) {
         const struct record_ref *ref =
             &((const TrajectoryObject *)PyList_GET_ITEM(entry->samples, i))->ref;
@@ -111,8 +104,8 @@ static uint8_t *put_entry(uint8_t *to, const GroupEntryObject *entry, uint64_t n
 
 /* The frame of the reply that grants these entries. */
 static uint8_t *put_reply(const GranterObject *self, uint8_t *to, PyObject *entries) {
-    uint8_t *body = to + FRAME_HEAD_BYTES, *end = put_number(PUT_TEXT(body, LEASES), self->id);
-    end = put_array_head(PUT_TEXT(end, GROUPS), (uint64_t)PyList_GET_SIZE(entries));
+    uint8_t *body = to + FRAME_HEAD_BYTES, *end = put_number(PUT_TEXT(body, REPLY_LEASES), self->id);
+    end = put_array_head(PUT_TEXT(end, REPLY_GROUPS), (uint64_t)PyList_GET_SIZE(entries));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
         end = put_entry(end, (const GroupEntryObject *)PyList_GET_ITEM(entries, i),
                         self->number + (uint64_t)i);
