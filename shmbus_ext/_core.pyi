@@ -116,7 +116,7 @@ class Segment:
     closed: bool
     removed: bool
     attach_epoch: int
-    collector_asleep: bool  # a daemon has read all that was put before
+    collector_asleep: bool  # a daemon has read all that was put before, and nothing is complete
     @classmethod
     def create(
         cls,
@@ -273,6 +273,8 @@ class Intake:
 class Granter:
     """Grants complete groups to the one request that a daemon has waiting."""
 
+    splits: int  # a bit for each whose groups clients take; all to begin with
+    others: bool  # whether groups are complete that are not in the table
     @property
     def armed(self) -> bool: ...
     @property
@@ -336,6 +338,7 @@ class Borrower:
     def receive(
         self, granted: list[Any], step: int, all: dict[int, ClientLease], fd: int, /
     ) -> tuple[list[ClientLease], list[int]]: ...
+    def look(self, fd: int, awake_s: float, /) -> bool | None: ...
     def receive_reply(
         self, fd: int, id: int, timeout_ms: int, all: dict[int, ClientLease], /
     ) -> int | None: ...

@@ -356,6 +356,20 @@ class Connection:
         except DaemonUnreachable as error:
             self._lose(wire, error)
 
+    def receive_groups(self, id_: int) -> bool:
+        """Receive the reply to a request, if it is there and grants groups. The lock is held."""
+        wire = self._wire
+        if wire is None:
+            return False
+        with self._turn.attempt() as mine:
+            if not mine or not wire.is_between_frames:
+                return False
+            kept = self._leases.receive_reply(wire.fileno(), id_, 0.0)
+            if kept is None or kept < 0:
+                return False
+            self._note_kept(id_)
+            return True
+
     def receive_pending(self) -> None:
         """File the replies that have arrived, without waiting. The lock is held."""
         wire = self._wire

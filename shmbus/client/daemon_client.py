@@ -230,8 +230,7 @@ class DaemonClient:
             if isinstance(reply, messages.Leases):
                 if ahead and len(reply.groups) + len(self.leases.ready) >= ahead:
                     self._ask_ahead(ahead)
-                if reply.groups:
-                    self.borrow(reply, wire)
+                self.borrow(reply, wire)
             return reply
         except errors.DaemonUnavailableError:
             raise
@@ -242,6 +241,8 @@ class DaemonClient:
 
     def borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
         """Turn what the daemon granted into leases of this process; empty if it died since."""
+        if not reply.groups:
+            return []  # or they are ready already
         with self.lock:
             if wire is not self.connection.wire:
                 # Never claimed, so the next daemon delivers them under other numbers.
@@ -291,6 +292,7 @@ class DaemonClient:
 
     def recall(self) -> None:
         """Give back the groups that were asked ahead: an older one is delivered before them now."""
+        self._looks.forget()
         if self.state.open_take is None and not self.leases.ready:
             return
         try:

@@ -15,8 +15,8 @@ Invariants:
   lease its new number before anything else is asked.
 - A lease is locked, known and ready in one call of C, and handed out in another: in between it is
   in `ready`, and behind them a group has it, which returns it if it dies on its way.
-- `ClientState.lock` is held by every caller of a method here, but for `receive_reply` and
-  `hand_out`.
+- `ClientState.lock` is held by every caller of a method here, but for `look`,
+  `receive_reply` and `hand_out`.
 """
 
 from __future__ import annotations
@@ -170,6 +170,24 @@ class Leases:
         if leases and granted.step >= state.next_step:
             state.next_step = granted.step + 1
         return leases
+
+    def look(self, fd: int, awake_s: float) -> bool | None:
+        """Look whether a connection has something to receive, and whether its daemon sleeps.
+
+        Parameters
+        ----------
+        fd : int
+            The connection.
+        awake_s : float
+            Seconds to stay awake for a daemon that is; its processor may be this one.
+
+        Returns
+        -------
+        bool or None
+            Whether it has, or is over. False where the daemon has no group for anybody, and sleeps;
+            None where it is awake still.
+        """
+        return self._borrower.look(fd, awake_s)
 
     def receive_reply(self, fd: int, id_: int, timeout_s: float) -> int | None:
         """Wait for a reply, and do with a plain one in one call what `receive` does.

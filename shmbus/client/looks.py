@@ -7,7 +7,8 @@ group; in between, that the daemon sleeps and has sent nothing says that there i
 Invariants:
 
 - A look that finds nothing is true: whatever was put before it began had been read by the daemon,
-  and made no group complete.
+  and made no group complete. A daemon that sleeps openly has no complete group, so that holds
+  also for a request that it has not read yet.
 - A request is left by a client that is alone, for STANDS_S at most, and under a policy that judges
   no group by when it is taken. What it brings is leased, and given back as any other lease is.
 - Nothing waits for a reply that may never come: a dialogue in doubt ends the connection.
@@ -31,6 +32,9 @@ __all__ = ["Looks"]
 STANDS_S = 0.01
 #: Looks in vain, one soon after the other, after which a caller is taken for one that goes on.
 OFTEN = 3
+#: Seconds that a look stays awake for a daemon that somebody has just woken: it needs a third of it
+#: to wake up and to reply, and two wake-ups more if it is asked.
+AWAKE_S = 0.0001
 #: Seconds between two such looks: far more than one takes, and less than a step of a trainer.
 SOON_S = 0.001
 
@@ -58,8 +62,16 @@ class Looks:
     def __init__(self) -> None:
         #: The id of the request that stands; it does while it is the state's open take.
         self._standing = -1
+        #: Whether the next look leaves one: the last that stood has brought groups.
+        self._again = False
         self._in_vain = 0
         self._last_s = 0.0
+        #: Whether the daemon slept when the look before this one found nothing.
+        self._slept = False
+
+    def forget(self) -> None:
+        """Ask the next time: the daemon is about to be told what makes a group complete."""
+        self._again = False
 
     def look(self, client: Client, max_groups: int, ahead: int) -> bool:
         """Say whether there are leases to hand out now; never waits for a group.
@@ -74,19 +86,26 @@ class Looks:
             How many to ask ahead behind a reply that has as many; 0 for none.
         """
         state, connection = client.state, client.connection
+        if self._again:
+            self._again = False
+            self._stand(client, max_groups)
         if state.open_take != self._standing:
             return self._ask(client, max_groups, ahead)
-        # In this order: the daemon replies, and sleeps then. Under the lock, since another thread
-        # that reads a reply files it there.
-        asleep = client.segment.collector_asleep
-        with state.lock:
-            wire, pending = connection.wire, state.replies.get(self._standing)
-            alive = wire is not None and not (wire.ended or connection.doubtful)
-            silent = wire is not None and not wire.wait(0.0)
-            unanswered = pending is not None and pending.reply is None
-            if asleep and alive and silent and unanswered:
+        wire = connection.wire
+        if wire is not None and not (wire.ended or connection.doubtful):
+            # If it slept, somebody has put something, and a group may be here in a moment.
+            found = client.leases.look(wire.fileno(), AWAKE_S if self._slept else 0.0)
+            self._slept = found is False
+            # Only then: another thread that reads a reply files it under the lock.
+            if self._slept and self._is_open(client):
                 return False
         return self._look_closer(client, max_groups, ahead)
+
+    def _is_open(self, client: Client) -> bool:
+        """Whether nobody has read an answer to the request that stands."""
+        with client.state.lock:
+            pending = client.state.replies.get(self._standing)
+            return pending is not None and pending.reply is None
 
     def _ask(self, client: Client, max_groups: int, ahead: int) -> bool:
         """Ask the daemon; leave a request there if the caller goes on looking in vain."""
@@ -95,12 +114,14 @@ class Looks:
         soon = now_s - self._last_s < SOON_S
         self._in_vain = 0 if found else self._in_vain + 1 if soon else 1
         self._last_s = now_s
-        if self._in_vain >= OFTEN and client.connection.policy.get("max_policy_lag") is None:
+        if self._in_vain >= OFTEN:
             self._stand(client, max_groups)
         return found
 
     def _stand(self, client: Client, max_groups: int) -> None:
-        """Leave a request with the daemon, if there is none."""
+        """Leave a request with the daemon, if there is none, and no policy against it."""
+        if client.connection.policy.get("max_policy_lag") is not None:
+            return
         try:
             with client.state.lock:
                 if client.state.open_take is None and client.connection.wire is not None:
@@ -110,13 +131,18 @@ class Looks:
             raise
 
     def _look_closer(self, client: Client, max_groups: int, ahead: int) -> bool:
-        """Have the request answered that stands, by one that stands in its place."""
+        """Receive what has come, or have the request answered by one that stands in its place."""
         state, connection = client.state, client.connection
         try:
             with state.lock:
-                connection.receive_pending()
-                wire, standing = connection.wire, self._standing
+                standing = self._standing
                 stands = state.open_take == standing
+                if stands and connection.receive_groups(standing):
+                    state.open_take = None
+                    self._again = True
+                    return True
+                connection.receive_pending()
+                wire = connection.wire
                 pending = state.replies.get(standing) if stands else None
                 if wire is not None and pending is not None and pending.reply is None:
                     self._standing = client.leave_request(max_groups, STANDS_S)
@@ -131,9 +157,10 @@ class Looks:
         if wire is not None:
             return bool(client.leases.ready)
         if stands and client.ask(max_groups, 0.0, ahead):
-            self._stand(client, max_groups)
+            self._again = True
             return True
         # It was answered because its time was over: that says nothing of now.
+        self._last_s = time.monotonic()
         return self._ask(client, max_groups, ahead)
 
 

@@ -71,6 +71,8 @@ class Granting:
             self._lock.__exit__(kind, error, traceback)
 
     def _arm(self) -> None:
+        self._granter.splits = self._service.splits
+        self._granter.others = self._service.has_returned
         request = None if self._over else self._service.next_plain()
         if request is not None:
             self._granter.arm(*request)

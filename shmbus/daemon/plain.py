@@ -62,6 +62,8 @@ class PlainGrants(ABC):
     _claims: Claims | None
     _planner: StepPlanner | None
     _table: LeaseTable
+    #: A bit for each split whose groups clients take, or have taken.
+    splits: int
 
     @property
     @abstractmethod
@@ -71,6 +73,11 @@ class PlainGrants(ABC):
     @abstractmethod
     def pump(self, now: float) -> bool:
         """Read a portion of the ring and answer requests that wait; True if there may be more."""
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether groups wait here for the next client that the stash does not know of."""
+        return bool(self._table.returned)
 
     def _is_alone(self) -> bool:
         """Whether there is one client that takes groups."""

@@ -73,6 +73,7 @@ class Service(PlainGrants):
         self.frozen = False
         self.removed = False
         self.began_s = time.monotonic()
+        self.splits = 0
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
         self._waiting: list[Waiting] = []
@@ -250,7 +251,7 @@ class Service(PlainGrants):
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
         """Have a number for its split, or return why there is none."""
         try:
-            _core.split_number(self.collector.segment, hello.split)
+            self.splits |= 1 << _core.split_number(self.collector.segment, hello.split)
         except ValueError as error:
             message = f"bus {hello.bus!r}: {error}"
             return messages.Refused(kind="value", message=message)

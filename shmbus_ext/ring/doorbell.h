@@ -25,7 +25,7 @@ void doorbell_announce(struct bus_header *header);
 void doorbell_stay(struct bus_header *header);
 enum doorbell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns);
 /* The same, for a reader that others may find asleep: then nothing that was published before they
- * looked is unread. */
+ * looked is unread, and nothing that was read waits for anybody. */
 enum doorbell_wait doorbell_sleep_openly(struct bus_header *header, int64_t timeout_ns);
 bool doorbell_is_asleep(const struct bus_header *header);
 

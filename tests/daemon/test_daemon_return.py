@@ -26,7 +26,7 @@ def fill(name: str, count: int = GROUPS) -> set[str]:
 
 def grant_and_forget(client: DaemonClient, request: Callable[[int], messages.Request]) -> None:
     """Have groups granted, and leave before they are received, as an interrupted take does."""
-    answer = client.connection.request(request, None, limits.CLIENT_WAIT_S, takes=True)
+    answer = client.connection.request(request, None, limits.CLIENT_WAIT_S, takes=False)
     assert answer is not None and isinstance(answer[0], messages.Leases) and answer[0].groups
     client.connection.abandon()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from conftest import Daemon, wait_until
 
-from shmbus import Consumer, Group, Producer
+from shmbus import Consumer, Group, Ledger, Producer
+from shmbus.client import looks
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.ask import ask_status
 from shmbus.control.messages import StatusReply
@@ -49,10 +51,14 @@ def look_until_it_stands(consumer: Consumer) -> None:
         assert time.monotonic() < deadline, "no request stands"
 
 
-def leased(name: str) -> int:
+def ledger_of(name: str) -> Ledger:
     reply = ask_status(name)
     assert isinstance(reply, StatusReply)
-    return reply.ledger.leased
+    return reply.ledger
+
+
+def leased(name: str) -> int:
+    return ledger_of(name).leased
 
 
 def test_a_look_finds_what_was_put_before_it_however_often_it_found_nothing(
@@ -78,6 +84,37 @@ def test_a_look_finds_what_was_put_before_it_however_often_it_found_nothing(
         ledger = consumer.stats()
         assert (ledger.groups_leased, ledger.in_ring, ledger.stashed) == (0, 0, 0)
         assert ledger.balanced
+
+
+def test_a_look_that_a_daemon_has_not_heard_of_yet_finds_what_is_complete_there(
+    daemon: Served, bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "REPLY_GRACE_S", DEADLINE_S)
+    served = daemon("--capacity", "1MiB")
+    with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            # A request stands for a moment only.
+            assert time.monotonic() < deadline, "no request stood when the groups came"
+            look_until_it_stands(consumer)
+            put(producer, "g0")
+            put(producer, "g1")
+            wait_until(lambda: ledger_of(bus_name).in_ring == 0, what="the ring to be read")
+            if ledger_of(bus_name).groups_leased == 1:
+                break
+            for group in consumer.take(2, 0):
+                group.ack()
+        for _ in range(50):
+            # It is about to sleep; if others are to see that, they see it soon.
+            if source_of(consumer).segment.collector_asleep:
+                break
+            time.sleep(0.002)
+        served.child.send_signal(signal.SIGSTOP)
+        goes_on = threading.Timer(0.2, served.child.send_signal, [signal.SIGCONT])
+        goes_on.start()
+        found = [group.instance_id for _ in range(2) for group in consumer.take(1, 0)]
+        goes_on.join(DEADLINE_S)
+        assert found == ["g0", "g1"]
 
 
 @pytest.mark.parametrize("groups", [1, 64, None])

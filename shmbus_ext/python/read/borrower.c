@@ -163,6 +163,7 @@ static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
     {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
     {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
+    {"look", (PyCFunction)(void (*)(void))py_borrower_look, METH_VARARGS, NULL},
     {"receive_reply", (PyCFunction)(void (*)(void))py_borrower_receive_reply, METH_VARARGS, NULL},
     {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
     {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,

@@ -10,7 +10,8 @@
  *   takes that lock disarms it first, so that what was decided holds.
  * - A group is granted where no policy has a say: what the table refuses, or leaves to be judged, is
  *   returned, and then nothing is granted.
- * - A lease is written whole and once. What the socket does not take is returned. */
+ * - A lease is written whole and once. What the socket does not take is returned.
+ * - While it sleeps openly, no group is complete that a client could take. */
 #define _GNU_SOURCE
 #include "python/read/granter.h"
 
@@ -39,6 +40,8 @@ typedef struct {
     Py_ssize_t portion; /* records that one look reads at most; more are left to Python */
     uint64_t records;   /* of one reply at most, as portion */
     uint64_t granted;   /* replies that were written here */
+    uint32_t splits;    /* a bit for each whose groups clients take */
+    bool others;        /* groups are complete that are not in the table */
     /* The request, and where its reply goes. */
     PyObject *head; /* bytes: frames that go before it, or NULL */
     uint64_t id;
@@ -189,11 +192,23 @@ static void let_client_run(void) {
     Py_END_ALLOW_THREADS
 }
 
+/* Whether a client would get a group if it asked now. */
+static bool has_groups(const GranterObject *self) {
+    for (unsigned i = 0; i < SHMBUS_MAX_SPLITS; i++) {
+        if ((self->splits >> i & 1u) != 0 && self->table->lists.ready[i].groups > 0) {
+            return true;
+        }
+    }
+    return self->others;
+}
+
 /* wait() -> None | (left, entries, rest): sleeps until records may have come, and grants. None says
  * that nothing was read. Else the lock is the caller's, to be released by it: `left` is for a
  * policy, `entries` were leased and their reply was written but for `rest`. */
 static PyObject *py_granter_wait(GranterObject *self, PyObject *ignored) {
     (void)ignored;
+    /* Who finds it asleep takes that for an answer, also to a request that is not read yet. */
+    self->reader->sleeps_openly = !has_groups(self);
     if (!py_reader_usable(self->reader) ||
         py_reader_wait_for_events(self->reader, -1, 0) == WAIT_FAILED) {
         return NULL;
@@ -267,7 +282,7 @@ static int py_granter_init(GranterObject *self, PyObject *args, PyObject *kwargs
     }
     self->records = records;
     self->reader = (ReaderObject *)Py_NewRef(reader);
-    self->reader->sleeps_openly = true; /* what this reads is granted before it sleeps again */
+    self->splits = UINT32_MAX;
     self->table = (GroupTableObject *)Py_NewRef(table);
     self->lock = (RecursiveLockObject *)Py_NewRef(lock);
     return 0;
@@ -291,6 +306,8 @@ static PyMethodDef granter_methods[] = {
 static PyMemberDef granter_members[] = {
     {"armed", T_BOOL, offsetof(GranterObject, armed), READONLY, NULL},
     {"granted", T_ULONGLONG, offsetof(GranterObject, granted), READONLY, NULL},
+    {"splits", T_UINT, offsetof(GranterObject, splits), 0, NULL},
+    {"others", T_BOOL, offsetof(GranterObject, others), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

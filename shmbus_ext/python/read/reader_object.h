@@ -10,7 +10,7 @@ typedef struct {
     HOLDER_HEAD
     struct reader c;
     bool wakes_often; /* the last sleep was short: producers are at work */
-    bool sleeps_openly; /* a daemon's: its clients see that there is nothing new */
+    bool sleeps_openly; /* a daemon's: its clients see that there is nothing for them */
 } ReaderObject;
 extern PyTypeObject ReaderType;
 

@@ -8,12 +8,14 @@
 
 #include <limits.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 
 #include "python/hooks.h"
 #include "python/read/lease_ends.h"
 #include "python/read/plain_reply.h"
 #include "ring/clock.h"
+#include "ring/doorbell.h"
 
 #define NS_PER_MS UINT64_C(1000000)
 
@@ -128,6 +130,11 @@ PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
     Py_XDECREF(leases);
     Py_XDECREF(refused);
     return result;
+}
+
+static bool is_readable(int fd) {
+    struct pollfd what = {fd, POLLIN, 0};
+    return poll(&what, 1, 0) > 0;
 }
 
 /* Whether an end of the connection is closed. */
@@ -260,6 +267,39 @@ static bool accept_reply(BorrowerObject *self, const struct plain_reply *reply, 
     }
     Py_XDECREF(ended);
     return kept;
+}
+
+/* One look: whether there is something to receive, or the connection is over (1), or else nothing
+ * complete with the daemon, which sleeps (0); -1 where it is awake. */
+static int look_once(const struct bus_header *header, int fd) {
+    /* In this order: the daemon replies, and sleeps then. */
+    const bool asleep = doorbell_is_asleep(header);
+    return is_readable(fd) ? 1 : asleep ? 0 : -1;
+}
+
+/* look(fd, awake_s) -> bool | None: whether there is something to receive, or the connection is
+ * over. False where there is nothing: the daemon has no group for anybody. Looks for so long while
+ * the daemon is awake, and lets it run; None where it is awake still. */
+PyObject *py_borrower_look(BorrowerObject *self, PyObject *args) {
+    int fd;
+    double awake_s;
+    if (!PyArg_ParseTuple(args, "id", &fd, &awake_s) || !py_borrower_usable(self)) {
+        return NULL;
+    }
+    /* Its owner keeps it mapped: another thread may close this. */
+    SegmentObject *segment = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+    int found = look_once(segment->c.header, fd);
+    if (found < 0 && awake_s > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        const uint64_t until_ns = clock_monotonic_ns() + (uint64_t)(awake_s * 1e9);
+        do {
+            sched_yield();
+            found = look_once(segment->c.header, fd);
+        } while (found < 0 && clock_monotonic_ns() < until_ns);
+        Py_END_ALLOW_THREADS
+    }
+    Py_DECREF(segment);
+    return found < 0 ? Py_NewRef(Py_None) : PyBool_FromLong(found);
 }
 
 /* Whether there is something to receive, or the connection is over, within `timeout_ms`: 1 or 0, or

@@ -501,7 +501,8 @@ static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *ignored)
         atomic_load_explicit(&self->c.header->attach_epoch, memory_order_acquire));
 }
 
-/* Whether a daemon has read all that was put before this was asked, and sleeps. */
+/* Whether a daemon has read all that was put before this was asked, has no complete group that a
+ * client could take, and sleeps. */
 static PyObject *py_segment_get_collector_asleep(SegmentObject *self, void *ignored) {
     (void)ignored;
     if (!py_segment_usable(self, "handle")) {
