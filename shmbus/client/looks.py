@@ -33,7 +33,7 @@ STANDS_S = 0.01
 #: Looks in vain, one soon after the other, after which a caller is taken for one that goes on.
 OFTEN = 3
 #: Seconds that a look stays awake for a daemon that somebody has just woken: it needs a third of it
-#: to wake up and to reply, and two wake-ups more if it is asked.
+#: to wake up and to reply, or to sleep again. To be asked costs it and this process a wake-up each.
 AWAKE_S = 0.0001
 #: Seconds between two such looks: far more than one takes, and less than a step of a trainer.
 SOON_S = 0.001
@@ -66,8 +66,9 @@ class Looks:
         self._again = False
         self._in_vain = 0
         self._last_s = 0.0
-        #: Whether the daemon slept when the look before this one found nothing.
-        self._slept = False
+        #: Whether a daemon that is awake is about to reply, or to sleep: it slept at the look
+        #: before, or has just been sent a request.
+        self._in_a_moment = False
 
     def forget(self) -> None:
         """Ask the next time: the daemon is about to be told what makes a group complete."""
@@ -89,15 +90,15 @@ class Looks:
         if self._again:
             self._again = False
             self._stand(client, max_groups)
+            self._in_a_moment = True
         if state.open_take != self._standing:
             return self._ask(client, max_groups, ahead)
         wire = connection.wire
         if wire is not None and not (wire.ended or connection.doubtful):
-            # If it slept, somebody has put something, and a group may be here in a moment.
-            found = client.leases.look(wire.fileno(), AWAKE_S if self._slept else 0.0)
-            self._slept = found is False
+            found = client.leases.look(wire.fileno(), AWAKE_S if self._in_a_moment else 0.0)
+            self._in_a_moment = found is False
             # Only then: another thread that reads a reply files it under the lock.
-            if self._slept and self._is_open(client):
+            if found is False and self._is_open(client):
                 return False
         return self._look_closer(client, max_groups, ahead)
 

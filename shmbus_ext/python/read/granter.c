@@ -192,14 +192,16 @@ static void let_client_run(void) {
     Py_END_ALLOW_THREADS
 }
 
-/* Whether a client would get a group if it asked now. */
-static bool has_groups(const GranterObject *self) {
+/* Whether no client would get a group if it asked now: who finds this asleep takes that for an answer,
+ * also to a request that is not read yet. */
+static bool has_no_groups(const void *daemon) {
+    const GranterObject *self = daemon;
     for (unsigned i = 0; i < SHMBUS_MAX_SPLITS; i++) {
         if ((self->splits >> i & 1u) != 0 && self->table->lists.ready[i].groups > 0) {
-            return true;
+            return false;
         }
     }
-    return self->others;
+    return !self->others;
 }
 
 /* wait() -> None | (left, entries, rest): sleeps until records may have come, and grants. None says
@@ -207,8 +209,6 @@ static bool has_groups(const GranterObject *self) {
  * policy, `entries` were leased and their reply was written but for `rest`. */
 static PyObject *py_granter_wait(GranterObject *self, PyObject *ignored) {
     (void)ignored;
-    /* Who finds it asleep takes that for an answer, also to a request that is not read yet. */
-    self->reader->sleeps_openly = !has_groups(self);
     if (!py_reader_usable(self->reader) ||
         py_reader_wait_for_events(self->reader, -1, 0) == WAIT_FAILED) {
         return NULL;
@@ -282,13 +282,18 @@ static int py_granter_init(GranterObject *self, PyObject *args, PyObject *kwargs
     }
     self->records = records;
     self->reader = (ReaderObject *)Py_NewRef(reader);
-    self->splits = UINT32_MAX;
     self->table = (GroupTableObject *)Py_NewRef(table);
     self->lock = (RecursiveLockObject *)Py_NewRef(lock);
+    self->splits = UINT32_MAX;
+    self->reader->daemon = self;
+    self->reader->sleeps_openly = has_no_groups;
     return 0;
 }
 
 static void py_granter_dealloc(GranterObject *self) {
+    if (self->reader != NULL && self->reader->daemon == self) {
+        self->reader->sleeps_openly = NULL;
+    }
     Py_XDECREF(self->reader);
     Py_XDECREF(self->table);
     Py_XDECREF(self->lock);

@@ -218,7 +218,6 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
         return result;
     }
     enum doorbell_wait woken = DOORBELL_TIMEOUT;
-    const bool openly = self->sleeps_openly;
     while (woken == DOORBELL_TIMEOUT) {
         double left_ns = timeout_s < 0 ? (double)SLEEP_SLICE_NS
                                        : timeout_s * 1e9 - (double)(clock_monotonic_ns() - start);
@@ -232,6 +231,8 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
             woken = DOORBELL_WOKEN;
             break;
         }
+        /* Here, since nobody else has had the interpreter lock between this and the sleep. */
+        const bool openly = self->sleeps_openly != NULL && self->sleeps_openly(self->daemon);
         Py_BEGIN_ALLOW_THREADS
         woken = openly ? doorbell_sleep_openly(header, slice_ns) : doorbell_sleep(header, slice_ns);
         Py_END_ALLOW_THREADS

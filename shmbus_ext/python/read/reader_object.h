@@ -10,7 +10,9 @@ typedef struct {
     HOLDER_HEAD
     struct reader c;
     bool wakes_often; /* the last sleep was short: producers are at work */
-    bool sleeps_openly; /* a daemon's: its clients see that there is nothing for them */
+    /* A daemon's: whether its clients may see that it sleeps, since there is nothing for them. */
+    bool (*sleeps_openly)(const void *daemon);
+    const void *daemon;
 } ReaderObject;
 extern PyTypeObject ReaderType;
 
