@@ -110,7 +110,11 @@ class Looks:
 
     def _ask(self, client: Client, max_groups: int, ahead: int) -> bool:
         """Ask the daemon; leave a request there if the caller goes on looking in vain."""
+        earlier = client.state.open_take is not None
         found = client.ask(max_groups, 0.0, ahead)
+        if earlier and not found:
+            # That was the answer of then.
+            found = client.ask(max_groups, 0.0, ahead)
         now_s = time.monotonic()
         soon = now_s - self._last_s < SOON_S
         self._in_vain = 0 if found else self._in_vain + 1 if soon else 1

@@ -156,6 +156,30 @@ def test_looks_for_many_find_all_that_was_put_and_each_group_once(
         assert consumer.stats().balanced
 
 
+def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_look(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "1MiB")
+    with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
+        for number in range(16):
+            put(producer, f"g{number}")
+        groups = consumer.take(16, DEADLINE_S)
+        while len(groups) < 16:
+            groups += consumer.take(16 - len(groups), DEADLINE_S)
+        consumer.ack(groups)
+        for number in range(16, 32):
+            put(producer, f"g{number}")
+        wait_until(lambda: ledger_of(bus_name).in_ring == 0, what="the ring to be read")
+        # All that was asked for, so that as many are asked ahead; the daemon has none.
+        assert len(consumer.take(16, 0)) == 16
+        client = source_of(consumer)
+        assert client.state.open_take is not None
+        wire = client.connection.wire
+        assert wire is not None and wire.wait(DEADLINE_S)
+        put(producer, "new")
+        assert [group.instance_id for group in consumer.take(16, 0)] == ["new"]
+
+
 def test_who_has_looked_often_takes_nothing_from_a_client_that_comes(
     daemon: Served, bus_name: str
 ) -> None:

@@ -326,6 +326,25 @@ static int wait_for_reply(int fd, long long timeout_ms) {
     }
 }
 
+/* What receive_reply says of what is there. */
+static PyObject *receive_now(BorrowerObject *self, int fd, uint64_t id, PyObject *all) {
+    struct plain_reply reply;
+    const ssize_t size = self->attached ? recv(fd, self->received, BORROWER_RECEIVED_BYTES,
+                                               MSG_PEEK | MSG_DONTWAIT)
+                                        : 0;
+    if (size <= 0 || !py_plain_reply_find(self->received, (size_t)size, id, &reply)) {
+        Py_RETURN_NONE;
+    }
+    PyObject *leases = borrow_reply(self, &reply, fd), *count = NULL;
+    if (leases != NULL && accept_reply(self, &reply, fd, leases, all)) {
+        count = PyLong_FromSsize_t(PyList_GET_SIZE(leases));
+    } else if (!PyErr_Occurred()) {
+        count = Py_NewRef(Py_None);
+    }
+    Py_XDECREF(leases);
+    return count;
+}
+
 /* receive_reply(fd, id, timeout_ms, all) -> int | None: waits for something to receive. How many
  * leases are in the dictionary `all` and ready, of the reply to this request; -1 where nothing came.
  * None where something else did, or the reply is not plain, not whole, or not all right: nothing has
@@ -343,19 +362,11 @@ PyObject *py_borrower_receive_reply(BorrowerObject *self, PyObject *args) {
     if (woken <= 0) {
         return woken < 0 ? NULL : PyLong_FromLong(-1);
     }
-    struct plain_reply reply;
-    const ssize_t size = self->attached ? recv(fd, self->received, BORROWER_RECEIVED_BYTES,
-                                               MSG_PEEK | MSG_DONTWAIT)
-                                        : 0;
-    if (size <= 0 || !py_plain_reply_find(self->received, (size_t)size, id, &reply)) {
-        Py_RETURN_NONE;
+    /* No finalizer runs in here that takes groups, too. */
+    const int collects = PyGC_Disable();
+    PyObject *count = receive_now(self, fd, id, all);
+    if (collects) {
+        PyGC_Enable();
     }
-    PyObject *leases = borrow_reply(self, &reply, fd), *count = NULL;
-    if (leases != NULL && accept_reply(self, &reply, fd, leases, all)) {
-        count = PyLong_FromSsize_t(PyList_GET_SIZE(leases));
-    } else if (!PyErr_Occurred()) {
-        count = Py_NewRef(Py_None);
-    }
-    Py_XDECREF(leases);
     return count;
 }
