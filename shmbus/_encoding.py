@@ -90,6 +90,13 @@ def encode_dtype(name: str, dtype: np.dtype[Any]) -> bytes:
     return str(dtype.str).encode()
 
 
+#: What literal_eval and dtype raise for a hostile text; a signal's handler may raise anything else.
+_OF_A_TEXT = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
+    TypeError, ValueError, Warning,
+)  # fmt: skip
+
+
 def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
     """Rebuild a dtype; TypeError where this process does not know it."""
     text = described.decode("utf-8", "replace")
@@ -100,7 +107,7 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
             dtype = _extension_dtype(text)
         else:
             dtype = np.dtype(text)
-    except Exception as error:  # hostile text makes literal_eval and dtype raise almost anything
+    except _OF_A_TEXT as error:
         raise TypeError(
             f"field {name!r}: this process knows no dtype {text!r}; import what defines it "
             "(ml_dtypes for bfloat16) before reading"
