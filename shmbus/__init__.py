@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shmbus.copies import GroupCopy, TrajectoryCopy
     from shmbus.feeder import Feeder
     from shmbus.group import Group
+    from shmbus.inspect.stall_report import StallReport
     from shmbus.ledger import Ledger, RequestCounts
     from shmbus.producer import Producer, ProducerStats
     from shmbus.put.requests import Request
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from shmbus.record_reader import RecordHead, RecordReader
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
-    from shmbus.stall import StallReport
     from shmbus.take.requests import RestoredRequests
 
 __all__ = [
@@ -111,7 +111,7 @@ _HOMES = {
     "Request": "shmbus.put.requests",
     "RequestCounts": "shmbus.ledger",
     "RestoredRequests": "shmbus.take.requests",
-    "StallReport": "shmbus.stall",
+    "StallReport": "shmbus.inspect.stall_report",
     "TrajectoryCopy": "shmbus.copies",
     "WantedSample": "shmbus.put.retries",
     "unlink": "shmbus.segment.lifecycle",

@@ -18,60 +18,20 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import msgspec
-
 from shmbus import errors
-from shmbus._format import show_duration
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.inspect.types import BusStatus
+    from shmbus.inspect.stall_report import StallReport
 
-__all__ = ["OnStall", "StallReport", "Watch", "check_stall"]
+__all__ = ["OnStall", "Watch", "check_stall"]
 
 logger = logging.getLogger(__name__)
-
 
 #: The longest period: a watchdog that is silent for more than a day watches nothing.
 _TIMEOUT_MAX_S = 86_400.0
 #: Checks per period, of some microseconds each; a stall is reported at most 25% late.
 _CHECKS = 4
-
-
-class StallReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A wait without movement, and the state of the bus then; ``str(report)`` is for people.
-
-    Attributes
-    ----------
-    bus : str
-        The bus.
-    waits_for : str
-        "a complete group", "this rank's step" or "space".
-    stalled_s : float
-        Seconds for which this process has waited and nothing has moved.
-    status : BusStatus | None
-        As `shmbus status` shows it: the ledger, the oldest incomplete groups with their missing
-        samples, leases, producers, a pause. None where it could not be read.
-    problem : str
-        Why it could not be read.
-    """
-
-    bus: str
-    waits_for: str
-    stalled_s: float
-    status: BusStatus | None = None
-    problem: str = ""
-
-    def __str__(self) -> str:
-        head = (
-            f"bus {self.bus!r}: nothing has moved for {show_duration(self.stalled_s)}, and this "
-            f"process waits for {self.waits_for}"
-        )
-        if self.status is None:
-            return f"{head}; its status cannot be read: {self.problem}"
-        from shmbus.inspect.status_text import status_text
-
-        return f"{head}\n{status_text(self.status)}"
 
 
 OnStall: TypeAlias = 'Literal["log", "raise"] | Callable[[StallReport], object] | None'
@@ -179,6 +139,9 @@ class Watch:
             self._fire(waits_for, now - self._since_s)
 
     def _fire(self, waits_for: str, stalled_s: float) -> None:
+        # Imported here, so that a worker that never stalls does not load it.
+        from shmbus.inspect.stall_report import gather
+
         report = gather(self._bus, waits_for, stalled_s)
         if self._on_stall == "log":
             logger.warning("%s", report)
@@ -192,15 +155,3 @@ def _movements(segment: _core.Segment) -> tuple[int, ...]:
     """Counters of which one changes with every movement."""
     counts = [(row[5], row[6]) for row in segment.producers()]
     return sum(c for c, _ in counts), sum(a for _, a in counts), *segment.released()
-
-
-def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
-    """Make a report now, also of a bus that cannot be read."""
-    # Imported here, so that a worker that never stalls does not load it.
-    from shmbus.inspect.status import read_status
-
-    try:
-        status = read_status(bus)
-    except (errors.ShmbusError, OSError) as error:
-        return StallReport(bus=bus, waits_for=waits_for, stalled_s=stalled_s, problem=str(error))
-    return StallReport(bus=bus, waits_for=waits_for, stalled_s=stalled_s, status=status)

@@ -12,6 +12,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import pydoc
 import re
 import textwrap
 from collections.abc import Iterator
@@ -377,6 +378,11 @@ def test_a_wrong_docstring_is_found() -> None:
     assert entries(sections(text)["Parameters"]) == ["a", "b", "rest"]
     assert "Returns" in sections(text)
     assert "Raises" not in sections(text)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_of_a_public_module_can_be_read(name: str) -> None:
+    assert pydoc.render_doc(importlib.import_module(name))
 
 
 def test_public_modules_export_what_they_document() -> None:

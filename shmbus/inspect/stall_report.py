@@ -1,0 +1,59 @@
+"""What the watchdog says of a wait on a bus on which nothing moves: the status of the bus then.
+
+Invariant: a report can be made of any bus, also of one that cannot be read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shmbus import errors
+from shmbus._format import show_duration
+from shmbus.inspect.status import read_status
+from shmbus.inspect.status_text import status_text
+from shmbus.inspect.types import BusStatus
+
+__all__ = ["StallReport", "gather"]
+
+
+class StallReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A wait without movement, and the state of the bus then; ``str(report)`` is for people.
+
+    Attributes
+    ----------
+    bus : str
+        The bus.
+    waits_for : str
+        "a complete group", "this rank's step" or "space".
+    stalled_s : float
+        Seconds for which this process has waited and nothing has moved.
+    status : BusStatus | None
+        As `shmbus status` shows it: the ledger, the oldest incomplete groups with their missing
+        samples, leases, producers, a pause. None where it could not be read.
+    problem : str
+        Why it could not be read.
+    """
+
+    bus: str
+    waits_for: str
+    stalled_s: float
+    status: BusStatus | None = None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        head = (
+            f"bus {self.bus!r}: nothing has moved for {show_duration(self.stalled_s)}, and this "
+            f"process waits for {self.waits_for}"
+        )
+        if self.status is None:
+            return f"{head}; its status cannot be read: {self.problem}"
+        return f"{head}\n{status_text(self.status)}"
+
+
+def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
+    """Make a report now."""
+    try:
+        status = read_status(bus)
+    except (errors.ShmbusError, OSError) as error:
+        return StallReport(bus=bus, waits_for=waits_for, stalled_s=stalled_s, problem=str(error))
+    return StallReport(bus=bus, waits_for=waits_for, stalled_s=stalled_s, status=status)
