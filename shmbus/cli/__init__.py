@@ -54,6 +54,15 @@ _COMMANDS = {
 _PLUGINS = "shmbus.commands"
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps what is one paragraph; what has lines of its own, as examples have, keeps them."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" not in text:
+            return super()._fill_text(text, width, indent)
+        return "".join(indent + line for line in text.splitlines(keepends=True))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -71,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="shmbus",
         description="A shared-memory bus that brings complete groups of trajectories to a trainer.",
         epilog="example:\n  shmbus demo --workers 4",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=f"shmbus {shmbus.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -82,7 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         importlib.import_module(f"{__name__}.{module}").add_parser(commands)
     if not built_in:
         _add_plugins(commands)
+    for command in commands.choices.values():
+        if command.formatter_class is argparse.HelpFormatter:
+            command.formatter_class = _Help
     complete(parser, commands.choices.values())
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         parser.error(unknown_command(words[0], commands.choices))
     parsed = parser.parse_args(arguments)
@@ -132,10 +147,10 @@ def _add_broken(commands: Commands, entry: EntryPoint, error: Exception) -> None
         prefix_chars="\0",
     )
     parser.add_argument("options", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=_raiser(entry.name, reason))
+    parser.set_defaults(run=_raiser(reason))
 
 
-def _raiser(name: str, reason: str) -> Callable[[argparse.Namespace], int]:
+def _raiser(reason: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(
             f"the package that adds this command cannot be loaded ({reason}); install it again, or "

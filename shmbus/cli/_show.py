@@ -47,7 +47,6 @@ def add_command(
         help=help,
         description=description,
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if json:
         parser.add_argument("--json", action="store_true", help="print JSON, with stable names")

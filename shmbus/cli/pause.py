@@ -18,7 +18,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Makes each put and reserve wait, up to its timeout, until the bus is resumed. "
         "Groups are still delivered.",
         epilog='example:\n  shmbus pause run1 --reason "weights are being loaded"',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     pause.add_argument("name", metavar="NAME", help="the bus")
     pause.add_argument(
@@ -33,7 +32,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="let the producers of a bus go on",
         description="Ends a pause, whichever process began it.",
         epilog="example:\n  shmbus resume run1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     resume.add_argument("name", metavar="NAME", help="the bus")
     resume.set_defaults(run=run_resume)

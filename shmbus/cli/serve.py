@@ -43,10 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "serve",
         help="run the daemon of a bus",
-        description="Create the bus, or adopt the one that is there, and lease its groups to "
+        description="Creates the bus, or adopts the one that is there, and leases its groups to "
         "trainers until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="the bus")
     parser.add_argument("--config", metavar="FILE.toml", help="settings in a TOML file")

@@ -140,26 +140,53 @@ _HELP = {
     "schema": 'fields of samples as JSON, such as \'{"tokens": "int32"}\', if the bus is created; '
     "one that is there must have them",
     "group_timeout": "seconds that a group may stay incomplete",
-    "on_timeout": "what happens to it then: wait, drop or partial",
+    "on_timeout": "what happens to it then",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
     "skip_zero_variance": "drop complete groups whose scores are all equal",
-    "duplicate": "a second sample of an index: drop, or also error",
+    "duplicate": "a second sample of an index: drop it, or also raise an error",
     "max_stash_bytes": "ring bytes that incomplete groups may occupy",
-    "on_overflow": "what happens to the oldest above that: wait, drop or partial",
+    "on_overflow": "what happens to the oldest above that",
     "sample_retries": "how often a failed sample is requested again",
     "retry_timeout": "seconds for an answer to such a request",
-    "on_failure": "what happens to a group with a sample that failed for good: drop or partial",
+    "on_failure": "what happens to a group with a sample that failed for good",
     "drain_timeout": "seconds that leased groups have to end after SIGTERM",
     "unlink_on_exit": "remove the bus at a clean exit",
     "restore": "a snapshot to create the bus from, if there is none yet",
     "metrics_port": "serve Prometheus metrics and /healthz at this port, such as 9464",
     "metrics_host": "the address of that port",
-    "http": "HOST:PORT of a gateway for Atropos and slime (extra gateway; see docs/gateway.md)",
+    "http": "serve a gateway for Atropos and slime there (extra gateway; see docs/gateway.md)",
     "http_token_file": "a file with the token that its clients send",
     "web": "serve a page that shows the bus at this port (extra web; see docs/page.md)",
-    "log_format": "json or text",
-    "log_level": "debug, info, warning or error",
+    "log_format": "one JSON object a line, or text",
+    "log_level": "the least that is logged",
 }
+
+#: What stands for the value of a flag; the others have a few words to choose from.
+_METAVARS = {
+    "capacity": "SIZE",
+    "max_producers": "N",
+    "max_lead": "GROUPS",
+    "max_lead_versions": "N",
+    "request_capacity": "SIZE",
+    "schema": "JSON",
+    "group_timeout": "SECONDS",
+    "max_policy_lag": "N",
+    "max_stash_bytes": "SIZE",
+    "sample_retries": "N",
+    "retry_timeout": "SECONDS",
+    "drain_timeout": "SECONDS",
+    "restore": "DIR",
+    "metrics_port": "PORT",
+    "metrics_host": "HOST",
+    "http": "HOST:PORT",
+    "http_token_file": "FILE",
+    "web": "PORT",
+}
+
+
+def _choices(kind: Any) -> str:
+    """Return the words that a setting may be, as argparse shows them."""
+    return "{" + ",".join(get_args(kind)) + "}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +200,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         else:
             shown = "" if field.default is None else f" (default {field.default})"
-            parser.add_argument(flag, default=None, help=text + shown, metavar="VALUE")
+            parser.add_argument(
+                flag,
+                default=None,
+                help=text + shown,
+                metavar=_METAVARS.get(field.name) or _choices(field.type),
+            )
 
 
 _PREFIX = "SHMBUS_"

@@ -45,10 +45,9 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "gateway",
         help="let environments and trainers of Atropos and slime use a bus over HTTP",
-        description="Speak the trajectory API of Atropos and the rollout buffer of slime, over a "
+        description="Speaks the trajectory API of Atropos and the rollout buffer of slime, over a "
         "bus, until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="the bus")
     parser.add_argument(

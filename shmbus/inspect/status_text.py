@@ -210,7 +210,9 @@ def _collector(status: BusStatus) -> str:
         return "collector  none has ever read this bus"
     who = f"{collector.label} (pid {collector.pid})"
     if not collector.alive:
-        return f"collector  none; the last was {who}"
+        # One that closed has taken its pid out of the segment.
+        last = who if collector.pid else f"{collector.label}, which closed"
+        return f"collector  none; the last was {last}"
     held = f" (for {show_duration(collector.oldest_lease_s)})" if collector.leased_groups else ""
     return (
         f"collector  {who}, polled {show_duration(collector.seen_ago_s)} ago; holds "

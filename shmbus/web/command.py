@@ -37,11 +37,10 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "web",
         help="show buses at work on a page in a browser",
-        description="Print an address on loopback, and serve a page there that shows a bus at "
+        description="Prints an address on loopback, and serves a page there that shows a bus at "
         "work: what limits it and who, groups filling up, rates, rewards, producers and holders. "
         "It reads from outside, holds nothing and changes nothing; until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="the buses (default: all)")
     parser.add_argument(

@@ -38,6 +38,14 @@ def check_balance(status: BusStatus) -> None:
     )
 
 
+def test_a_collector_that_closed_is_named_without_a_pid(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        with shmbus.Consumer(bus_name, label="the trainer") as consumer:
+            assert consumer.take(timeout=0) == []
+        said = cli("status", bus_name).out
+    assert "collector  none; the last was the trainer, which closed\n" in said
+
+
 def test_status_says_where_every_trajectory_is(bus_name: str, spawn: Spawner) -> None:
     with shmbus.Bus.create(bus_name, "8MiB"):
         worker = spawn.script(WORKER, bus_name, 10, "w")

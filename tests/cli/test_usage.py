@@ -27,6 +27,23 @@ def test_a_number_of_producers_that_no_bus_has_is_a_usage_error(bus_name: str, v
     assert segments_named(bus_name) == []
 
 
+@pytest.mark.parametrize("columns", [60, 140])
+def test_help_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = cli("status", "--help").out.split("\n\n")
+    described, examples = shown[1], shown[-1]
+    assert described.startswith("Shows the ledger")
+    assert columns / 2 < max(map(len, described.splitlines())) <= columns
+    assert "\n  shmbus status run1\n" in examples
+
+
+def test_a_command_line_without_a_command_shows_the_commands() -> None:
+    ended = cli()
+    assert ended.status == 2
+    assert "show where every trajectory of a bus is" in ended.err
+    assert ended.out == ""
+
+
 def test_a_port_in_use_leaves_no_bus_behind(bus_name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -28,7 +28,6 @@ def add_parser(commands: Commands) -> None:
         "  shmbus demo\n"
         "  shmbus demo --chaos             # kill a random worker every few seconds\n"
         "  shmbus demo --no-live --seed 3 --output /tmp/run3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workers", type=_count, default=4, help="rollout processes (default 4)")
     parser.add_argument(

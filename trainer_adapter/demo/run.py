@@ -331,7 +331,7 @@ def main(config: DemoConfig) -> int:
     summary = Demo(config, console).run()
     console.print(
         f"\nHeld-out reward {summary.reward_start:.3f} -> {summary.reward_end:.3f} "
-        f"({summary.solved_end:.0%} of the completions exactly right) in {summary.seconds:.0f} s: "
+        f"({summary.solved_end:.0%} of the completions exactly right) in {summary.seconds:.0f} s:\n"
         f"{summary.steps} steps, {summary.groups:,} groups, {summary.tokens:,} tokens.",
         highlight=False,
     )
@@ -352,4 +352,6 @@ def main(config: DemoConfig) -> int:
     )
     if summary.interrupted:
         console.print("Interrupted; all workers are stopped and both segments removed.")
+    else:
+        console.print("Next: a worker and a trainer of your own, docs/first-hour.md")
     return 0 if summary.ledger_balanced and not summary.interrupted else 1

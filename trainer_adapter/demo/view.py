@@ -171,8 +171,9 @@ class PlainView:
         self._next_s = now + PLAIN_PERIOD_S
         f = figures
         self._console.print(
-            f"{f.seconds:5.0f} s  step {f.step:>4}/{f.steps}  reward {f.held_out_reward:.3f} "
-            f"held-out {f.train_reward:.3f} training  {f.groups_per_s:6,.0f} groups/s "
+            f"{f.seconds:5.0f} s  step {f.step:>4}/{f.steps}  reward: held-out "
+            f"{f.held_out_reward:.3f}, training {f.train_reward:.3f}  "
+            f"{f.groups_per_s:6,.0f} groups/s "
             f"{f.tokens_per_s:9,.0f} tokens/s  ring {f.ring_fill:4.0%}  open {f.groups_open:>3}  "
             f"workers {f.workers_alive}/{f.workers}" + (f"  killed {f.kills}" if f.kills else ""),
             highlight=False,

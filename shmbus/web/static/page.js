@@ -141,7 +141,7 @@ function Producers({ producers, now }) {
 function Holders({ holders, collector, daemon, waited, now }) {
   const shown = holders.slice(0, 40);
   return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
-    ${shown.length === 0 ? html`<p class="dim">${collector.alive ? "No trainer is attached." : collector.name ? `Nobody; the last was ${collector.name} (pid ${collector.pid}).` : "Nobody has ever read this bus."}</p>`
+    ${shown.length === 0 ? html`<p class="dim">${collector.alive ? "No trainer is attached." : collector.name ? `Nobody; the last was ${collector.name}${collector.pid ? ` (pid ${collector.pid})` : ", which closed"}.` : "Nobody has ever read this bus."}</p>`
     : html`<div class="scroll"><table><thead><tr><th>trainer</th><th>rank</th><th class="n">step</th><th class="n">groups</th><th class="n">samples</th><th class="n">since</th><th class="n">waited</th><th>now</th></tr></thead><tbody>
     ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim">pid ${row.pid}${row.split ? `, for ${row.split}` : ""}</span></td><td>${row.rank || "–"}</td><td class="n">${row.step ?? "–"}</td><td class="n">${count(row.groups)}</td><td class="n">${count(row.trajectories)}</td>
       <td class="n">${row.since === undefined ? "–" : time(now - row.since)}</td><td class="n">${row.waited_s === undefined ? "–" : time(row.waited_s)}</td><td><span class=${`chip ${row.now.split(" ")[0]}`}>${row.now}</span></td></tr>`)}
