@@ -35,7 +35,6 @@ from shmbus_ext import _core
 __all__ = ["Finding", "diagnose"]
 
 _SHM: Final = Path("/dev/shm")
-_GIB: Final = 1 << 30
 
 #: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
 _SHM_FAIL_BYTES: Final = 8 << 20

@@ -219,7 +219,7 @@ class Failures(Generic[S]):
             self._learn_size(group, sample.group_size)
         index = sample.index
         if sample.failed:
-            self._add_report(group, sample, now_s)
+            self._add_report(group, sample)
         elif sample.group_size != group.size or group.need not in (0, sample.need):
             self.discarded.append(("size_mismatch", sample))
         elif index in group.received:
@@ -243,7 +243,7 @@ class Failures(Generic[S]):
             self._withdraw(group, index, failed)
             self._replace(failed, None)
 
-    def _add_report(self, group: FailingGroup[S], report: S, now_s: float) -> None:
+    def _add_report(self, group: FailingGroup[S], report: S) -> None:
         index = report.index
         sized = report.group_size in (0, group.size) and (not group.size or index < group.size)
         failed = group.failed.get(index)

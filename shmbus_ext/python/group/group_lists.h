@@ -10,7 +10,6 @@ enum entry_place { ENTRY_NOWHERE = 0, ENTRY_READY, ENTRY_LEASED };
 
 /* A key's split stands beside the kind of its text (PyUnicode_KIND: 1, 2 or 4). */
 #define KEY_KIND_BITS 4
-#define KEY_KIND_MASK ((1u << KEY_KIND_BITS) - 1)
 _Static_assert((SHMBUS_MAX_SPLITS - 1) << KEY_KIND_BITS <= UINT8_MAX, "a byte has room for both");
 
 static inline uint32_t py_entry_split(const struct group_entry *entry) {
