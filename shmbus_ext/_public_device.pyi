@@ -1,4 +1,4 @@
-"""What the C core has for a device's driver. ``shmbus.channel`` gives it to others."""
+"""What the C core has for a device's driver. ``shmbus.device_calls`` gives it to others."""
 
 from typing import Any
 

@@ -26,20 +26,11 @@ from shmbus.channel.errors import (
 from shmbus.channel.lifecycle import living_statement, unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
 from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
-from shmbus_ext._core import (
-    DEVICE_MAX_COPIES,
-    DEVICE_NOT_READY,
-    ChannelForm,
-    device_await,
-    device_copy,
-    device_launch,
-)
+from shmbus_ext._core import ChannelForm
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_TIMEOUT_S",
-    "DEVICE_MAX_COPIES",
-    "DEVICE_NOT_READY",
     "ChannelBusyError",
     "ChannelClosedError",
     "ChannelDamagedError",
@@ -54,9 +45,6 @@ __all__ = [
     "StepFailedError",
     "StepOrderError",
     "StepSkippedError",
-    "device_await",
-    "device_copy",
-    "device_launch",
     "living_statement",
     "unlink_channel",
 ]

@@ -16,10 +16,11 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+
+from shmbus._programs import program
 
 __all__ = ["process_beside", "require_extra"]
 
@@ -55,7 +56,7 @@ def process_beside(
     """
     ours, theirs = socket.socketpair()
     stopping = threading.Event()
-    argv = [sys.executable, "-m", "shmbus", *words, "--parent-fd", str(theirs.fileno())]
+    argv = program("shmbus", *words, "--parent-fd", str(theirs.fileno()))
     variables = {**os.environ, **(environment or {})}
     thread = threading.Thread(
         target=_keep,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
+from shmbus._programs import program
 from shmbus.cli._show import add_command, bus_name, print_json, show_duration, show_size, table
 from shmbus.daemon.paused_servers import RESUME_PROGRAM
 from shmbus.pool.status import PoolStatus, read_pool
@@ -49,8 +49,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables, or end what a dead trainer left."""
     if arguments.resume:
-        command = [sys.executable, "-m", RESUME_PROGRAM, arguments.name]
-        return subprocess.run(command, check=False).returncode
+        return subprocess.run(program(RESUME_PROGRAM, arguments.name), check=False).returncode
     status = read_pool(arguments.name, arguments.kind)
     if arguments.json:
         print_json(status)

@@ -15,9 +15,9 @@ import asyncio
 import fcntl
 import logging
 import os
-import sys
 from typing import Final
 
+from shmbus._programs import program
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
 __all__ = ["RESUME_PROGRAM", "PausedServers", "may_start"]
@@ -87,7 +87,7 @@ class PausedServers:
             self._name,
         )
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", RESUME_PROGRAM, self._name,
+            *program(RESUME_PROGRAM, self._name),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.channel import (
+from shmbus.device_calls import (
     DEVICE_MAX_COPIES,
     DEVICE_NOT_READY,
     device_await,

@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "shmbus._format",
         "shmbus._loop_waits",
         "shmbus._near_names",
+        "shmbus._programs",
         "shmbus.errors",
         "shmbus.limits",
     ),
@@ -53,6 +54,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.pool",),
     # Steps from one process to another.
     ("shmbus.channel",),
+    # A driver's functions, by their addresses.
+    ("shmbus.device_calls",),
     # Asking a daemon; looking at a bus from outside; noticing that it stands still.
     ("shmbus.control",),
     ("shmbus.inspect",),
@@ -101,10 +104,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# What a trainer may use of shmbus: its public names, these rooms, and how files are called.
+# What a trainer may use of shmbus: its public names, these rooms, how files are called, and how
+# programs are started.
 OPEN_TO_TRAINERS = (
     "shmbus.batch.",
+    "shmbus._programs.",
     "shmbus.channel.",
+    "shmbus.device_calls.",
     "shmbus.peers.",
     "shmbus.pool.",
     "shmbus.segment.names.",

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from shmbus import BusClosedError, BusRemovedError, CapacityError
-from shmbus.channel import DEVICE_MAX_COPIES, ChannelError, ChannelSender, device_copy
+from shmbus.channel import ChannelError, ChannelSender
+from shmbus.device_calls import DEVICE_MAX_COPIES, device_copy
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier

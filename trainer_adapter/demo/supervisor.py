@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import time
 from typing import Final
 
 import msgspec
 
+from shmbus._programs import program
 from trainer_adapter.demo.worker import WorkerConfig
 
 #: Seconds between two kills in chaos mode, on average; each is drawn between half and one and a
@@ -57,12 +57,7 @@ class Supervisor:
         # One thread for numpy's BLAS: the workers share the cores with the trainer.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "trainer_adapter.demo.worker",
-                msgspec.json.encode(config).decode(),
-            ],
+            program("trainer_adapter.demo.worker", msgspec.json.encode(config).decode()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

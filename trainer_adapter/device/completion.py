@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from shmbus.channel import DEVICE_NOT_READY, device_await
+from shmbus.device_calls import DEVICE_NOT_READY, device_await
 from trainer_adapter.device.driver import address, check
 from trainer_adapter.device.streams import current_stream
 

@@ -27,7 +27,7 @@ import shmbus
 from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
-from shmbus.channel import device_await
+from shmbus.device_calls import device_await
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields

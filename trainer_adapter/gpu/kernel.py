@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
-from shmbus.channel import device_launch
+from shmbus.device_calls import device_launch
 from trainer_adapter.device.driver import address, check, missing
 from trainer_adapter.device.streams import stream_number
 
