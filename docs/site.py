@@ -1,4 +1,4 @@
-"""Makes the site of what is not in docs/: README, benchmarks, layout, API reference, examples.
+"""Makes the site of what is not in docs/: README, benchmarks, layouts, API reference, examples.
 
 `mkdocs.yml` names this file as a hook. Invariants: every public name has its entry in the API
 reference, since the entries are made from `__all__`; a link to a file that the site has leads to
@@ -27,6 +27,8 @@ ELSEWHERE = {
     "bench/README.md": "benchmarks.md",
     "bench/results/two-cores/report.md": "report.md",
     "shmbus_ext/LAYOUT.md": "layout.md",
+    "shmbus_ext/pool/LAYOUT.md": "pool-layout.md",
+    "shmbus_ext/channel/LAYOUT.md": "channel-layout.md",
 }
 
 #: Page of the API reference: (title, first sentence, modules whose `__all__` is listed).
@@ -74,9 +76,24 @@ REFERENCE = {
         "Versions of many bytes in shared memory, which the weights travel by.",
         ["shmbus.pool"],
     ),
+    "channel": (
+        "trainer_adapter.channel",
+        "Tensors of a step, from one process to one other.",
+        ["trainer_adapter.channel"],
+    ),
+    "steps": (
+        "shmbus.channel",
+        "The same for bytes, without torch.",
+        ["shmbus.channel"],
+    ),
+    "relay": (
+        "shmbus.relay",
+        "Complete groups between the buses of a Ray cluster.",
+        ["shmbus.relay"],
+    ),
     "peers": (
-        "Other stacks",
-        "Atropos and slime on a bus.",
+        "Atropos and slime",
+        "Their environments, generators and trainers on a bus.",
         [
             "shmbus.peers.atropos",
             "shmbus.peers.slime",
@@ -106,9 +123,31 @@ REFERENCE = {
 #: Where a stub says more than the module: classes that are C.
 STUBS = ("shmbus_ext._public", "shmbus_ext._public_put")
 
-#: The order of the sections, and of the guides; what is not named here comes last, by name.
+#: The order of the sections, and of their pages; what is not named here comes last, by name.
 SECTIONS = ("Guides", "API reference", "Examples", "Inside", "Decisions")
-INSIDE = ("architecture.md", "glossary.md", "layout.md", "contributing.md", "changelog.md")
+GUIDES = (
+    "first-hour.md",
+    "trainer.md",
+    "operating.md",
+    "schema.md",
+    "page.md",
+    "tuning.md",
+    "weights.md",
+    "colocation.md",
+    "relay.md",
+    "gateway.md",
+    "adapters/README.md",
+)
+DECISIONS = "decisions/README.md"
+INSIDE = (
+    "architecture.md",
+    "glossary.md",
+    "layout.md",
+    "pool-layout.md",
+    "channel-layout.md",
+    "contributing.md",
+    "changelog.md",
+)
 
 LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 
@@ -134,7 +173,11 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
     """Sort the pages into sections."""
     pages = {page.file.src_uri: page for page in nav.pages}
     sections: dict[str, list[Page]] = {name: [] for name in SECTIONS}
-    for uri, page in sorted(pages.items()):
+    reference = [f"api/{page}.md" for page in REFERENCE]
+    order = {uri: place for place, uri in enumerate((*GUIDES, *reference, *INSIDE, DECISIONS))}
+    for uri, page in sorted(
+        pages.items(), key=lambda each: (order.get(each[0], len(order)), each[0])
+    ):
         if uri != "index.md":
             sections[_section_of(uri)].append(page)
     nav.items = [pages["index.md"]]

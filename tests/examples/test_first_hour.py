@@ -35,7 +35,7 @@ def test_the_page_runs_from_the_first_block_to_the_resumed_run(
             (tmp_path / name).write_text(text.replace("first-hour", bus_name))
     script = "".join(text for language, _, text in BLOCKS if language == "sh")
     install, script = script.split("shmbus doctor", 1)
-    assert "pip install '.[train]'" in install
+    assert "pip install -e '.[train]'" in install
     # The machine of a test may lack what doctor asks for; its exit status is not the page's.
     for program, arguments in PROGRAMS.items():
         (tmp_path / program).write_text(f"#!/bin/sh\nexec {sys.executable} {arguments}\n")

@@ -19,7 +19,7 @@ PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
         ROOT / "bench" / "README.md",
-        ROOT / "shmbus_ext" / "LAYOUT.md",
+        *(ROOT / "shmbus_ext").rglob("LAYOUT.md"),
         *(ROOT / "docs").rglob("*.md"),
     ]
 )

@@ -12,13 +12,16 @@ ROOMS = ("shmbus/batch", "shmbus/peers", "trainer_adapter", "trainer_adapter/ada
 #: Packages whose own `__all__` says what is public in them.
 PACKAGES = {
     "shmbus",
+    "shmbus.channel",
     "shmbus.pool",
+    "shmbus.relay",
     "trainer_adapter",
     "trainer_adapter.adapters.atropos",
     "trainer_adapter.adapters.prime_rl",
     "trainer_adapter.adapters.torchtitan",
     "trainer_adapter.adapters.trl",
     "trainer_adapter.attention",
+    "trainer_adapter.channel",
     "trainer_adapter.engines",
     "trainer_adapter.weights",
 }
