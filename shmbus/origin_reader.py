@@ -48,26 +48,12 @@ _EVACUATE_INTERVAL_S = 0.05
 
 
 class OriginReader:
-    """Reads a bus record by record, in the collector's place: the source of a relay.
-
-    A bus has one reader, so there is no Consumer and no daemon beside it. `shmbus status` names it
-    as the relay. Its methods may be called from several threads; a child of a fork makes its own.
+    """What a `RecordReader` is but for its heads; parameters and errors are described there.
 
     Parameters
     ----------
     name : str
-        The bus.
     wait : float, optional
-        Seconds to wait for the bus where there is none yet; None waits for ever.
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it is of another layout.
-    BusBusyError
-        Another process reads it; the message names it.
-    TypeError, ValueError
-        A bad name or time.
     """
 
     def __init__(self, name: str, *, wait: float | None = 0.0) -> None:

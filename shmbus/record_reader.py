@@ -1,4 +1,6 @@
-"""RecordReader: a bus's records one by one, by heads. It stands in the collector's place.
+"""RecordReader: a bus's records one by one, in the collector's place, each told by a head.
+
+`OriginReader` does the work; here are the heads, and ids in place of origins.
 
 Invariant: a head is made of what the ring says of a record at the time when it is asked for.
 """

@@ -251,7 +251,7 @@ class Intake:
     due_s: float
     wake_s: float
     delegate_all: bool
-    lease: Callable[[int], list[GroupEntry[Trajectory]]] | None
+    lease: Callable[[int, int], list[GroupEntry[Trajectory]]] | None
     def __init__(
         self,
         reader: Reader,

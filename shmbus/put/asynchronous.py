@@ -193,7 +193,7 @@ class AsynchronousPuts(AttachedWriter):
                 ticket = self._want_space()
                 continue
             await self._space_freed(ticket, deadline)
-            await self._look(began)
+            await self._check_stall(began)
             ticket = None
 
     async def _space_freed(self, ticket: int, deadline: float | None) -> None:
@@ -203,8 +203,8 @@ class AsynchronousPuts(AttachedWriter):
             wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
         await self._space.wait(functools.partial(self._await_space, ticket, wait_s), wait_s)
 
-    async def _look(self, began: float, waits_for: str = WAITS_FOR_SPACE) -> None:
-        """Let the watchdog look, in a thread: a report takes longer than a loop may stand still."""
+    async def _check_stall(self, began: float, waits_for: str = WAITS_FOR_SPACE) -> None:
+        """Have the watchdog check, in a thread: a report takes longer than a loop may rest."""
         waited_s = time.monotonic() - began
         await asyncio.to_thread(self._watch.check, self._segment, waits_for, waited_s)
 
@@ -285,5 +285,5 @@ class AsynchronousPuts(AttachedWriter):
             ticket = self._want_space()
             if self._pressure(group) >= below:
                 await self._space_freed(ticket, deadline)
-                await self._look(began)
+                await self._check_stall(began)
         return True

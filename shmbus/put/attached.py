@@ -73,8 +73,8 @@ class AttachedWriter(_core.Writer):
 
     def _watch_space(self, segment: _core.Segment) -> None:
         if self._watch.slice_s is not None:
-            look = functools.partial(self._watch.check, segment, WAITS_FOR_SPACE)
-            self._watch_waits(look, self._watch.slice_s)
+            check = functools.partial(self._watch.check, segment, WAITS_FOR_SPACE)
+            self._watch_waits(check, self._watch.slice_s)
 
     def _successor(self) -> _core.Segment | None:
         """Open the bus that has taken the place of the removed one; C moves there."""

@@ -188,7 +188,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             left_s = _slice_s(timeout, waited_s)
             await self._work.wait(functools.partial(self._await_request, ticket, left_s), left_s)
             self._after_wait(0)
-            await self._look(began, _WAITS_FOR)
+            await self._check_stall(began, _WAITS_FOR)
 
     def _await_request(self, ticket: int, wait_s: float) -> None:
         _core.request_await(self._segment, False, ticket, wait_s)

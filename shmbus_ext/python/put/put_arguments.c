@@ -14,17 +14,17 @@ static PyObject *word_group_size, *word_index, *word_score, *word_policy_version
 
 bool py_arguments_init(void) {
     const struct word_note words[] = {{&word_group_size, "group_size"},
-                 {&word_index, "index"},
-                 {&word_score, "score"},
-                 {&word_policy_version, "policy_version"},
-                 {&word_epoch, "epoch"},
-                 {&word_meta, "meta"},
-                 {&word_timeout, "timeout"},
-                 {&word_instance_id, "instance_id"},
-                 {&word_split, "split"},
-                 {&word_need, "need"},
-                 {&word_rows, "rows"},
-                 {&word_row_lengths, SHMBUS_ROW_LENGTHS}};
+                                      {&word_index, "index"},
+                                      {&word_score, "score"},
+                                      {&word_policy_version, "policy_version"},
+                                      {&word_epoch, "epoch"},
+                                      {&word_meta, "meta"},
+                                      {&word_timeout, "timeout"},
+                                      {&word_instance_id, "instance_id"},
+                                      {&word_split, "split"},
+                                      {&word_need, "need"},
+                                      {&word_rows, "rows"},
+                                      {&word_row_lengths, SHMBUS_ROW_LENGTHS}};
     return INTERN_WORDS(words);
 }
 

@@ -347,7 +347,7 @@ static PyMemberDef intake_members[] = {
     {"delegate_all", T_BOOL, offsetof(IntakeObject, delegate_all), 0,
      "Whether on_due runs on every poll, and reads the ring itself."},
     {"lease", T_OBJECT, offsetof(IntakeObject, lease), 0,
-     "lease(groups) -> list of entries; None to lease whatever is ready."},
+     "lease(groups, split) -> list of entries; None to lease whatever is ready."},
     {NULL, 0, 0, 0, NULL},
 };
 

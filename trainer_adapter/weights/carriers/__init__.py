@@ -1,4 +1,5 @@
 """How weights travel: carriers with one interface, each of which says what it promises.
 
-`base` has the interface; a carrier is one file beside it, and a line in the table of `probe`.
+`base` has the interface. A carrier is the file of its name, those beside it that begin with that
+name, and a line in the table of `probe`; what three of them share is `exported`.
 """

@@ -31,7 +31,7 @@ from trainer_adapter.weights.carriers.exported import (
     Placed,
     Said,
 )
-from trainer_adapter.weights.carriers.shm import ShmReader, ShmVersion
+from trainer_adapter.weights.carriers.shm_reader import ShmReader, ShmVersion
 from trainer_adapter.weights.errors import (
     DeviceMismatchError,
     WeightsError,

@@ -1,44 +1,32 @@
-"""The carrier ``shm``: a slot pool in host memory.
+"""The carrier ``shm``, written: versions in a slot pool in host memory.
 
-Each rank copies its pieces once, into their place; a reader's tensors are views of the slot, leased
-until the last of them is gone.
+Each rank copies its pieces once, into their place; `shm_reader` has the other side.
+
+Invariant: a slot that is given up leaves the version before it in force.
 """
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import (
-    PoolDamagedError,
     PoolPublisher,
-    PoolReader,
     PoolSpec,
-    VersionLease,
     VersionWrite,
     WhenHeld,
     has_patch,
     put_piece,
 )
-from trainer_adapter.weights.carriers.base import CarriedVersion, Promises
+from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.carriers.shm_lasting import LastingCopies, LastingPieces
-from trainer_adapter.weights.carriers.shm_patch import ShmPatch, contiguous_parts
+from trainer_adapter.weights.carriers.shm_patch import contiguous_parts
 from trainer_adapter.weights.copies import target_of_piece
 from trainer_adapter.weights.errors import (
-    LOADING_CODE,
-    MANIFEST_CODE,
-    TORN_CODE,
-    TornWeightsError,
-    WeightsError,
-    WeightsTimeoutError,
     translated,
 )
-from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
 from trainer_adapter.weights.memory import (
     byte_view,
@@ -52,7 +40,7 @@ from trainer_adapter.weights.registered import RegisteredSlots
 from trainer_adapter.weights.source import LocalPiece
 from trainer_adapter.weights.staging import cross
 
-__all__ = ["PROMISES", "ShmReader", "ShmVersion", "ShmWriter", "WhenHeld"]
+__all__ = ["KIND", "PROMISES", "ShmWriter", "WhenHeld"]
 
 KIND: Final = "weights"
 
@@ -66,15 +54,10 @@ PROMISES: Final = Promises(
     memory="`slots` times the model, in /dev/shm",
 )
 
-#: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
-#: times, and each costs a hundredth of reading a model of a hundred blocks.
-SAMPLED_BLOCKS: Final = 4
 #: Room for a manifest that grows by a few names before the pool has to be made again.
 _META_SPARE: Final = 1.25
 #: Bytes of a device's tensors that are gathered before they cross: temporary ones stay until then.
 PENDING_BYTES: Final = 1 << 30
-#: Seconds between two attempts to find a pool that is not there yet.
-_RETRY_S: Final = 0.05
 
 
 class ShmWriter:
@@ -286,215 +269,3 @@ class _ShmSink:
         finally:
             self._payload = None
             self._write.give_up(reason)
-
-
-class ShmVersion:
-    """A leased version.
-
-    Parameters
-    ----------
-    lease : VersionLease
-        Of a pool.
-    reader : PoolReader
-        Which has leased it.
-    registered : RegisteredSlots, optional
-        Slots that devices read directly.
-    manifest : Manifest, optional
-        The version's, where it was decoded and checked before.
-    """
-
-    def __init__(
-        self,
-        lease: VersionLease,
-        reader: PoolReader,
-        registered: RegisteredSlots | None = None,
-        manifest: Manifest | None = None,
-    ) -> None:
-        self._lease = lease
-        self._reader = reader
-        self._registered = registered
-        self.version = lease.version
-        self.sequence = lease.sequence
-        self.text = lease.text
-        self.origin: object = reader.identity
-        if manifest is None:
-            with translated():
-                manifest = Manifest.decode(lease.meta(), lease.size)
-        self.manifest = manifest
-
-    def patch(self) -> ShmPatch | None:
-        """Return what changed since the version before; None also where that is damaged."""
-        try:
-            found = self._lease.patch()
-        except PoolDamagedError:
-            return None
-        return None if found is None else ShmPatch(found, self.manifest, self._lease)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """View every tensor; no byte is copied."""
-        payload = payload_tensor(self._lease.buffer)
-        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
-
-    @property
-    def cache(self) -> LoadCache | None:
-        """Return None: its views are made for each lease."""
-
-    def borrow(self) -> dict[str, torch.Tensor]:
-        """Return `tensors()`."""
-        return self.tensors()
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Register the slot with CUDA, once, where it goes to a device."""
-        if any(device.type == "cuda" for device in devices) and self._registered is not None:
-            self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests."""
-        blocks = self._lease.digests
-        if blocks == 0:
-            raise WeightsError(
-                f"version {self.version} was published without digests, so nothing can be "
-                "verified; make the publisher with digests=True, or subscribe with verify='off'"
-            )
-        with translated():
-            if not sample:
-                self._lease.check()
-                return
-            for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
-                self._lease.check(block, 1)
-
-    def loading(self) -> None:
-        """Say that this process has begun to load it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.loading(self._lease, LOADING_CODE)
-
-    def applied(self) -> None:
-        """Say that this process runs it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.applied(self._lease)
-
-    def refused(self, code: int, reason: str) -> None:
-        """Say that this process could not take it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.refused(self._lease, code, reason)
-
-    def close(self) -> None:
-        """Let go of the lease; views that are left keep the slot."""
-        self._lease.close()
-
-
-class ShmReader:
-    """A subscriber.
-
-    Parameters
-    ----------
-    bus : str
-        The bus that the weights belong to.
-    label, device : str
-        For messages.
-    """
-
-    name = "shm"
-    promises = PROMISES
-
-    def __init__(self, bus: str, *, label: str = "", device: str = "") -> None:
-        self._bus, self._label, self._device = bus, label, device
-        self._reader: PoolReader | None = None
-        self._registered = RegisteredSlots()
-
-    def latest(self, after: int, timeout: float | None) -> CarriedVersion:
-        """Wait for a version; one that is removed and made again begins anew.
-
-        Parameters
-        ----------
-        after : int
-            A sequence.
-        timeout : float | None
-            Seconds.
-
-        Returns
-        -------
-        CarriedVersion
-
-        Raises
-        ------
-        WeightsTimeoutError
-            None came.
-        TornWeightsError, ManifestError
-            It cannot be used; the reader's row says so.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with translated():
-                reader = self._reader or self._attach(left)
-                self._reader = reader
-                try:
-                    lease = reader.latest(after=after, timeout=left)
-                except BusRemovedError:
-                    self._registered.close()
-                    reader.close()
-                    self._reader = None
-                    after = 0  # the pool that follows counts from 1
-                    continue
-            return self._checked(lease, reader)
-
-    def at(self, version: int) -> CarriedVersion:
-        """Lease a version that is still there, newest or not.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number of it.
-
-        Returns
-        -------
-        CarriedVersion
-
-        Raises
-        ------
-        WeightsTimeoutError
-            No slot has it.
-        TornWeightsError, ManifestError
-            It cannot be used; the reader's row says so.
-        """
-        with translated():
-            reader = self._reader or self._attach(0.0)
-            self._reader = reader
-            lease = reader.at(version)
-        return self._checked(lease, reader)
-
-    def removed(self) -> bool:
-        """Whether the pool that it reads has lost its name."""
-        return self._reader is not None and self._reader.is_removed()
-
-    def open_version(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
-        """Check a version; what a slot holds is its payload."""
-        return ShmVersion(lease, reader, self._registered)
-
-    def _checked(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
-        try:
-            return self.open_version(lease, reader)
-        except WeightsError as error:
-            code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
-            reader.refused(lease, code, str(error))
-            lease.close()  # now, not with the error's traceback
-            raise
-
-    def _attach(self, timeout: float | None) -> PoolReader:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            try:
-                return PoolReader(self._bus, KIND, label=self._label, device=self._device)
-            except BusNotFoundError as error:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise WeightsTimeoutError(
-                        f"no weights of bus {self._bus!r} in {timeout:g} s: {error}"
-                    ) from error
-                time.sleep(_RETRY_S)
-
-    def close(self) -> None:
-        """Leave the pool; versions that are out keep what they need."""
-        self._registered.close()
-        if self._reader is not None:
-            self._reader.close()
