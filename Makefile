@@ -52,6 +52,7 @@ side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS
 help: ## Show this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.x]'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 20
+	@echo 'Targets have environments of their own, made when first needed.'
 
 demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on this machine
 	@$(BIN)/shmbus demo $(ARGS)
@@ -59,7 +60,7 @@ demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on
 test: $(VENV)/.dev ## Run the whole test suite
 	$(BIN)/pytest $(DISTRIBUTED) $(ARGS)
 
-test-peers: build/peers/atropos/.made ## Test the adapters against other projects as they are, each in an environment of its own
+test-peers: build/peers/atropos/.made ## Test Atropos' own tests against the gateway, and its adapter
 	HF_HUB_OFFLINE=1 build/peers/atropos/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/atropos
 
 build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
@@ -68,7 +69,7 @@ build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt 
 	    -r $< -e '.[gateway]' pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-test-engines: build/peers/vllm/.made build/peers/sglang/.made ## Test the update of real vLLM servers on the CPU, and what SGLang decodes, in environments of their own (some minutes)
+test-engines: build/peers/vllm/.made build/peers/sglang/.made ## Test updates of real vLLM servers on the CPU, and what SGLang decodes (minutes)
 	build/peers/sglang/bin/pytest -p no:cacheprovider -W ignore $(ARGS) tests/engines/test_sglang.py tests/peers/sglang
 	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider -o faulthandler_timeout=1900 \
 	    $(ARGS) tests/peers/vllm
@@ -88,7 +89,7 @@ build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps sglang==0.5.23
 	@touch $@
 
-test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes on this machine, in an environment of its own (ARGS="-m 'not slow'": half a minute)
+test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes (ARGS="-m 'not slow'": half a minute)
 	build/peers/ray/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/ray
 
 build/peers/ray/.made: tests/peers/ray/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
@@ -97,7 +98,7 @@ build/peers/ray/.made: tests/peers/ray/requirements.txt pyproject.toml $(C_SOURC
 	    pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM), in an environment of its own
+test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM)
 	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web
 
 build/web/.made: constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
@@ -116,7 +117,7 @@ define make_stack
 	@touch $@
 endef
 
-test-adapters: $(STACKS)/trl/.made ## Test the TRL adapter against TRL itself, in an environment of its own (ARGS="-m 'not slow'": a minute; NEWEST=1)
+test-adapters: $(STACKS)/trl/.made ## Test the TRL adapter against TRL itself (ARGS="-m 'not slow'": a minute; NEWEST=1)
 	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 OMP_NUM_THREADS=1 $(STACKS)/trl/bin/pytest \
 	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1000 $(ARGS) tests/peers/trl
 
@@ -126,7 +127,7 @@ $(STACKS)/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES
 # SkyRL's generators need Python 3.12; its target is left out where there is none (PYTHON312).
 PYTHON312 ?= python3.12
 PEERS := openenv peft torchtitan verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
-test-peers-all: $(PEERS:%=test-peer-%) ## Test the adapters of other trainers and environments, each in an environment of its own (11 GB, minutes; NEWEST=1)
+test-peers-all: $(PEERS:%=test-peer-%) ## Test the adapters of other trainers and environments (11 GB, minutes; NEWEST=1)
 
 test-peer-%: $(STACKS)/%/.made
 	HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled $(STACKS)/$*/bin/python -m pytest -p no:cacheprovider \
@@ -138,7 +139,7 @@ $(STACKS)/skyrl/.made: PYTHON := $(PYTHON312)
 $(STACKS)/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
 
-check: $(VENV)/.dev ## Check lint, formatting and types; compile C with warnings as errors; run the C tests and short searches
+check: $(VENV)/.dev ## Check lint, formatting, types, C warnings; run the C tests and short searches
 	$(side_by_side) check-explore check-c check-python
 
 .PHONY: check-python
@@ -162,12 +163,12 @@ bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction cou
 REPORT ?= bench/results/two-cores
 PAGES ?= README.md bench/README.md
 LEVEL ?= --full
-bench-report: $(VENV)/.bench ## Measure everything; add it to the reports in REPORT; write plots, and the tables of PAGES
+bench-report: $(VENV)/.bench ## Measure everything into REPORT; write plots, and the tables of PAGES
 	$(BIN)/shmbus bench $(LEVEL) --output $(REPORT) $(ARGS)
 	$(if $(filter --full,$(LEVEL)),$(BIN)/python -m bench.report fold $(REPORT)/folded.json $(REPORT))
 	$(BIN)/python -m bench.report $(REPORT) $(if $(PAGES),--readme $(PAGES))
 
-explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search the interleavings of ring, pool and channel, with deaths, and find the planted bugs (half an hour)
+explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search interleavings of ring, pool and channel, and find planted bugs (half an hour)
 	build/explore/plain/explore --deep $(ARGS)
 	build/explore/pool/explore --preemptions 2 --states 14000000
 	build/explore/channel/explore --preemptions 2 --states 14000000
@@ -177,7 +178,7 @@ fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots
 
 # SOAK=soak runs without daemon and ranks. RESTARTS=1000 kills the daemon 1,000 times.
 SOAK ?= daemon_soak
-soak: $(VENV)/.dev ## Run daemon, two ranks and eight producers under random faults for MINUTES, then audit
+soak: $(VENV)/.dev ## Run daemon, ranks and producers under random faults for MINUTES, then audit
 	$(BIN)/python tests/process/$(SOAK).py soak-$$$$ $$(( $(MINUTES) * 60 )) $(or $(SEED),$$$$) $(RESTARTS)
 
 KILLS ?= 10000
@@ -187,14 +188,14 @@ kills: $(VENV)/.dev ## Kill KILLS producers with SIGKILL at random instants
 # Seeded: SEED=N runs the same again.
 INJECTIONS ?= 100000
 SIGNALS ?= 1000
-interrupts: $(VENV)/.dev ## Raise INJECTIONS exceptions in every path, send SIGNALS of each signal to each, and audit
+interrupts: $(VENV)/.dev ## Raise INJECTIONS exceptions and send SIGNALS of each signal in every path, and audit
 	$(BIN)/python tests/interrupt/sweep.py sweep-$$$$ $(INJECTIONS) $(SEED)
 	$(BIN)/python tests/interrupt/signals.py signals-$$$$ $(SIGNALS) $(SEED)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)
 
-versions: $(VENV)/.dev ## Test the trainer side with other versions of torch, transformers, flash-attn (half an hour)
+versions: $(VENV)/.dev ## Test with other versions of torch, transformers, flash-attn (half an hour)
 	$(BIN)/python tests/versions.py $(ARGS)
 
 leaks: $(VENV)/.dev ## Count the resources that 10,000 cycles of everything leave behind
