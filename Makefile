@@ -60,7 +60,7 @@ demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on
 test: $(VENV)/.dev ## Run the whole test suite
 	$(BIN)/pytest $(DISTRIBUTED) $(ARGS)
 
-test-peers: build/peers/atropos/.made ## Test Atropos' own tests against the gateway, and its adapter
+test-peers: build/peers/atropos/.made ## Run Atropos' own tests against the gateway, and test its adapter
 	HF_HUB_OFFLINE=1 build/peers/atropos/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/atropos
 
 build/peers/atropos/.made: tests/peers/atropos/requirements.txt constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)

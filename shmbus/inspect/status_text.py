@@ -147,9 +147,10 @@ def _requests(status: BusStatus) -> str:
             else f"the last was taken {show_duration(lane.taken_s)} ago"
         )
         lines.append(
-            f"requests  {show_count(lane.groups)} groups; of {show_count(lane.offered)} samples "
-            f"{show_count(lane.open)} are open, {show_count(lane.claimed)} with workers, "
-            f"{show_count(lane.done)} done, {show_count(lane.given_up)} given up; {served}"
+            f"requests  {show_count(lane.groups)} groups; {served}\n"
+            f"  of {show_count(lane.offered)} samples {show_count(lane.open)} are open, "
+            f"{show_count(lane.claimed)} with workers, {show_count(lane.done)} done, "
+            f"{show_count(lane.given_up)} given up"
         )
     if status.lead is not None:
         lines.append(
@@ -265,7 +266,7 @@ def _waited(status: BusStatus) -> str:
     return (
         f"waited  producers {show_duration(waited.space_s)} for space, "
         f"{show_duration(waited.paused_s)} in pauses, {show_duration(waited.ahead_s)} for the "
-        f"bound on groups; trainers {show_duration(waited.trainers_s)} for groups"
+        f"bound on groups\n  trainers {show_duration(waited.trainers_s)} for groups"
     )
 
 

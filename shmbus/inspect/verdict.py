@@ -388,11 +388,11 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
         what = f"{name} {'died' if producer.state == 'dead' else 'is gone'}"
         if waits:
             what += f", and {groups}; nobody will send these samples"
-            advice = "start it again, or set --group-timeout with --sample-retries"
+            advice = "start it again, or set group_timeout with sample_retries"
         cost = 0.15 + 0.7 * share
     elif producer.state == "closed":
         what = f"{name} has left, and {groups}"
-        advice = "start it again, or set --group-timeout with --sample-retries"
+        advice = "start it again, or set group_timeout with sample_retries"
         cost = 0.1 + 0.7 * share
     elif producer.stopped:
         what = f"{name} is stopped" + (f", and {groups}" if waits else "")
@@ -438,7 +438,7 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
             cost=0.1 + 0.4 * failing / len(groups),
             what=f"{_count(failing, 'group')} {'has' if failing == 1 else 'have'} a failed sample",
             cause=(f"{', '.join(who)}: " if who else "") + reason,
-            advice="" if again else "set --sample-retries to have them made again",
+            advice="" if again else "set sample_retries to have them made again",
             who=who,
             groups=failing,
         )

@@ -492,4 +492,5 @@ def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_n
         assert (seen.done, seen.given_up, seen.groups) == (3, 1, 3)
         assert status.lead.held == 1
         text = status_text(status)
-        assert "3 groups; of 10 samples" in text and "lead  1 groups are begun" in text
+        assert "requests  3 groups; " in text and "\n  of 10 samples " in text
+        assert "lead  1 groups are begun" in text
