@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from shmbus import errors
+from shmbus._arguments import process_label
 from shmbus._format import printable, show_wait
 from shmbus.channel.errors import (
     ChannelClosedError,
@@ -31,7 +32,7 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SIDES", "Endpoint", "fit_text"]
+__all__ = ["SIDES", "Endpoint", "fit_text", "own_label"]
 
 #: Seconds that one sleep lasts at most: deaths ring no bell.
 SLICE_S: Final = 0.05
@@ -197,6 +198,13 @@ class Endpoint:
                 remove_dead_socket("channel", self.name)
         self._handle.close()
 
+    def __repr__(self) -> str:
+        try:
+            state = "closed" if self._handle.closed else f"acknowledged up to {self.acked_step}"
+        except errors.BusClosedError:  # of before a fork
+            state = "closed"
+        return f"<{type(self).__name__} {self.name!r} {state}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -314,3 +322,8 @@ class Endpoint:
 def fit_text(text: str, most: int) -> str:
     """Cut a text to so many bytes of UTF-8, without NUL."""
     return text.replace("\0", " ").encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
+
+
+def own_label(label: str) -> str:
+    """Return how the other side's messages name this process; by its script where none is given."""
+    return fit_text(label or process_label(), _core.CHANNEL_LABEL_BYTES)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from shmbus.channel.endpoint import Endpoint, fit_text
+from shmbus.channel.endpoint import Endpoint, own_label
 from shmbus.channel.errors import (
     ChannelBusyError,
     StepFailedError,
@@ -67,7 +67,7 @@ class ChannelReceiver(Endpoint):
     wait : float
         Seconds to wait for the channel to be created.
     label : str
-        For messages.
+        For messages; the script's name by default.
 
     Raises
     ------
@@ -93,7 +93,7 @@ class ChannelReceiver(Endpoint):
         handle = open_handle(name, deadline=time.monotonic() + wait)
         super().__init__(name, handle, timeout)
         self._resumed: int | None = None
-        if not handle.claim(self.SIDE, fit_text(label, _core.CHANNEL_LABEL_BYTES)):
+        if not handle.claim(self.SIDE, own_label(label)):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
             raise ChannelBusyError(

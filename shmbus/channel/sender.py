@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from shmbus._arguments import parse_size
-from shmbus.channel.endpoint import Endpoint, fit_text
+from shmbus.channel.endpoint import Endpoint, fit_text, own_label
 from shmbus.channel.errors import ChannelBusyError, ChannelError, StepOrderError
 from shmbus.channel.lifecycle import create_handle, no_space, open_handle
 from shmbus.errors import CapacityError
@@ -48,7 +48,7 @@ class ChannelSender(Endpoint):
     timeout : float
         Seconds that a wait lasts where nothing else is said.
     label : str
-        For messages.
+        For messages; the script's name by default.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class ChannelSender(Endpoint):
                     f"first with shmbus.channel.unlink_channel({name!r})"
                 ) from None
         super().__init__(name, handle, timeout)
-        if not handle.claim(self.SIDE, fit_text(label, _core.CHANNEL_LABEL_BYTES)):
+        if not handle.claim(self.SIDE, own_label(label)):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
             raise ChannelBusyError(

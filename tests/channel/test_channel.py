@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shmbus import BusClosedError, BusNotFoundError, CapacityError, LayoutMismatchError
+from shmbus._arguments import process_label
 from shmbus.channel import (
     ChannelBusyError,
     ChannelClosedError,
@@ -47,6 +48,18 @@ def test_steps_come_in_order_with_their_meta_and_the_last_to_leave_removes_the_f
             receiver.ack()
             assert (sender.acked_step, receiver.acked_step) == (turn, turn)
     assert not Path(channel_path(bus_name)).exists()
+
+
+def test_a_side_without_a_label_is_named_by_its_script(bus_name: str) -> None:
+    with ChannelSender(bus_name) as sender, ChannelReceiver(bus_name) as receiver:
+        with pytest.raises(ChannelTimeoutError) as told:
+            receiver.receive(timeout=0.01)
+        assert f"the sender {process_label()!r} (pid {os.getpid()})" in str(told.value)
+        sender.send(b"x")
+        receiver.receive(timeout=5)
+        receiver.ack()
+        assert repr(sender) == f"<ChannelSender {bus_name!r} acknowledged up to 0>"
+    assert repr(sender) == f"<ChannelSender {bus_name!r} closed>"
 
 
 def test_what_a_living_sender_states_is_read_without_being_a_side(bus_name: str) -> None:

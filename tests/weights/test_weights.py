@@ -97,6 +97,18 @@ def test_views_are_the_published_bytes_and_copy_none(
                 weights["no.such"]
 
 
+def test_handles_show_what_they_are(
+    publishers: MakePublisher, subscriber: WeightSubscriber
+) -> None:
+    publisher = publishers(many(5))
+    publisher.publish(version=3)
+    with subscriber.latest(timeout=5) as weights:
+        assert repr(weights) == "<Weights version 3, 5 tensors>"
+    assert repr(weights) == "<Weights version 3 closed>"
+    assert repr(subscriber) == f"<WeightSubscriber {subscriber.bus!r} open>"
+    assert repr(publisher) == f"<WeightPublisher {publisher.bus!r} by shm rank 0 of 1>"
+
+
 def test_a_view_outlives_its_lease_and_keeps_its_bytes(
     publishers: MakePublisher, subscriber: WeightSubscriber
 ) -> None:

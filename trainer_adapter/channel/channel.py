@@ -49,7 +49,7 @@ class TensorChannel:
         timeout : float
             Seconds that a wait lasts where nothing else is said.
         label : str
-            For messages.
+            For messages; the script's name by default.
 
         Returns
         -------
@@ -95,7 +95,7 @@ class TensorChannel:
         wait : float
             Seconds to wait for the channel to be created.
         label : str
-            For messages.
+            For messages; the script's name by default.
         device : str, optional
             Which CUDA device reads what comes by the carrier "cuda"; by default the sender's.
         views : bool

@@ -106,6 +106,9 @@ class StepItem(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __repr__(self) -> str:
+        return f"<StepItem {self.step} of {self._channel.name!r}: {', '.join(self._tensors)}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -285,6 +288,9 @@ class TensorReceiver:
             self._channel.close(reason)
         finally:
             self._reader.close()
+
+    def __repr__(self) -> str:
+        return f"<TensorReceiver over {self._channel!r}>"
 
     def __enter__(self) -> Self:
         return self

@@ -266,6 +266,9 @@ class TensorSender:
         finally:
             self._channel.close(reason)
 
+    def __repr__(self) -> str:
+        return f"<TensorSender over {self._channel!r}>"
+
     def __enter__(self) -> Self:
         return self
 

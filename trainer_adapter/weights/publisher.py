@@ -394,6 +394,10 @@ class WeightPublisher:
                 self._closed = True
                 self._writer.close(remove=self.rank == 0 and not self._keep)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"rank {self.rank} of {self.world_size}"
+        return f"<WeightPublisher {self.bus!r} by {self.carrier.name} {state}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -231,6 +231,10 @@ class WeightSubscriber:
         self._closed = True
         self._reader.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<WeightSubscriber {self.bus!r} {state}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -262,6 +266,10 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
         self.sequence = version.sequence
         self.text: Final = version.text
         self.manifest = version.manifest
+
+    def __repr__(self) -> str:
+        state = " closed" if self._carried is None else f", {len(self.manifest.tensors)} tensors"
+        return f"<Weights version {self.version}{state}>"
 
     def _open(self) -> CarriedVersion:
         if self._carried is None:
