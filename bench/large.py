@@ -27,7 +27,8 @@ from bench.contenders import contenders, module
 from bench.contest import environments, moving
 from bench.fitness import TWO, Need
 from bench.processes import MeasurementError, use_template
-from bench.rows.row import Row, Target, table
+from bench.rows.row import Row, table
+from bench.rows.targets import HARDLY_SLOWER, NO_SLOWER, Target
 from bench.workload import PAYLOADS, Workload
 
 __all__ = ["GROUPS", "Point", "last_level_cache", "main", "points"]
@@ -43,7 +44,6 @@ TINY_MIB: Final = 16
 #: Bytes and trajectories a second to expect: they size the runs, and decide nothing else.
 EXPECTED_BYTES: Final = 8e9
 EXPECTED: Final = 60_000
-SLOWER: Final = 1.1
 CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -91,9 +91,7 @@ class Point:
 
     def target(self, cache_bytes: int) -> Target:
         """Say what the ratio has to be on a machine with such a cache."""
-        if self.alive_bytes <= cache_bytes:
-            return Target("at least", 1.0, f"of {OTHER}")
-        return Target("at least", round(1 / SLOWER, 2), f"of {OTHER}")
+        return NO_SLOWER if self.alive_bytes <= cache_bytes else HARDLY_SLOWER
 
 
 def points(payloads: Sequence[str], groups: Sequence[int]) -> list[Point]:

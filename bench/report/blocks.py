@@ -80,10 +80,11 @@ def _folded_table(rows: Sequence[fold.FoldedRow]) -> str:
         value = "" if row.median is None else with_spread(row.median, row.values)
         target = str(row.target) if row.target else ""
         bound = [row.bound] if bounded else []
-        lines.append([row.title, row.measured, value, *bound, target, row.verdict])
-    heads = ["what", "in the newest run", "median (lowest to highest)", "target", "verdict"]
+        lines.append([row.title, row.measured, value, row.reports, *bound, target, row.verdict])
+    heads = ["what", "in the newest run", "median (lowest to highest)", "of quiet runs", "target",
+             "verdict"]  # fmt: skip
     if bounded:
-        heads.insert(3, "share of its bound")
+        heads.insert(4, "share of its bound")
     return markdown(heads, lines)
 
 

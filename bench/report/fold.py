@@ -8,8 +8,10 @@ Invariants:
 
 - All reports of a file are of one kind of machine, and none is there twice.
 - A row that a report could not measure, or for which its machine was not quiet, counts for nothing.
-- Values are comparable: those of another target, or of another workload, are left out.
-- What is said of a row follows from the file alone.
+- Values are comparable: those in another unit than the target's, or of another workload, are left
+  out.
+- A row is judged by its present target, whatever it was when a report was made.
+- What is said of a row follows from the file and from the targets alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.rows.row import Target
+from bench.rows.row import out_of_reach
+from bench.rows.targets import TARGETS, Target
 
 __all__ = ["DAYS", "REPORTS", "CannotFold", "FoldedRow", "add", "check", "fold", "main", "named"]
 
@@ -57,6 +60,8 @@ class FoldedRow:
     target : Target, optional
     bound : str
         What it is near, and its median share of that; nothing where no report says it.
+    best : float, optional
+        The median of what the values would have been if the runs were their bound.
     """
 
     name: str
@@ -67,6 +72,16 @@ class FoldedRow:
     restless: int
     target: Target | None
     bound: str
+    best: float | None = None
+
+    @property
+    def reports(self) -> str:
+        """How many reports the median is of, their days, and how many more were not quiet."""
+        if not self.values:
+            return ""
+        days = f"{self.days} day" + ("s" if self.days > 1 else "")
+        restless = f"; {self.restless} not quiet" if self.restless else ""
+        return f"{len(self.values)}, of {days}{restless}"
 
     @property
     def median(self) -> float | None:
@@ -80,7 +95,12 @@ class FoldedRow:
             return ""
         if self.median is None:
             return "machine never quiet" if self.restless else "not measured"
-        word = "met" if self.target.met_by(self.median) else "**not met**"
+        met = self.target.met_by(self.median)
+        if not met and self.best is not None and (why := out_of_reach(self.target, self.best)):
+            return f"{self._so_far('**not met**')}; {why}"
+        return self._so_far("met" if met else "**not met**")
+
+    def _so_far(self, word: str) -> str:
         if len(self.values) < REPORTS:
             return f"{word} so far, by {len(self.values)} of {REPORTS} reports"
         if self.days < DAYS:
@@ -160,6 +180,7 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
         "measured": row["measured"],
         "value": row["value"],
         "target": row["target"],
+        "best": row.get("best"),
         "bound": {what: bound[what] for what in ("name", "share")} if bound else None,
         "not_quiet": row.get("not_quiet"),
         "skipped": row["skipped"],
@@ -178,16 +199,17 @@ def fold(folded: dict[str, Any]) -> list[FoldedRow]:
 
 def _fold(name: str, reports: Sequence[dict[str, Any]]) -> FoldedRow:
     newest = reports[-1]["rows"][name]
-    target = Target.parse(newest["target"]) if newest["target"] else None
+    target = TARGETS.get(name) or (Target.parse(newest["target"]) if newest["target"] else None)
     same = [
         (one["date_utc"], row)
         for one in reports
         if (row := one["rows"].get(name)) is not None
         and row["value"] is not None
-        and _comparable(row, newest)
+        and _comparable(row, newest, target)
     ]
     quiet = [(when, row) for when, row in same if not row["not_quiet"]]
     shares = [row["bound"]["share"] for _, row in quiet if row["bound"]]
+    bests = [row["best"] for _, row in quiet if row.get("best") is not None]
     bound = f"{statistics.median(shares):.2g} of {newest['bound']['name']}" if shares else ""
     return FoldedRow(
         name=name,
@@ -198,17 +220,18 @@ def _fold(name: str, reports: Sequence[dict[str, Any]]) -> FoldedRow:
         restless=len(same) - len(quiet),
         target=target,
         bound=bound,
+        best=statistics.median(bests) if bests else None,
     )
 
 
-def _comparable(row: dict[str, Any], newest: dict[str, Any]) -> bool:
-    """Whether two values are of one thing: a bound that moved by a decision may differ."""
-    units = [Target.parse(one["target"]).unit if one["target"] else None for one in (row, newest)]
+def _comparable(row: dict[str, Any], newest: dict[str, Any], target: Target | None) -> bool:
+    """Whether a value is of what is judged now: a target may have come, or moved, since then."""
+    of_target = row["target"] is None or (
+        target is not None and Target.parse(row["target"]).unit == target.unit
+    )
     bounds = [one["bound"]["name"] if one["bound"] else None for one in (row, newest)]
     return (
-        row["title"] == newest["title"]
-        and units[0] == units[1]
-        and (None in bounds or bounds[0] == bounds[1])
+        row["title"] == newest["title"] and of_target and (None in bounds or bounds[0] == bounds[1])
     )
 
 
@@ -216,9 +239,11 @@ def named(folded: dict[str, Any]) -> str:
     """Say what was folded."""
     reports, machine = folded["reports"], folded["machine"]
     days = len({one["date_utc"][:10] for one in reports})
+    commits = len({one["commit"] for one in reports})
+    of = f"of {commits} commit{'s' if commits > 1 else ''}"
     return (
         f"Medians, lowest and highest of {len(reports)} runs of `shmbus bench --full` on {days} "
-        f"days, on {machine['cores']} cores of an {machine['cpu']}."
+        f"days, {of}, on {machine['cores']} cores of an {machine['cpu']}."
     )
 
 
@@ -247,5 +272,5 @@ def main(argv: Sequence[str]) -> int:
     for row in fold(folded):
         median = "" if row.median is None else f"{row.median:.3g}"
         spread = f" ({min(row.values):.3g} to {max(row.values):.3g})" if row.values else ""
-        print(f"{row.title}: {median}{spread} {row.verdict}".rstrip())
+        print(" ".join(filter(None, (f"{row.title}:", median + spread, row.reports, row.verdict))))
     return 0

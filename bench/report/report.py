@@ -86,6 +86,8 @@ def judged(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         value = "" if row["value"] is None else with_spread(row["value"], row["spread"] or ())
         verdict = {None: "", True: "met", False: "**not met**"}[row["met"]]
+        if row.get("out_of_reach"):
+            verdict += f"; {row['out_of_reach']}"
         if row.get("not_quiet") and row["target"]:
             verdict = f"machine not quiet: {row['not_quiet']}"
         if row["skipped"]:
@@ -114,7 +116,7 @@ def _shortfalls(result: dict[str, Any]) -> str:
         return f"All {len(known)} targets that could be measured are met.\n\n" if known else ""
     lines = [
         f"- {row['title']}: {_short(row['value'])}, where the target is {row['target']} "
-        f"({row['measured']})"
+        f"({row['measured']})" + (f"; {row['out_of_reach']}" if row.get("out_of_reach") else "")
         for row in short
     ]
     count = f"{len(known) - len(short)} of {len(known)} targets are met. These are not:"

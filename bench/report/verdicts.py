@@ -11,25 +11,26 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bench.bounds import Beside
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import AGAINST, TARGETS
 from bench.yardsticks import MEMCPY
 
 __all__ = ["GROWTH", "OURS", "USUAL", "find", "open_groups", "percentile", "rows"]
 
 #: The contender that the others are compared with.
 OURS: Final = "shmbus"
-#: How many times faster than each, at 2,048 tokens.
-TIMES: Final = {
-    "iceoryx2": 5.0,
-    "faster-fifo": 15.0,
-    "pyzmq": 15.0,
-    "multiprocessing.Queue": 25.0,
-    "TransferQueue": 400.0,
-    "atropos": 5000.0,
-}
 USUAL: Final = 2048
+#: Who lends memory to its reader too, and the kinds of trajectories that are compared with it.
+LENDER: Final = "iceoryx2"
+LARGE: Final = {
+    "large-routed-experts-1": "routed experts, groups of 1",
+    "large-image-1": "an image, groups of 1",
+    "large-routed-experts-8": "routed experts, groups kept",
+    "large-top-64-logits-8": "top-64 logits, groups kept",
+    "large-image-8": "an image, groups kept",
+}
 #: No cost a trajectory may grow by more than this.
-GROWTH: Final = 1.3
+GROWTH: Final = TARGETS["growth-producers"].bound
 
 
 def find(
@@ -46,7 +47,12 @@ def find(
 def rows(contest: dict[str, Any], memcpy_gb_per_s: tuple[float, float]) -> list[Row]:
     """Judge a contest, and memcpy before and behind it: if that moved, nothing timed is judged."""
     around = Beside(bound=MEMCPY, values=(memcpy_gb_per_s[0],), bounds=(memcpy_gb_per_s,))
-    timed = [*_throughput(contest, memcpy_gb_per_s), *_latency(contest), *_growth(contest)]
+    timed = [
+        *_throughput(contest, memcpy_gb_per_s),
+        *_large(contest),
+        *_latency(contest),
+        *_growth(contest),
+    ]
     return [
         *(dataclasses.replace(row, reference=around) for row in timed),
         *_survival(contest),
@@ -78,15 +84,15 @@ def _throughput(contest: dict[str, Any], memcpy: tuple[float, float]) -> Iterato
     ours = find(contest, "size", OURS, USUAL)
     if ours is None:
         return
-    for name, times in TIMES.items():
-        if name not in contest["contenders"]:
+    for row, target in TARGETS.items():
+        name = row.removeprefix(AGAINST)
+        if name == row or name not in contest["contenders"]:
             continue
         title = f"put to views, 2,048 tokens, against {contest['contenders'][name]['title']}"
         theirs = find(contest, "size", name, USUAL)
-        target = Target("at least", times, "times as many")
         if theirs is None:
             yield Row(
-                name=f"against-{name}",
+                name=row,
                 title=title,
                 measured="",
                 target=target,
@@ -94,7 +100,7 @@ def _throughput(contest: dict[str, Any], memcpy: tuple[float, float]) -> Iterato
             )
             continue
         yield Row(
-            name=f"against-{name}",
+            name=row,
             title=title,
             measured=f"{ours['rate']:,.0f} trajectories/s, {theirs['rate']:,.0f} there",
             value=ours["rate"] / theirs["rate"],
@@ -106,6 +112,24 @@ def _throughput(contest: dict[str, Any], memcpy: tuple[float, float]) -> Iterato
                 bounds=(memcpy,),
             ),
             figures={"ours_per_s": ours["rate"], "theirs_per_s": theirs["rate"]},
+        )
+
+
+def _large(contest: dict[str, Any]) -> Iterator[Row]:
+    """Set payloads beside the tokens beside iceoryx2, where both hold the same bytes."""
+    for name, kind in LARGE.items():
+        ours, theirs = (find(contest, "kind", who, kind) for who in (OURS, LENDER))
+        if ours is None or LENDER not in contest["contenders"]:
+            continue
+        yield Row(
+            name=name,
+            title=f"{kind}, against {contest['contenders'][LENDER]['title']}",
+            measured=f"{ours['rate']:,.0f} trajectories/s"
+            + (f", {theirs['rate']:,.0f} there" if theirs else ""),
+            value=ours["rate"] / theirs["rate"] if theirs else None,
+            target=TARGETS[name],
+            skipped="" if theirs else _skipped(contest, LENDER),
+            figures={"ours_per_s": ours["rate"], "theirs_per_s": theirs and theirs["rate"]},
         )
 
 
@@ -121,7 +145,7 @@ def _latency(contest: dict[str, Any]) -> Iterator[Row]:
         title="one way under load, p99, against the p50 of faster-fifo",
         measured=f"{p99:.1f} us" + (f"; faster-fifo p50 {p50:.1f} us" if p50 else ""),
         value=p99 / p50 if p50 else None,
-        target=Target("at most", 1.0, "of its p50"),
+        target=TARGETS["load-p99"],
         skipped="" if p50 else _skipped(contest, "faster-fifo"),
         figures={"p99_us": p99, "their_p50_us": p50},
     )
@@ -183,7 +207,7 @@ def _growth_row(
         measured=f"{costs[-1]:.2f} us against {costs[0]:.2f}; at worst {dearest:.2f}, at {where}"
         + (f"; {of}" if of else ""),
         value=dearest / costs[0],
-        target=Target("at most", GROWTH, "times, at any point"),
+        target=TARGETS[f"growth-{name}"],
         figures={"points": list(points), "cpu_us": list(costs)},
     )
 
@@ -198,6 +222,6 @@ def _survival(contest: dict[str, Any]) -> Iterator[Row]:
             measured=f"{ours['in_send']} kills within a put; {ours['lost']} lost, "
             f"{ours['torn']} torn, {ours['doubled']} doubled",
             value=float(not ours["goes_on"]) + harm,
-            target=Target("at most", 0.0, "runs stopped or trajectories harmed"),
+            target=TARGETS["survival"],
             figures=ours,
         )

@@ -10,7 +10,8 @@ from typing import Final
 import shmbus
 from bench.bounds import Beside, Bound
 from bench.processes import run_alone
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import TARGETS
 from bench.sending import temporary_bus
 from bench.yardsticks import sleep_us
 
@@ -32,7 +33,7 @@ def measure(seconds: float, capacity: str) -> Row:
         measured=f"{per_minute * 1000:.2f} ms of CPU a minute; "
         f"{wakes / slept_s:.1f} times a second off and on the processor",
         value=per_minute,
-        target=Target("at most", 0.06, "CPU seconds a minute"),
+        target=TARGETS["idle"],
         bound=beside_sleeps(cpu_s, slept_s, wakes, (before, sleep_us())),
         figures={
             "cpu_seconds_a_minute": per_minute,

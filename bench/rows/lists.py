@@ -20,7 +20,8 @@ import numpy as np
 import shmbus
 from bench.bounds import Beside, Bound
 from bench.processes import run_alone
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import TARGETS
 from bench.sending import temporary_bus
 
 __all__ = ["measure"]
@@ -60,7 +61,7 @@ def _sample(ns: dict[str, float], turns: dict[str, list[float]]) -> Row:
         measured=f"{ns['put lists'] / 1e3:.2f} us, np.asarray {ns['asarray'] / 1e3:.2f} and put of "
         f"arrays {ns['put arrays'] / 1e3:.2f}",
         value=value,
-        target=Target("at most", 1.2, "times"),
+        target=TARGETS["lists-sample"],
         bound=_beside("put of arrays", turns["put lists"], turns["put arrays"]),
         reference=_beside("np.asarray, and put of arrays", turns["put lists"], converted),
         figures={"ns": ns},
@@ -76,7 +77,8 @@ def _ids(ns: dict[str, float], turns: dict[str, list[float]]) -> Row:
         measured=f"{converting / 1e3:.2f} us, sum {ns['sum'] / 1e3:.2f}, np.asarray "
         f"{ns['asarray ids'] / 1e3:.2f}",
         value=converting / ns["sum"],
-        target=Target("at most", 1.3, "times"),
+        target=TARGETS["lists-ids"],
+        difference=True,
         bound=_beside("put of the array", turns["put ids"], turns["put id array"]),
         reference=_beside("sum of the list", each, turns["sum"]),
         figures={"ns": ns},
@@ -90,7 +92,8 @@ def _schema(ns: dict[str, float], turns: dict[str, list[float]]) -> Row:
         title="a schema's checks in put, each field",
         measured=f"{ns['put short by schema']:.0f} ns with, {ns['put short']:.0f} without",
         value=value,
-        target=Target("at most", 50, "ns"),
+        target=TARGETS["lists-schema"],
+        difference=True,
         bound=_beside("put without", turns["put short by schema"], turns["put short"]),
         figures={"ns": ns},
     )

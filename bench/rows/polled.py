@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -26,16 +27,17 @@ import shmbus
 from bench.bounds import Beside, Bound, interval, turns
 from bench.native import PROGRAMS, CannotRun, compile_program, run
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import TARGETS
 from bench.rows.wake import narrow, pauses_ns, put_after_pauses
 from bench.sending import temporary_bus
 from bench.sizes import Sizes
 
-__all__ = ["measure"]
+__all__ = ["measure", "run_shmbus"]
 
 SOURCE: Final = PROGRAMS / "ring_polled.c"
-LIMIT_US: Final = 1.0
-AWAKE_LIMIT_US: Final = 2.0
+#: Groups of a look: as many as a call without arguments asks for.
+AT_ONCE: Final = 64
 #: What is left of the way without an interpreter.
 ALONE: Final = Bound(name="the ring alone, in C", unit="us", sense="cost")
 #: Looks between two at the clock, and those that are timed while nothing comes.
@@ -73,7 +75,6 @@ def measure(sizes: Sizes, capacity: str) -> list[Row]:
                     ring,
                     look_us,
                     why_not,
-                    AWAKE_LIMIT_US,
                 ),
             ]
 
@@ -83,10 +84,10 @@ def measure(sizes: Sizes, capacity: str) -> list[Row]:
             if not why_not:
                 said, _ = run([str(program)], "\n".join(map(str, pauses)))
                 ring.append(np.array(said.split(), np.int64).reshape(-1, 2)[sizes.warm_up :])
-            ways, look_ns = _run_shmbus(pauses, capacity)
+            ways, look_ns = run_shmbus(pauses, capacity)
             ours.append(ways[sizes.warm_up :])
             looks_ns.append(look_ns)
-            awake.append(_run_shmbus(pauses, capacity, awake=True)[0][sizes.warm_up :])
+            awake.append(run_shmbus(pauses, capacity, awake=True)[0][sizes.warm_up :])
         return rows()
 
 
@@ -98,7 +99,6 @@ def _row(
     ring: list[_Ways],
     look_us: float,
     why_not: str,
-    limit_us: float = LIMIT_US,
 ) -> Row:
     def middle(turns: list[_Ways], percent: float) -> list[float]:
         return [float(np.percentile(turn[:, column], percent)) / 1000 for turn in turns]
@@ -117,7 +117,7 @@ def _row(
         value=statistics.median(p50),
         spread=interval(p50),
         bound=bound,
-        target=Target("at most", limit_us, "us"),
+        target=TARGETS[f"{name}-p50"],
         figures={
             "p50_us_by_turn": p50,
             "p99_us_by_turn": p99,
@@ -128,12 +128,23 @@ def _row(
     )
 
 
-def _run_shmbus(pauses: list[int], capacity: str, *, awake: bool = False) -> tuple[_Ways, float]:
+def run_shmbus(
+    pauses: list[int],
+    capacity: str,
+    *,
+    awake: bool = False,
+    at_once: int = AT_ONCE,
+    beside: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> tuple[_Ways, float]:
+    """Return the nanoseconds of each way, and of a look.
+
+    `beside` serves the bus of that name; the reader asks for up to `at_once` groups a look.
+    """
     cores = os.sched_getaffinity(0)
-    with temporary_bus(capacity) as name:
+    with temporary_bus(capacity) as name, beside(name):
         (came, look_ns), put = run_together(
             [
-                Role(_poll, (name, len(pauses), {min(cores)})),
+                Role(_poll, (name, len(pauses), {min(cores)}, at_once)),
                 Role(put_after_pauses, (name, pauses, {max(cores)}, awake)),
             ]
         )
@@ -142,7 +153,11 @@ def _run_shmbus(pauses: list[int], capacity: str, *, awake: bool = False) -> tup
 
 
 def _poll(
-    start: Callable[[], None], name: str, wanted: int, cores: Collection[int]
+    start: Callable[[], None],
+    name: str,
+    wanted: int,
+    cores: Collection[int],
+    at_once: int,
 ) -> tuple[list[tuple[int, int]], float]:
     """Return each group's stamps, taken and published, and the cost of a take that finds none."""
     os.sched_setaffinity(0, cores)
@@ -150,16 +165,16 @@ def _poll(
     with shmbus.Consumer(name) as consumer:
         take = consumer.take
         # A whole look first: what the bus held at the attach is behind it.
-        take(timeout=0.0)
+        take(at_once, 0.0)
         began = time.monotonic_ns()
         for _ in range(LOOKS):
-            take(timeout=0.0)
+            take(at_once, 0.0)
         look_ns = (time.monotonic_ns() - began) / LOOKS
         start()
         deadline = time.monotonic() + STALL_S
         while len(stamps) < wanted:
             for _ in range(LOOKS):
-                groups = take(timeout=0.0)
+                groups = take(at_once, 0.0)
                 if groups:
                     came = time.monotonic_ns()
                     stamps += [(came, group[0].committed_ns) for group in groups]

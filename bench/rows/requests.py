@@ -17,7 +17,8 @@ import shmbus
 from bench.bounds import Beside, Bound
 from bench.fitness import TWO
 from bench.processes import STALL_S, MeasurementError, Role, run_together
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import TARGETS
 from bench.sending import temporary_bus
 from bench.yardsticks import queue_us
 
@@ -56,7 +57,7 @@ def measure(groups: int) -> Row:
         f"{single['samples_s']:,.0f} samples/s, {single['offer_us']:.1f} and "
         f"{single['worker_us']:.1f} us",
         value=several["samples_s"],
-        target=Target("at least", 200_000, "samples/s"),
+        target=TARGETS["requests"],
         bound=Beside(bound=QUEUE, values=(several["samples_s"],), bounds=(bounds,)),
         figures={
             "groups": groups,

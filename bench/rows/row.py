@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from bench.bounds import Beside
+from bench.rows.targets import Target
 
-__all__ = ["OTHER_WORK", "Row", "Target", "table"]
+__all__ = ["OTHER_WORK", "Row", "out_of_reach", "table"]
 
 #: Processors that other work may take while a row is measured: a twentieth of two.
 OTHER_WORK: Final = 0.1
-
-
-@dataclass(frozen=True)
-class Target:
-    """A bound for a row's value, such as ``at least 0.9 of memcpy``."""
-
-    sense: Literal["at least", "at most"]
-    bound: float
-    unit: str
-
-    @classmethod
-    def parse(cls, text: str) -> Target:
-        """Make a target of its text, as a report keeps it."""
-        sense: Literal["at least", "at most"] = (
-            "at least" if text.startswith("at least ") else "at most"
-        )
-        bound, _, unit = text.removeprefix(f"{sense} ").partition(" ")
-        return cls(sense, float(bound), unit)
-
-    def met_by(self, value: float) -> bool:
-        """Whether a measured value meets the bound."""
-        return value >= self.bound if self.sense == "at least" else value <= self.bound
-
-    def __str__(self) -> str:
-        return f"{self.sense} {self.bound:g} {self.unit}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +29,17 @@ class Row:
     value : float, optional
         What the target is about.
     spread : (float, float), optional
-        The lowest and the highest value of the repetitions.
+        The interval of the value.
     target : Target, optional
+        Of `bench.rows.targets.TARGETS`.
     skipped : str
         Why there is no value, where there is none.
     bound : Beside, optional
         What it is near, beside its runs.
     reference : Beside, optional
         What its value is a ratio to, where that is not its bound.
+    difference : bool
+        Whether the value is what a run takes more than its bound, and no multiple of it.
     others : float
         Processors that other work took meanwhile.
     figures : dict
@@ -75,13 +55,20 @@ class Row:
     skipped: str = ""
     bound: Beside | None = None
     reference: Beside | None = None
+    difference: bool = False
     others: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def not_quiet(self) -> str:
         """Why the machine's state allows no verdict; nothing if it does."""
-        told = [one.not_quiet for one in (self.bound, self.reference) if one is not None]
+        told = []
+        if not self.difference or self.spread is None:
+            told += [one.not_quiet for one in (self.bound, self.reference) if one is not None]
+        elif self.target is not None and len({*map(self.target.met_by, self.spread)}) > 1:
+            # Whatever moved both is not in their difference, and what moved one is in its interval.
+            low, high = self.spread
+            told.append(f"from {low:.3g} to {high:.3g}, on both sides of the target")
         if self.others > OTHER_WORK:
             told.append(f"others took {self.others:.2f} of a processor meanwhile")
         return "; ".join(dict.fromkeys(filter(None, told)))
@@ -94,13 +81,31 @@ class Row:
         return self.target.met_by(self.value)
 
     @property
+    def best(self) -> float | None:
+        """What the value would be if a run were its bound; None where that does not follow."""
+        if self.value is None or self.bound is None or self.target is None or self.difference:
+            return None
+        share = statistics.median(self.bound.shares)
+        if not 0 < share <= 1:
+            return None
+        return self.value / share if self.target.sense == "at least" else self.value * share
+
+    @property
+    def out_of_reach(self) -> str:
+        """Why nothing could meet the target on this machine; nothing if something could."""
+        if self.target is None or self.best is None or self.met is not False:
+            return ""
+        return out_of_reach(self.target, self.best)
+
+    @property
     def verdict(self) -> str:
         """The verdict in words."""
         if self.skipped:
             return f"skipped: {self.skipped}"
         if self.target is not None and self.not_quiet:
             return f"machine not quiet: {self.not_quiet}"
-        return {None: "", True: "met", False: "NOT met"}[self.met]
+        word = {None: "", True: "met", False: "NOT met"}[self.met]
+        return "; ".join(filter(None, (word, self.out_of_reach)))
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as what json can write."""
@@ -112,6 +117,8 @@ class Row:
             "spread": self.spread,
             "target": str(self.target) if self.target else None,
             "met": self.met,
+            "best": self.best,
+            "out_of_reach": self.out_of_reach or None,
             "skipped": self.skipped or None,
             "bound": self.bound.as_json() if self.bound else None,
             "reference": self.reference.as_json() if self.reference else None,
@@ -119,6 +126,13 @@ class Row:
             "not_quiet": self.not_quiet or None,
             "figures": self.figures,
         }
+
+
+def out_of_reach(target: Target, best: float) -> str:
+    """Say that a target cannot be met where the bound alone comes to `best`; nothing if it can."""
+    if target.met_by(best):
+        return ""
+    return f"out of reach here, where its bound alone comes to {best:.3g}"
 
 
 def table(rows: Iterable[Row]) -> str:

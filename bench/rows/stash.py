@@ -29,7 +29,8 @@ import msgspec
 
 from bench.bounds import Beside, Bound, interval
 from bench.processes import run_alone
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import TARGETS
 from bench.workload import GROUP_SIZE
 from shmbus import limits
 from shmbus.stash.stash import Stash
@@ -74,15 +75,16 @@ def _row(order: Order, groups: tuple[int, int], adds: int) -> Row:
     few_ns = (before["ns"] + after["ns"]) / 2
     bound = Beside(bound=FEW, values=(many["ns"],), bounds=((before["ns"], after["ns"]),))
     parts = [ns / few_ns for ns in many["ns_by_part"]]
+    name = f"stash-{order.replace(' ', '-')}"
     return Row(
-        name=f"stash-{order.replace(' ', '-')}",
+        name=name,
         title=f"stash, {groups[1]:,} open groups against {groups[0]:,}, arrivals {order}",
         measured=f"{many['ns']:.0f} ns a trajectory against {few_ns:.0f}; "
         f"a full garbage collection {many['full_collection_ms']:.0f} ms",
         value=many["ns"] / few_ns,
         spread=interval(parts),
         bound=bound,
-        target=Target("at most", 1.3, "times the cost with few"),
+        target=TARGETS[name],
         figures={"few": {**before, "ns": few_ns}, "few_after": after, "many": many},
     )
 

@@ -19,7 +19,8 @@ from bench import yardsticks
 from bench.bounds import Beside, Bound, interval, turns
 from bench.fitness import MEMORY, TWO, Need, Watch
 from bench.rows import hop, packed
-from bench.rows.row import Row, Target
+from bench.rows.row import Row
+from bench.rows.targets import TARGETS, Target
 from bench.sizes import Sizes
 from bench.workload import BYTES_PER_TOKEN, COLD_BYTES, Measure, Timed, Workload
 from bench.yardsticks import Yardstick
@@ -41,7 +42,7 @@ class Case:
     """One row: a workload, the function that measures it, what it is compared with, the target.
 
     The value is a ratio to `reference`. `bound` is what the row is near, where that is another
-    yardstick. A case without a target is there to put another one into proportion.
+    yardstick. `of_bound` names a second row, the share of the bound, with a target of its own.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     reference: Against
     bound: Against | None = None
     target: Target | None = None
+    of_bound: str = ""
     bytes_per_token: int = BYTES_PER_TOKEN
 
     @property
@@ -126,7 +128,7 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             workload=small,
             reference=_of(copied, small),
             bound=Against(yardsticks.python_calls(small), 1.0),
-            target=Target("at least", 0.15, "of memcpy"),
+            target=TARGETS["hop-256"],
         ),
         Case(
             name="packed",
@@ -135,7 +137,8 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             workload=packing,
             reference=_of(copied, packing, packed.PACKED_BYTES_PER_TOKEN),
             bound=_of(yardsticks.both_cores(size, times), packing, packed.MOVED_BYTES_PER_TOKEN),
-            target=Target("at least", 0.9, "of memcpy"),
+            target=TARGETS["packed"],
+            of_bound="packed-of-bound",
             bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
         ),
         Case(
@@ -144,7 +147,7 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             measure=hop.measure,
             workload=dataclasses.replace(short, producers=4),
             reference=Against(one_producer, 1.0),
-            target=Target("at least", 0.8, "of one producer"),
+            target=TARGETS["four-producers"],
         ),
     ]
 
@@ -170,7 +173,7 @@ def _warm_and_cold(
         workload=workload,
         reference=reference,
         bound=_of(from_cache, workload),
-        target=Target("at least", 0.9, "of memcpy"),
+        target=TARGETS[name],
     )
     cold = Case(
         name=f"{name}-cold",
@@ -179,6 +182,7 @@ def _warm_and_cold(
         workload=dataclasses.replace(workload, cold=True),
         reference=reference,
         bound=_of(from_memory, workload),
+        target=TARGETS[f"{name}-cold"],
     )
     return warm, cold
 
@@ -229,7 +233,30 @@ def repeat(
 
 def rows(chosen: Sequence[Case], found: dict[str, Runs]) -> list[Row]:
     """Turn runs into rows."""
-    return [_row(case, found[case.name]) for case in chosen]
+    made = []
+    for case in chosen:
+        runs = found[case.name]
+        made.append(_row(case, runs))
+        if case.of_bound:
+            made.append(_of_bound(case, runs))
+    return made
+
+
+def _of_bound(case: Case, runs: Runs) -> Row:
+    beside = runs.beside(case.against[-1])
+    shares = beside.shares
+    rate = statistics.median(beside.values)
+    return Row(
+        name=case.of_bound,
+        title=f"{case.title}, of {beside.bound.name}",
+        measured=f"{rate:.2f} {beside.bound.unit} of {statistics.median(beside.measured):.2f}",
+        value=statistics.median(shares),
+        spread=interval(shares),
+        target=TARGETS[case.of_bound],
+        bound=beside,
+        others=statistics.median(runs.others),
+        figures={"shares": shares},
+    )
 
 
 def _row(case: Case, runs: Runs) -> Row:

@@ -9,7 +9,8 @@ import statistics
 import pytest
 
 from bench.bounds import CONFIDENCE, MOVED, Beside, Bound, interval, width
-from bench.rows.row import Row, Target, table
+from bench.rows.row import Row, table
+from bench.rows.targets import Target
 
 MEMCPY = Bound(name="memcpy", unit="GB/s")
 FUTEX = Bound(name="raw futex", unit="us", sense="cost")
@@ -85,6 +86,66 @@ def test_a_bound_that_stood_still_judges_by_its_share() -> None:
     assert row((7.0, 7.0), (10.0, 10.5, 10.0)).met is True
     assert row((4.0, 4.1), (10.0, 10.5, 10.0)).met is False
     assert row((4.0, 4.1), (10.0, 10.5, 10.0)).verdict == "NOT met"
+
+
+def difference(added: tuple[float, ...]) -> Row:
+    """A row of what is added to a bound that moves by far more than a tenth."""
+    bounds = tuple(20.0 * 3.0**number for number in range(len(added)))
+    values = tuple(bound + more for bound, more in zip(bounds, added, strict=True))
+    return Row(
+        name="n",
+        title="t",
+        measured="m",
+        value=statistics.median(added),
+        spread=interval(added),
+        target=Target("at most", 10.0, "us more"),
+        bound=Beside(bound=FUTEX, values=values, bounds=tuple((one,) for one in bounds)),
+        difference=True,
+    )
+
+
+def test_what_is_added_is_judged_by_the_interval_of_the_differences_however_the_bound_moved() -> (
+    None
+):
+    assert difference((4.0, 5.0, 6.0)).verdict == "met"
+    assert difference((14.0, 15.0, 60.0)).verdict == "NOT met"
+    unclear = difference((4.0, 9.0, 11.0))
+    assert unclear.met is None
+    assert unclear.verdict == "machine not quiet: from 4 to 11, on both sides of the target"
+    # What a bound comes to says nothing about what is added to it.
+    assert difference((14.0, 15.0, 60.0)).best is None
+
+
+def test_a_target_that_the_bound_alone_would_miss_is_told_beside_the_verdict() -> None:
+    # At half of its bound a run comes to 0.4 of memcpy, so that nothing comes to more than 0.8.
+    found = beside((4.0, 4.0), (8.0, 8.0, 8.0))
+    for wanted, far in ((0.85, True), (0.75, False)):
+        row = Row(
+            name="n",
+            title="t",
+            measured="m",
+            value=0.4,
+            target=Target("at least", wanted, "of memcpy"),
+            bound=found,
+        )
+        assert row.met is False and row.best == pytest.approx(0.8)
+        assert bool(row.out_of_reach) is far
+        told = "NOT met; out of reach here, where its bound alone comes to 0.8"
+        assert row.verdict == (told if far else "NOT met")
+        assert bool(row.as_json()["out_of_reach"]) is far
+    cost = Row(
+        name="n",
+        title="t",
+        measured="m",
+        value=100.0,
+        target=Target("at most", 25.0, "us"),
+        bound=beside((100.0, 100.0), (50.0, 50.0, 50.0), FUTEX),
+    )
+    assert cost.best == pytest.approx(50.0) and cost.out_of_reach
+
+
+def test_a_row_that_beats_its_bound_says_nothing_of_what_it_would_be_there() -> None:
+    assert row((20.0, 20.0), (10.0, 10.0, 10.0)).best is None
 
 
 def test_what_others_took_of_the_processors_leaves_no_verdict() -> None:

@@ -322,7 +322,9 @@ def test_room_is_what_the_capacity_holds() -> None:
 
 def test_a_verdict_compares_what_one_run_measured() -> None:
     titles = {"shmbus": "shmbus", "pyzmq": "zmq", "ray": "ray"}
-    contest: dict[str, Any] = {series: [] for series in ("latency", "producers", "capacity")}
+    contest: dict[str, Any] = {
+        series: [] for series in ("kind", "latency", "producers", "capacity")
+    }
     contest |= {"survival": [], "contenders": {n: {"title": t} for n, t in titles.items()}}
     contest["size"] = [
         {

@@ -11,7 +11,7 @@ import pytest
 from bench import machine, suite
 from bench.report import blocks, fold
 from bench.report.__main__ import main
-from bench.rows.row import Target
+from bench.rows.targets import Target
 
 MACHINE = {"cpu": "A", "cores": 2, "machine": "x86_64", "commit": "c", "load_average": [0.1, 0, 0]}
 
@@ -59,6 +59,30 @@ def test_a_verdict_is_that_of_the_median_of_five_reports_of_two_days() -> None:
 def test_fewer_reports_or_days_are_no_verdict_yet() -> None:
     assert five(1.0, 1.0, 1.0).verdict == "met so far, by 3 of 5 reports"
     assert five(1.0, 1.0, 1.0, 1.0, 0.1, days=1).verdict == "met so far, on 1 of 2 days"
+
+
+def test_reports_are_judged_by_the_present_target_whatever_theirs_was() -> None:
+    packed: dict[str, Any] = {"name": "packed", "target": "at least 0.9 of memcpy"}
+    row = five(1.0, 1.0, 1.0, 1.0, 1.0, **packed)
+    assert str(row.target) == "at least 1.1 of memcpy" and row.verdict == "**not met**"
+    # One that had none then has values too; one in another unit is of something else.
+    assert sorted(five(1.0, 1.2, 1.3, **packed | {"target": None}).values) == [1.0, 1.2, 1.3]
+    assert five(1.0, **packed | {"target": "at least 0.9 of a futex"}).values == ()
+
+
+def test_a_target_that_no_report_could_meet_is_told_beside_the_verdict() -> None:
+    told = five(0.5, 0.6, 0.7, 0.6, 0.6, best=0.8).verdict
+    assert told == "**not met**; out of reach here, where its bound alone comes to 0.8"
+    assert five(0.5, 0.6, 0.7, 0.6, 0.6, best=0.95).verdict == "**not met**"
+    assert five(1.0, 1.0, 1.0, 1.0, 1.0, best=0.8).verdict == "met"
+
+
+def test_a_row_says_how_many_quiet_reports_it_rests_on_and_how_many_were_not() -> None:
+    kept = folded(
+        *(report(f"2026-01-0{n}", 1.0, not_quiet="others" if n > 3 else None) for n in range(1, 6))
+    )
+    (row,) = fold.fold(kept)
+    assert row.reports == "3, of 3 days; 2 not quiet"
 
 
 def test_a_restless_report_counts_for_nothing() -> None:
@@ -128,8 +152,8 @@ def test_the_blocks_of_a_page_are_of_the_folded_reports(tmp_path: Path) -> None:
     kept = folded(report("2026-01-01", 0.5), report("2026-01-02", 0.7))
     (tmp_path / blocks.FOLDED).write_text(json.dumps(kept))
     text = blocks.block("rows", {}, tmp_path, "there")
-    assert "of 2 runs of `shmbus bench --full` on 2 days" in text
-    assert "| put to views | 0.7 there | 0.6 (0.5 to 0.7) | 0.5 of memcpy |" in text
+    assert "of 2 runs of `shmbus bench --full` on 2 days, of 1 commit" in text
+    assert "| put to views | 0.7 there | 0.6 (0.5 to 0.7) | 2, of 2 days | 0.5 of memcpy |" in text
     assert "**not met** so far, by 2 of 5 reports" in text
 
 
