@@ -152,7 +152,7 @@ check-python: $(VENV)/.dev
 docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full: 25)
+bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full: 20)
 	@$(BIN)/shmbus bench $(ARGS)
 
 bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction counts of the C core

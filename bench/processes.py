@@ -4,6 +4,7 @@ Invariants:
 
 - Every process is a fresh interpreter (spawn), so none inherits threads, locks or warm memory;
   but where figures mean nothing, they are forked from a template that has imported what they need.
+- A process imports what its role needs, and not the program that started it.
 - When `run_together` returns or raises, all processes that it started have ended.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -106,7 +108,7 @@ def run_together(
         for role in roles:
             here, there = _context().Pipe(duplex=False)
             process = _process(there, barrier, role)
-            process.start()
+            _begin(process, role)
             there.close()
             processes.append(process)
             pipes.append(here)
@@ -162,7 +164,7 @@ def start_role(role: Role) -> Started:
     """Begin ``function(*arguments)`` in a process of its own, which waits for no other."""
     here, there = _context().Pipe(duplex=False)
     process = _process(there, None, role)
-    process.start()
+    _begin(process, role)
     there.close()
     return Started(process, here)
 
@@ -180,6 +182,33 @@ def new_semaphore() -> Semaphore:
 def new_counters(count: int) -> Any:
     """Make so many integers that roles can share, without a lock: one writer each."""
     return _context().RawArray("q", count)
+
+
+def _begin(process: BaseProcess, role: Role) -> None:
+    """Start a process that does not import this program, where its role has nothing of that.
+
+    The program's imports take as long as those of most roles.
+    """
+    if _of_program(role):
+        process.start()
+        return
+    main = sys.modules["__main__"]
+    # By either of them `spawn` would find the program.
+    spec, path = main.__spec__, main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        process.start()
+    finally:
+        main.__spec__ = spec
+        if path is not None:
+            main.__file__ = path
+
+
+def _of_program(one: object) -> bool:
+    """Whether something is, or holds, what the program itself defines."""
+    if isinstance(one, Role):
+        return any(map(_of_program, (one.function, *one.arguments)))
+    return "__main__" in (getattr(one, "__module__", ""), type(one).__module__)
 
 
 def _process(pipe: Connection, barrier: Barrier | None, role: Role) -> BaseProcess:

@@ -13,6 +13,7 @@ import json
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,9 +201,12 @@ def measure(
                 rows.append(_skipped(family.name, family.title, why))
                 continue
             say(family.title)
+            began = time.monotonic()
             with fitness.Watch() as watch:
-                measured = family.measure()
-            rows += [dataclasses.replace(row, others=watch.others) for row in measured]
+                first, *rest = family.measure()
+            took_s = time.monotonic() - began
+            rows.append(dataclasses.replace(first, others=watch.others, took_s=took_s))
+            rows += [dataclasses.replace(row, others=watch.others) for row in rest]
     return rows
 
 

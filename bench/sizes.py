@@ -32,8 +32,9 @@ class Sizes:
         touches.
     wake_turns, most_wake_turns : int
         Turns that there are in any case, and at most.
-    wakes_s : float
-        Seconds after which there are no more turns than in any case.
+    wakes_s, polls_s : float
+        Seconds after which there are no more turns than in any case: to a reader that sleeps, of
+        five parts each, and to one that polls, of three.
     stash_groups : (int, int)
         Open groups, few and many.
     stash_adds : int
@@ -58,6 +59,7 @@ class Sizes:
     wake_turns: int
     most_wake_turns: int
     wakes_s: float
+    polls_s: float
     stash_groups: tuple[int, int]
     stash_adds: int
     memory_trajectories: int
@@ -74,14 +76,15 @@ FULL: Final = Sizes(
     packed=640_000,
     repetitions=3,
     most_repetitions=9,
-    rows_s=180.0,
+    rows_s=120.0,
     wakes=1000,
     warm_up=50,
     wake_turns=3,
     most_wake_turns=15,
     wakes_s=40.0,
+    polls_s=25.0,
     stash_groups=(1000, 1_000_000),
-    stash_adds=4_000_000,
+    stash_adds=2_000_000,
     memory_trajectories=1_000_000,
     memory_capacity="768MiB",
     idle_s=5.0,
@@ -101,6 +104,7 @@ QUICK: Final = Sizes(
     wake_turns=3,
     most_wake_turns=9,
     wakes_s=8.0,
+    polls_s=8.0,
     stash_groups=(1000, 100_000),
     stash_adds=400_000,
     memory_trajectories=100_000,
@@ -122,6 +126,7 @@ TINY: Final = Sizes(
     wake_turns=1,
     most_wake_turns=1,
     wakes_s=0.0,
+    polls_s=0.0,
     stash_groups=(100, 1000),
     stash_adds=10_000,
     memory_trajectories=10_000,

@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="level",
         action="store_const",
         const="full",
-        help="every workload and curve: half an hour at most",
+        help="every workload and curve: 20 minutes at most",
     )
     level.add_argument(
         "--tiny",
@@ -188,8 +188,10 @@ def _measure(
     groups: list[dict[str, Any]] = []
     counts = OPEN_GROUPS[options.level]
     if counts and not options.only and not chosen:
-        groups = curves.open_groups(counts, OPEN_GROUP_ADDS[options.level], say)
-        rows += verdicts.open_groups(groups)
+        curve_began = time.monotonic()
+        groups = curves.open_groups(counts, OPEN_GROUP_ADDS[options.level], say, rows)
+        curve_s = time.monotonic() - curve_began
+        rows += [dataclasses.replace(row, took_s=curve_s) for row in verdicts.open_groups(groups)]
     found: dict[str, Any] = {}
     here = fitness.here()
     notes = core.notes(rows, tiny=options.level == "tiny", found=here)

@@ -85,6 +85,9 @@ class Contender:
         Whether what one producer sends arrives in that order.
     lasting : bool
         Whether arrays that were received stay valid after `Receiver.done`.
+    lends : bool
+        Whether a receiver has what lies between the processes until `Receiver.done`, and the
+        sender has so much less of it.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Contender:
     groups: str = ""
     ordered: bool = True
     lasting: bool = True
+    lends: bool = False
 
 
 class Sender(Protocol):

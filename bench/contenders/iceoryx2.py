@@ -25,6 +25,7 @@ CONTENDER: Final = Contender(
     per_second=140_000.0,
     copies=1,
     copied="into the sample",
+    lends=True,
     favour="a polling reader and no events where throughput is measured; a header of our own in "
     "64 bytes; as many samples as the capacity holds; up to 64 borrowed at once",
     lasting=False,

@@ -25,6 +25,7 @@ CONTENDER: Final = Contender(
     groups="complete groups only, by instance_id",
     copies=1,
     copied="into the ring",
+    lends=True,
     favour="nothing: it is the embedded one's ring, with a third process on the same cores",
     lasting=False,
 )

@@ -21,6 +21,7 @@ CONTENDER: Final = Contender(
     groups="complete groups only, by instance_id",
     copies=1,
     copied="into the ring",
+    lends=True,
     favour="nothing: it groups, checks headers, and acknowledges, which the others mostly don't",
     lasting=False,
 )

@@ -2,9 +2,9 @@
 
 stdin: JSON, ``requests`` and ``share_s``: what to answer, and within how many seconds. The file
 named last on the command line gets a JSON list of answers, one for each request, as they come: an
-answer that failed says so, and the next request goes on. A request that would begin after the share
-is over has no turn, and its answer says that. What the contender's libraries print is nobody's
-concern.
+answer that failed says so, and the next request goes on; one that takes longer than its ``limit_s``
+fails. A request that would begin after the share is over has no turn, and its answer says that.
+What the contender's libraries print is nobody's concern.
 
 Invariant: no process that this one or its descendants started outlives it, also those that made
 themselves daemons.
@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from bench.contenders import module as module_of
 from bench.contest import latency, moving, survival, usage
+from bench.processes import MeasurementError
 from bench.workload import Timed, Workload
 
 __all__ = ["NO_TURN", "answer", "main"]
@@ -105,13 +106,35 @@ def _moved(contender: ModuleType, what: str, workload: Workload) -> dict[str, An
 
 def _answer_or_say_why(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
+    request = dict(request)
+    limit_s = request.pop("limit_s", None)
     # Whatever a contender raises is a result of this benchmark, and goes into the report.
     try:
-        result = answer(contender, request)
+        with _limited(limit_s):
+            result = answer(contender, request)
     except Exception as error:
         traceback.print_exc()
         result = {"failed": f"{type(error).__name__}: {error}"}
     return {**result, "took_s": time.monotonic() - began}
+
+
+@contextlib.contextmanager
+def _limited(limit_s: float | None) -> Iterator[None]:
+    """Raise in the main thread, wherever it is, when these seconds are over; None: never."""
+
+    def over(*_: object) -> None:
+        raise MeasurementError(f"not done within {limit_s:.0f} s")
+
+    if limit_s is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _write(path: Path, answers: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE, SIDES, Workload
 __all__ = [
     "FULL",
     "KINDS",
+    "OURS",
     "PRODUCERS",
     "QUICK",
     "TINY",
@@ -30,6 +31,8 @@ __all__ = [
 #: Tokens that trajectories have in the field: a short answer, the usual, long, a reasoning trace.
 SIZES: Final = (256, 2048, 8192, 32_768)
 USUAL: Final = 2048
+#: Of this contender each curve is judged.
+OURS: Final = "shmbus"
 PRODUCERS: Final = (1, 4, 16, 64)
 CAPACITIES: Final = ("16MiB", "64MiB", "256MiB", "1GiB", "4GiB")
 #: Workloads that differ from the usual one in one thing, by the name that the table has for it.
@@ -49,12 +52,20 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "top-64 logits, groups kept": {"side": "top-k-logits", "keep": True},
     "an image, groups kept": {"side": "image", "keep": True},
 }
+#: Those that differ for a contender that has groups, and those for one that lends its memory; for
+#: any other one they are the usual workload again, or the one that the name begins with.
+OF_GROUPS: Final = frozenset({"groups of 16", "interleaved arrival", "scrambled arrival"})
+OF_LENDERS: Final = frozenset(
+    kind for kind in KINDS if kind.endswith((", groups of 1", ", groups kept"))
+)
 #: What trajectories with payloads beside them, and many producers, need between the processes.
 LARGE_CAPACITY: Final = "256MiB"
 #: Part of a trajectory's time that does not grow with its size, to expect.
 FIXED_PART: Final = 0.35
 #: Bytes a second that a consumer copies out of memory of another process, to expect.
 READ_BYTES_PER_S: Final = 4.0e9
+#: Those of contenders that begin a cluster or a server, which take seconds for each.
+OF_CLUSTERS: Final = frozenset({"log-normal lengths", "routed experts"})
 #: Trajectories a second of the load while latency is measured, and the part of what a contender
 #: can carry that it must not exceed.
 LOAD_PER_S: Final = 5_000.0
@@ -63,8 +74,10 @@ LOAD_PART: Final = 0.25
 LEAST: Final = 128
 #: No run moves more, however small they are.
 MOST: Final = 2_000_000
-#: Most producers of a contender; those whose processes take seconds to begin get few.
+#: Most producers: of ours, whose curve is judged; of another contender; and where processes take
+#: seconds to begin.
 MANY_PRODUCERS: Final = 64
+SOME_PRODUCERS: Final = 16
 FEW_PRODUCERS: Final = 4
 SLOW_BEGIN_S: Final = 1.4
 #: Processes that begin in the time of one, to expect.
@@ -72,6 +85,10 @@ BEGIN_AT_ONCE: Final = 4
 #: Seconds that a probe takes, to expect, and those after which a run has been found to stop.
 PROBE_S: Final = 0.001
 STOPPED_S: Final = 5.0
+#: What is expected is often off by three, since it knows no machine; a point that takes so many
+#: times as long has come to a stop.
+LATE: Final = 6.0
+LEAST_LIMIT_S: Final = 30.0
 #: Tokens a second at which the REST server is compared at equal work: what is told in the field of
 #: shared memory.
 PACED_PER_S: Final = 6_284.0
@@ -84,8 +101,9 @@ class Level:
     Attributes
     ----------
     name : str
-    run_s : float
-        Seconds that one run of a workload is to take.
+    run_s, brief_s : float
+        Seconds that one run of a workload is to take: one of a point that is judged, and one that
+        stands beside those.
     repetitions : int
         Runs of each size, and of each point of our own curves, which are judged.
     sizes, producers, capacities : tuple
@@ -110,6 +128,7 @@ class Level:
 
     name: str
     run_s: float
+    brief_s: float
     repetitions: int
     sizes: tuple[int, ...]
     producers: tuple[int, ...]
@@ -126,6 +145,7 @@ class Level:
 FULL: Final = Level(
     name="full",
     run_s=1.5,
+    brief_s=1.0,
     repetitions=3,
     sizes=SIZES,
     producers=PRODUCERS,
@@ -135,12 +155,13 @@ FULL: Final = Level(
     kills=20,
     stopped_s=10.0,
     paced=16,
-    budget_s=1620.0,
-    patience_s=60.0,
+    budget_s=1140.0,
+    patience_s=30.0,
 )
 QUICK: Final = Level(
     name="quick",
     run_s=0.5,
+    brief_s=0.5,
     repetitions=1,
     sizes=(USUAL,),
     producers=(),
@@ -157,6 +178,7 @@ TINY: Final = replace(
     FULL,
     name="tiny",
     run_s=0.005,
+    brief_s=0.005,
     repetitions=1,
     sizes=(256, 512, USUAL),
     producers=(1, 2),
@@ -184,7 +206,8 @@ class Planned:
     request : dict
         For `bench.contest.child`.
     expected_s : float
-        What it takes, roughly: contenders share the time by the sums of these.
+        What it takes, roughly: contenders share the time by the sums of these. What takes `LATE`
+        times as long, and more than `LEAST_LIMIT_S`, is given up.
     """
 
     series: str
@@ -192,9 +215,14 @@ class Planned:
     request: dict[str, Any]
     expected_s: float
 
+    @property
+    def limited(self) -> dict[str, Any]:
+        """The request, with the seconds after which it is given up."""
+        return {**self.request, "limit_s": max(LEAST_LIMIT_S, LATE * self.expected_s)}
 
-def sized(contender: Contender, level: Level, **parameters: Any) -> dict[str, Any]:
-    """Complete the parameters of a workload by how many trajectories it has."""
+
+def sized(contender: Contender, run_s: float, **parameters: Any) -> dict[str, Any]:
+    """Complete the parameters of a workload by how many trajectories it has in so many seconds."""
     one = {"tokens": USUAL, "producers": 1, "group_size": GROUP_SIZE, **parameters}
     if "trajectories" in one:
         return one
@@ -205,7 +233,7 @@ def sized(contender: Contender, level: Level, **parameters: Any) -> dict[str, An
     if probe.read:
         each_s = max(each_s, probe.bytes_each / READ_BYTES_PER_S)
     least = LEAST if contender.per_second > LEAST else 2 * unit
-    wanted = min(max(least, level.run_s / each_s), MOST)
+    wanted = min(max(least, run_s / each_s), MOST)
     return {**one, "trajectories": max(1, round(wanted / unit)) * unit}
 
 
@@ -243,13 +271,37 @@ def plan(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
         yield _throughput(contender, level, "watched", "", what="watched")
     if level.everything:
         for kind, parameters in KINDS.items():
+            if not _differs(kind, contender):
+                continue
             large: dict[str, Any] = (
                 {"capacity": LARGE_CAPACITY} if parameters.get("side") in SIDES else {}
             )
             yield _throughput(contender, level, "kind", kind, **large, **parameters)
-    # Whose curves are judged has them again, for medians.
-    for _ in range(level.repetitions - 1 if ours else 0):
-        yield from _growth(contender, level, ours)
+    # Whose curves are judged has them again, for medians; processor time over producers repeats
+    # within a few hundredths, and takes the longest.
+    for number in range(level.repetitions - 1 if ours else 0):
+        again = _growth(contender, level, ours)
+        yield from (one for one in again if number == 0 or one.series == "capacity")
+
+
+def _differs(kind: str, contender: Contender) -> bool:
+    """Whether a kind of trajectories is asked of a contender: it is another workload for it."""
+    if contender.environment:
+        return kind in OF_CLUSTERS
+    if kind in OF_GROUPS:
+        return bool(contender.groups)
+    return kind not in OF_LENDERS or contender.lends
+
+
+def _run_s(contender: Contender, level: Level, series: str, point: str | int) -> float:
+    """Seconds of one run of a point: fewer where no target is about it."""
+    judged = (
+        (series == "size" and point == USUAL)
+        or series == "capacity"
+        or (series == "producers" and contender.name == OURS)
+        or (series == "kind" and point in OF_LENDERS)
+    )  # fmt: skip
+    return level.run_s if judged else level.brief_s
 
 
 def _throughput(
@@ -260,21 +312,26 @@ def _throughput(
     what: str = "throughput",
     **parameters: Any,
 ) -> Planned:
-    workload = sized(contender, level, **parameters)
+    run_s = _run_s(contender, level, series, point)
+    workload = sized(contender, run_s, **parameters)
     # Processes begin side by side, on few cores.
     begin_s = contender.begin_s * (1 + workload["producers"] / BEGIN_AT_ONCE)
     return Planned(
         series=series,
         point=point,
         request={"what": what, "workload": workload},
-        expected_s=begin_s + level.run_s,
+        expected_s=begin_s + run_s,
     )
 
 
 def _growth(contender: Contender, level: Level, ours: bool) -> Iterator[Planned]:
     """List the curves over producers and, for ours, over the size of the ring."""
-    most = MANY_PRODUCERS if contender.begin_s < SLOW_BEGIN_S else FEW_PRODUCERS
-    for producers in level.producers:
+    if contender.begin_s >= SLOW_BEGIN_S:
+        most = FEW_PRODUCERS
+    else:
+        most = MANY_PRODUCERS if ours else SOME_PRODUCERS
+    # What begins a cluster or a server for each of them says nothing of the cost of a further one.
+    for producers in () if contender.environment else level.producers:
         if producers <= most:
             # A consumer that reads is the slower side, so that the ring is full at each point. One
             # that only looks would leave one producer a ring in the cache, and many one in memory,
@@ -322,5 +379,5 @@ def _survival(contender: Contender, level: Level) -> Planned:
 def _packable(contender: Contender, level: Level) -> dict[str, Any]:
     """Whole batches only: ours would wait for the rest of the last one."""
     per_batch = 65_536 // USUAL
-    count = sized(contender, level)["trajectories"] // 4
+    count = sized(contender, level.brief_s)["trajectories"] // 4
     return {"trajectories": max(1, count // per_batch) * per_batch}

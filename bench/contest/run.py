@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
+from bench.bounds import NARROW, width
 from bench.contenders import contenders
 from bench.contenders.base import Contender
 from bench.contest import environments
@@ -33,6 +34,8 @@ SERIES = (
     "paced",
     "survival",
 )
+#: Of the sizes; the last of them has what did not agree in those before.
+LEAST_ROUNDS: Final = 3
 #: Those of which a point may have several runs.
 REPEATED = ("size", "producers", "capacity")
 
@@ -44,6 +47,8 @@ class _Turn:
     contender: Contender
     wanted: list[Planned]
     text: str
+    #: Of a round of sizes, from 1.
+    number: int = 0
 
     @property
     def expected_s(self) -> float:
@@ -85,13 +90,20 @@ def run(
     turns = list(_turns(here, level, series))
     expected_s = sum(turn.expected_s for turn in turns)
     say(f"the contest: about {expected_s:.0f} s, {seconds:.0f} s at most")
+    took: dict[str, float] = dict.fromkeys(described, 0.0)
     for turn in turns:
         left_s = max(0.0, deadline - time.monotonic())
         share_s = left_s * turn.expected_s / expected_s
         expected_s -= turn.expected_s
+        turn = _without_narrow(turn, result["size"], level)
+        if not turn.wanted:
+            continue
+        began = time.monotonic()
         say(f"{turn.contender.title}: {turn.text}; {share_s:.0f} s at most")
         for point in _ask(turn, share_s, level.patience_s):
             result[point.pop("series")].append(point)
+        took[turn.contender.name] += time.monotonic() - began
+    result["took_s"] = took
     result |= {one: _medians(result[one]) for one in REPEATED}
     return result
 
@@ -103,7 +115,8 @@ def _turns(here: Sequence[Contender], level: Level, series: Sequence[str]) -> It
     apart = [contender for contender in here if rounds > 1 and not contender.environment]
     for number in range(rounds):
         for contender in apart:
-            yield _Turn(contender, sizes(contender, level), f"size, {number + 1} of {rounds}")
+            text = f"size, {number + 1} of {rounds}"
+            yield _Turn(contender, sizes(contender, level), text, number + 1)
     for number, contender in enumerate(here):
         wanted = [one for one in plan(contender, level, number == 0) if one.series in series]
         if contender not in apart and rounds:
@@ -113,6 +126,27 @@ def _turns(here: Sequence[Contender], level: Level, series: Sequence[str]) -> It
         if wanted:
             text = ", ".join(dict.fromkeys(one.series for one in wanted))
             yield _Turn(contender, wanted, text)
+
+
+def _without_narrow(turn: _Turn, found: Sequence[dict[str, Any]], level: Level) -> _Turn:
+    """Leave out of a round of sizes those whose runs so far agree, but for the one that is judged.
+
+    The last of at least three rounds only: two runs may agree by chance.
+    """
+    if turn.number < max(level.repetitions, LEAST_ROUNDS):
+        return turn
+    rates: dict[str | int, list[float]] = {}
+    for one in found:
+        if one["contender"] == turn.contender.name and "failed" not in one:
+            rates.setdefault(one["point"], []).append(one["rate"])
+    wanted = [
+        planned
+        for planned in turn.wanted
+        if planned.point == USUAL
+        or len(rates.get(planned.point, ())) < LEAST_ROUNDS - 1
+        or width(rates[planned.point]) > NARROW
+    ]
+    return replace(turn, wanted=wanted)
 
 
 def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
@@ -145,7 +179,7 @@ def _ask(turn: _Turn, share_s: float, patience_s: float) -> list[dict[str, Any]]
         if points and left_s <= 0:
             answers = [{"failed": f"{NO_TURN}: {share_s:.0f} s"}] * len(rest)
         else:
-            requests = [planned.request for planned in rest]
+            requests = [planned.limited for planned in rest]
             answers = environments.ask(turn.contender, requests, max(0.0, left_s), patience_s)
         for planned, answer in zip(rest, answers, strict=False):
             asked = {key: value for key, value in planned.request.items() if key != "what"}

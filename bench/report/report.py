@@ -48,7 +48,7 @@ def write(result: dict[str, Any], directory: Path) -> None:
     ]
     parts += [f"![{caption}]({name})\n\n*{caption}*\n" for name, caption in pictures]
     parts += [missing, _rows(result), _contest(result), _claim(result), _skipped(result)]
-    parts += [_favours(result)]
+    parts += [_favours(result), _took(result)]
     (directory / "report.md").write_text("\n".join(filter(None, parts)))
 
 
@@ -263,7 +263,7 @@ _TABLES: Final[tuple[tuple[str, str, Callable[[dict[str, Any]], _Table]], ...]] 
 #: Series of rates, and what the table of each says.
 _RATES: Final = {
     "size": "tokens",
-    "kind": "workload",
+    "kind": "workload; none where it is no other one for a contender",
     "producers": "producers, each byte read",
     "capacity": "size of the ring",
 }
@@ -337,6 +337,27 @@ def _favours(result: dict[str, Any]) -> str:
     ]
     heads = ["contender", "versions", "in its favour", "where a byte is copied"]
     return "## Versions, and what each was given\n\n" + markdown(heads, lines)
+
+
+def _took(result: dict[str, Any]) -> str:
+    """Say what took how long, the longest first."""
+    spent = [
+        (row["title"], row["took_s"]) for row in result["rows"] if row.get("took_s", 0.0) >= 1.0
+    ]
+    contest = result["contest"]
+    spent += [
+        (f"{contest['contenders'][name]['title']}, in the contest", seconds)
+        for name, seconds in contest.get("took_s", {}).items()
+        if seconds
+    ]
+    if not spent or "took_s" not in result:
+        return ""
+    lines = [[what, f"{s:.0f}"] for what, s in sorted(spent, key=lambda one: -one[1])]
+    return (
+        f"## Where the time went: {result['took_s']:.0f} seconds\n\n"
+        "Of rows that were measured together, the first one's name.\n\n"
+        + markdown(["what", "seconds"], lines)
+    )
 
 
 def _claim(result: dict[str, Any]) -> str:

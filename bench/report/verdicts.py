@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bench.bounds import Beside
+from bench.contest.plan import OURS
 from bench.rows.row import Row
 from bench.rows.targets import AGAINST, TARGETS
 from bench.yardsticks import MEMCPY
 
 __all__ = ["GROWTH", "OURS", "USUAL", "find", "open_groups", "percentile", "rows"]
 
-#: The contender that the others are compared with.
-OURS: Final = "shmbus"
 USUAL: Final = 2048
 #: Who lends memory to its reader too, and the kinds of trajectories that are compared with it.
 LENDER: Final = "iceoryx2"

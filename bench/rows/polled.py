@@ -79,7 +79,7 @@ def measure(sizes: Sizes, capacity: str) -> list[Row]:
             ]
 
         for _ in turns(
-            sizes.wake_turns, sizes.most_wake_turns, sizes.wakes_s, lambda: narrow(rows())
+            sizes.wake_turns, sizes.most_wake_turns, sizes.polls_s, lambda: narrow(rows())
         ):
             if not why_not:
                 said, _ = run([str(program)], "\n".join(map(str, pauses)))

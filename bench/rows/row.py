@@ -42,6 +42,8 @@ class Row:
         Whether the value is what a run takes more than its bound, and no multiple of it.
     others : float
         Processors that other work took meanwhile.
+    took_s : float
+        Seconds that it took with its bounds, and with the rows that were measured with it.
     figures : dict
         Every number, for the JSON.
     """
@@ -57,6 +59,7 @@ class Row:
     reference: Beside | None = None
     difference: bool = False
     others: float = 0.0
+    took_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,6 +126,7 @@ class Row:
             "bound": self.bound.as_json() if self.bound else None,
             "reference": self.reference.as_json() if self.reference else None,
             "others": self.others,
+            "took_s": self.took_s,
             "not_quiet": self.not_quiet or None,
             "figures": self.figures,
         }

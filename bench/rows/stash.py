@@ -35,7 +35,7 @@ from bench.workload import GROUP_SIZE
 from shmbus import limits
 from shmbus.stash.stash import Stash
 
-__all__ = ["Sample", "measure"]
+__all__ = ["Sample", "groups_of", "measure"]
 
 Order: TypeAlias = Literal["by age", "scrambled"]
 
@@ -68,6 +68,12 @@ def measure(groups: tuple[int, int], adds: int) -> list[Row]:
     return [_row(order, groups, adds) for order in orders]
 
 
+def groups_of(row: Row) -> tuple[int, int] | None:
+    """Return how many open groups a row compares, few and many; None for a row of another kind."""
+    found: tuple[int, int] | None = row.figures.get("groups")
+    return found if row.name in ("stash-by-age", "stash-scrambled") else None
+
+
 def _row(order: Order, groups: tuple[int, int], adds: int) -> Row:
     before, many, after = (
         run_alone(_time_adds, order, count, adds) for count in (groups[0], groups[1], groups[0])
@@ -85,7 +91,12 @@ def _row(order: Order, groups: tuple[int, int], adds: int) -> Row:
         spread=interval(parts),
         bound=bound,
         target=TARGETS[name],
-        figures={"few": {**before, "ns": few_ns}, "few_after": after, "many": many},
+        figures={
+            "groups": groups,
+            "few": {**before, "ns": few_ns},
+            "few_after": after,
+            "many": many,
+        },
     )
 
 

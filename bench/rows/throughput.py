@@ -78,6 +78,7 @@ class Runs:
     timed: list[Timed] = field(default_factory=list)
     around: list[dict[Bound, tuple[float, float]]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
+    took_s: float = 0.0
 
     def beside(self, against: Against) -> Beside:
         """Set the runs beside one of the case's yardsticks."""
@@ -220,6 +221,7 @@ def repeat(
                 continue
             say(f"{case.title} ({number} of {sizes.repetitions} to {most})")
             runs = found[case.name]
+            began = time.monotonic()
             sticks = [against.yardstick for against in case.against]
             before = {stick.bound: measure(stick, again=False) for stick in sticks}
             with Watch() as watch:
@@ -228,6 +230,7 @@ def repeat(
             after = {stick.bound: measure(stick, again=True) for stick in sticks}
             runs.around.append({bound: (before[bound], after[bound]) for bound in before})
             runs.others.append(watch.others)
+            runs.took_s += time.monotonic() - began
     return found
 
 
@@ -276,6 +279,7 @@ def _row(case: Case, runs: Runs) -> Row:
         bound=beside[-1],
         reference=beside[0],
         others=statistics.median(runs.others),
+        took_s=runs.took_s,
         figures={
             "trajectories_per_s": rate,
             "tokens_per_s": rate * tokens,

@@ -27,7 +27,7 @@ checkout, which this is not:
 
   git clone <the repository of shmbus> && cd shmbus
   make bench                    # --quick: under five minutes
-  make bench ARGS=--full        # every workload and curve: 25 at most
+  make bench ARGS=--full        # every workload and curve: 20 at most
 
 example: shmbus bench --quick"""
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import numpy as np
 import pytest
 from conftest import Spawner
 
-from bench import machine
+from bench import machine, processes
 from bench import run as bench_run
-from bench.rows import throughput, wake
+from bench.rows import curves, stash, throughput, wake
 from bench.rows.row import Row, table
 from bench.rows.targets import TARGETS, Target
 from bench.sizes import TINY
@@ -62,6 +63,11 @@ ROWS = [
     "daemon-leases",
     "daemon-idle",
 ]
+
+
+def program_of_a_role(start: Callable[[], None]) -> str | None:
+    start()
+    return sys.modules["__main__"].__dict__.get("__file__")
 
 
 def run(spawn: Spawner, *args: object) -> str:
@@ -205,6 +211,37 @@ def test_a_yardstick_behind_one_run_stands_before_the_next_and_no_run_between_is
     ]
     throughput.repeat(cases, TINY, lambda _: None)
     assert asked == ["memcpy", "a", "memcpy", "b", "memcpy"]
+
+
+def test_a_process_imports_what_its_role_needs_and_not_the_program_that_began_it() -> None:
+    main = sys.modules["__main__"]
+    before = main.__spec__, main.__dict__.get("__file__")
+    assert processes.run_together([processes.Role(program_of_a_role)]) == [None]
+    assert (main.__spec__, main.__dict__.get("__file__")) == before
+    theirs = type("Theirs", (), {"__module__": "__main__"})()
+    nested = processes.Role(print, (processes.Role(print, (theirs,)),))
+    assert processes._of_program(nested)
+    assert not processes._of_program(processes.Role(print, (1, "a", Workload)))
+
+
+def test_the_curve_of_open_groups_does_not_measure_again_what_a_row_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def measure(groups: tuple[int, int], adds: int) -> list[Row]:
+        asked.append(groups)
+        return made(groups)
+
+    def made(groups: tuple[int, int]) -> list[Row]:
+        figures = {"groups": groups, "few": {"ns": 100.0}, "many": {"ns": float(groups[1])}}
+        names = ("stash-by-age", "stash-scrambled")
+        return [Row(name=name, title="t", measured="m", figures=figures) for name in names]
+
+    monkeypatch.setattr(stash, "measure", measure)
+    found = curves.open_groups((10, 100, 1000), 1, lambda _: None, made((10, 1000)))
+    assert asked == [(10, 100)]
+    assert [one["ns"] for one in found if one["order"] == "by-age"] == [100.0, 100.0, 1000.0]
 
 
 def test_a_bad_command_line_is_refused_before_anything_is_measured(

@@ -178,6 +178,78 @@ def test_a_request_that_comes_to_no_end_is_given_up() -> None:
     assert answer == {"failed": "not done within 3 s"}
 
 
+def test_a_request_that_has_stopped_is_given_up_and_the_next_one_is_answered() -> None:
+    contender = contenders()["multiprocessing.Queue"]
+    stopped = {"trajectories": 8, "tokens": 8, "pause_s": 3600.0}
+    good = {"what": "throughput", "workload": {"trajectories": 16, "tokens": 8}}
+    requests = [{"what": "throughput", "workload": stopped, "limit_s": 1.0}, good]
+    answers = environments.ask(contender, requests, 60.0, 60.0)
+    assert "not done within 1 s" in answers[0]["failed"]
+    assert answers[1]["trajectories"] == 16
+
+
+def test_every_request_has_a_limit_well_beyond_what_is_expected_of_it() -> None:
+    for number, contender in enumerate(contenders().values()):
+        for planned in plan.plan(contender, plan.FULL, number == 0):
+            assert planned.limited["limit_s"] >= max(30.0, 6 * planned.expected_s)
+
+
+def test_a_kind_is_asked_only_of_those_to_whom_it_is_another_workload() -> None:
+    asked = {
+        name: {one.point for one in plan.plan(about, plan.FULL, False) if one.series == "kind"}
+        for name, about in contenders().items()
+    }
+    assert asked["shmbus"] == set(plan.KINDS)
+    assert asked["iceoryx2"] >= plan.OF_LENDERS
+    assert asked["pyzmq"] == set(plan.KINDS) - plan.OF_GROUPS - plan.OF_LENDERS
+    # What is judged of large payloads is asked of both.
+    assert set(verdicts.LARGE.values()) <= asked["shmbus"] & asked["iceoryx2"]
+
+
+def test_only_what_no_target_is_about_has_shorter_runs() -> None:
+    zmq = contenders()["pyzmq"]
+
+    def trajectories(series: str, point: Any) -> int:
+        (one,) = [
+            one
+            for one in [*plan.sizes(zmq, plan.FULL), *plan.plan(zmq, plan.FULL, False)]
+            if (one.series, one.point) == (series, point)
+        ]
+        return int(one.request["workload"]["trajectories"])
+
+    usual = trajectories("size", plan.USUAL)
+    assert trajectories("watched", "") == pytest.approx(usual * 2 / 3, rel=0.01)
+
+
+def test_the_last_round_of_sizes_leaves_out_what_agreed_before_but_for_what_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def ask(_: Any, requests: list[Any], *__: object) -> list[dict[str, Any]]:
+        tokens = [one["workload"]["tokens"] for one in requests]
+        asked.extend(tokens)
+        # Those of 8,192 differ from round to round, the others by a hundredth.
+        return [
+            {"rate": 100.0 + asked.count(n) * (50 if n == 8192 else 1), "bytes_each": 1}
+            for n in tokens
+        ]
+
+    monkeypatch.setattr(environments, "ask", ask)
+    run(["pyzmq"], plan.FULL, ["size"], lambda _: None, 100.0)
+    assert {n: asked.count(n) for n in plan.SIZES} == {256: 2, 2048: 3, 8192: 3, 32_768: 2}
+
+
+def test_a_report_says_where_its_time_went_the_longest_first() -> None:
+    rows = [{"title": "a", "took_s": 3.0}, {"title": "b", "took_s": 9.0}, {"title": "c"}]
+    found = {"contenders": {"ray": {"title": "Ray"}}, "took_s": {"ray": 20.0}}
+    text = report._took({"rows": rows, "contest": found, "took_s": 33.0})
+    assert "33 seconds" in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert lines[2:] == ["| Ray, in the contest | 20 |", "| b | 9 |", "| a | 3 |"]
+    assert report._took({"rows": rows, "contest": {}}) == ""
+
+
 def test_a_share_that_is_over_is_said_and_nothing_is_begun_any_more() -> None:
     said: list[str] = []
     series = ["size", "latency"]
