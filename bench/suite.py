@@ -215,6 +215,7 @@ def _measure(
         "format": FORMAT,
         "machine": facts,
         "level": options.level,
+        "partial": bool(options.only or chosen),
         "settings": {
             "shmbus": dataclasses.asdict(sizes) | {"capacity": options.capacity},
             "contest": dataclasses.asdict(level),

@@ -121,12 +121,16 @@ def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     CannotFold
-        It is not a full report, is of another machine, or is there already.
+        It is not a full report or a part of one, is of another machine, or is there already.
     """
     reports: list[dict[str, Any]] = folded.get("reports", [])
     facts = result["machine"]
     when = facts["date_utc"]
     check(folded or {"reports": []}, facts, result["level"])
+    if result.get("partial"):
+        raise CannotFold(
+            f"{when}: expected a report of all rows and contenders, got a part of them"
+        )
     if any(one["date_utc"] == when for one in reports):
         raise CannotFold(f"{when}: this report is there already")
     rows = {row["name"]: _kept(row) for row in result["rows"]}

@@ -40,6 +40,8 @@ class Row:
         What its value is a ratio to, where that is not its bound.
     difference : bool
         Whether the value is what a run takes more than its bound, and no multiple of it.
+    soft : bool
+        Whether a run may come to more than its bound, so that nothing follows from it for the best.
     others : float
         Processors that other work took meanwhile.
     took_s : float
@@ -58,6 +60,7 @@ class Row:
     bound: Beside | None = None
     reference: Beside | None = None
     difference: bool = False
+    soft: bool = False
     others: float = 0.0
     took_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +89,9 @@ class Row:
     @property
     def best(self) -> float | None:
         """What the value would be if a run were its bound; None where that does not follow."""
-        if self.value is None or self.bound is None or self.target is None or self.difference:
+        if self.value is None or self.bound is None or self.target is None:
+            return None
+        if self.difference or self.soft:
             return None
         share = statistics.median(self.bound.shares)
         if not 0 < share <= 1:

@@ -417,6 +417,8 @@ def test_a_verdict_compares_what_one_run_measured() -> None:
         },
     ]
     (row,) = verdicts.rows(contest, (10.0, 10.5))
+    # shmbus would be faster than memcpy from its cache.
+    assert row.best is None
     assert (row.name, row.value, row.spread, row.met) == ("against-pyzmq", 16.0, (15.0, 17.0), True)
 
 

@@ -120,6 +120,7 @@ def test_values_of_another_workload_or_unit_or_bound_are_left_out() -> None:
     ("change", "says"),
     [
         ({"level": "quick"}, "expected a report of --full"),
+        ({"partial": True}, "got a part of them"),
         ({"machine": MACHINE | {"cpu": "B", "date_utc": "2026-01-02"}}, "another machine"),
         ({}, "there already"),
     ],
