@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         use_template(*modules, "bench.contest.child")
     facts = machine.describe()
     try:
-        _check_output(output, facts, options.level)
+        _check_output(output, facts, options)
     except (fold.CannotFold, OSError, ValueError) as error:
         parser.error(
             f"--output: {output} holds reports that were folded: {error}; name another directory"
@@ -93,11 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_output(output: Path, facts: dict[str, Any], level: str) -> None:
+def _check_output(output: Path, facts: dict[str, Any], options: argparse.Namespace) -> None:
     """Refuse to write over the newest of kept reports what could not be added to them."""
     kept = output / blocks.FOLDED
     if kept.exists():
-        fold.check(json.loads(kept.read_text()), facts, level)
+        folded = json.loads(kept.read_text())
+        fold.check(folded, facts, options.level, partial=_is_partial(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,6 +165,10 @@ def _measures_rows(options: argparse.Namespace) -> bool:
     return bool(options.only) or not (options.contender or options.series)
 
 
+def _is_partial(options: argparse.Namespace) -> bool:
+    return bool(options.only or options.contender or options.series)
+
+
 def _say_since(began: float) -> Callable[[str], None]:
     def say(what: str) -> None:
         print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
@@ -215,7 +220,7 @@ def _measure(
         "format": FORMAT,
         "machine": facts,
         "level": options.level,
-        "partial": bool(options.only or chosen),
+        "partial": _is_partial(options),
         "settings": {
             "shmbus": dataclasses.asdict(sizes) | {"capacity": options.capacity},
             "contest": dataclasses.asdict(level),

@@ -126,11 +126,8 @@ def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     reports: list[dict[str, Any]] = folded.get("reports", [])
     facts = result["machine"]
     when = facts["date_utc"]
-    check(folded or {"reports": []}, facts, result["level"])
-    if result.get("partial"):
-        raise CannotFold(
-            f"{when}: expected a report of all rows and contenders, got a part of them"
-        )
+    partial = bool(result.get("partial"))
+    check(folded or {"reports": []}, facts, result["level"], partial=partial)
     if any(one["date_utc"] == when for one in reports):
         raise CannotFold(f"{when}: this report is there already")
     rows = {row["name"]: _kept(row) for row in result["rows"]}
@@ -147,7 +144,9 @@ def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check(folded: dict[str, Any], facts: dict[str, Any], level: str) -> None:
+def check(
+    folded: dict[str, Any], facts: dict[str, Any], level: str, *, partial: bool = False
+) -> None:
     """Refuse a run whose report could not be added, before it is made.
 
     Parameters
@@ -157,6 +156,8 @@ def check(folded: dict[str, Any], facts: dict[str, Any], level: str) -> None:
     facts : dict
         What `bench.machine.describe` says of this machine.
     level : str
+    partial : bool
+        Whether only some rows or contenders were asked for.
 
     Raises
     ------
@@ -165,6 +166,8 @@ def check(folded: dict[str, Any], facts: dict[str, Any], level: str) -> None:
     """
     if level != "full":
         raise CannotFold(f"expected a report of --full, got --{level}")
+    if partial:
+        raise CannotFold("expected a report of all rows and contenders, got a part of them")
     machine = _machine(facts)
     if folded["reports"] and machine != folded["machine"]:
         raise CannotFold(

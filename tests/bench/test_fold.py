@@ -163,7 +163,10 @@ def test_a_target_is_read_from_its_text(text: str) -> None:
     assert str(Target.parse(text)) == text
 
 
-@pytest.mark.parametrize("level, cpu", [("--full", "B"), ("--quick", "A"), ("--tiny", "A")])
+@pytest.mark.parametrize(
+    "level, cpu",
+    [("--full", "B"), ("--quick", "A"), ("--tiny", "A"), ("--full --only idle", "A")],
+)
 def test_a_run_that_could_not_be_added_is_refused_before_it_is_measured(
     level: str, cpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -175,9 +178,10 @@ def test_a_run_that_could_not_be_added_is_refused_before_it_is_measured(
     (tmp_path / "folded.json").write_text(json.dumps(folded(report("", 1.0) | {"machine": kept})))
     (tmp_path / "results.json").write_text("the newest")
     with pytest.raises(SystemExit) as refused:
-        suite.main([level, "--output", str(tmp_path)])
+        suite.main([*level.split(), "--output", str(tmp_path)])
     said = capsys.readouterr()
     assert refused.value.code == 2 and said.out == ""
     assert "name another directory" in said.err
-    assert ("expected a report of" if cpu == "B" else "--full") in said.err
+    wanted = "all rows" if "only" in level else "--full"
+    assert ("expected a report of" if cpu == "B" else wanted) in said.err
     assert (tmp_path / "results.json").read_text() == "the newest"
