@@ -9,11 +9,12 @@ crosses to the device (9 bytes a token for "gather", 25 for the others, whose ra
 given too). A batch is there when its memory is; its tensors are views that are made when they are
 asked for, and `views_us` is what all of them take. CPU time is that of the whole process, of groups
 that lie ready under lease: what the bus takes to deliver and acknowledge them has a row of its own.
-So has a trainer's pace: a batch now and then, where the first figures are of one batch behind the
-other. `begin_us` and `finish_us` are the packing thread's share of it, a batch. The attention
-backends take turns; a time is that of a step alone, which waits for the host to begin, and
-`device_ms` that of one whose launches are queued already, as those of a model's layers are. A
-figure is the median of its repetitions.
+So have advantages and masks, which the gather's own launch makes: beside them stands what launches
+of their own take on the device and of the host. So has a trainer's pace: a batch now and then,
+where the first figures are of one batch behind the other. `begin_us` and `finish_us` are the
+packing thread's share of it, a batch. The attention backends take turns; a time is that of a step
+alone, which waits for the host to begin, and `device_ms` that of one whose launches are queued
+already, as those of a model's layers are. A figure is the median of its repetitions.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from bench import machine
+from bench import gpu_plot, machine
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
 from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.batches.batch import IN_BLOCK, Batch
@@ -45,7 +47,7 @@ from trainer_adapter.batches.pack import pack
 from trainer_adapter.gpu.memory import Staging
 from trainer_adapter.gpu.packer import GpuPacker, Pending, begin_gather
 
-__all__ = ["main", "plot"]
+__all__ = ["main"]
 
 #: Tokens of a record: 18 KB.
 TOKENS: Final = 2048
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {options.output}")
     if options.plot:
-        plot(result, options.plot)
+        gpu_plot.plot(result, options.plot, TRANSFER_TARGET)
     return 0
 
 
@@ -147,6 +149,7 @@ def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
                 for per_batch in (*SMALL_BATCHES, len(groups) // 4):
                     rows.append(_one_transport(groups, transport, per_batch, repetitions))
             paced = [_paced(groups, transport) for transport in ("gather", "pinned", "copy")]
+            fused = _fused(groups, repetitions)
             rows.append(_pinned_copy(repetitions))
             began_cpu = time.thread_time()
             consumer.ack(groups)
@@ -157,7 +160,7 @@ def _transfer(capacity: str, repetitions: int) -> list[dict[str, Any]]:
         if row["what"] == "gather":
             row["target"] = TRANSFER_TARGETS.get(row["tokens_per_batch"], TRANSFER_TARGET)
     of_bus = {"what": "the bus: take and acknowledge", "cpu_us_per_record": bus_cpu / count * 1e6}
-    return [*rows, *paced, of_bus]
+    return [*rows, *paced, fused, of_bus]
 
 
 def _fill(name: str, count: int) -> None:
@@ -252,6 +255,45 @@ def _paced(groups: list[shmbus.Group], transport: Any) -> dict[str, Any]:
         "tokens_per_s": tokens * PACED_BATCHES / seconds,
         "cpu_s_per_s": cpu_s / seconds,
         "cpu_us_per_batch": cpu_s / PACED_BATCHES * 1e6,
+    }
+
+
+def _spread(lengths: Tensor, mask: Tensor) -> Tensor:
+    """Write one number a sequence to each of its tokens that count."""
+    scores = torch.ones(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(scores, lengths, output_size=len(mask)).mul_(mask)
+
+
+def _fused(groups: list[shmbus.Group], repetitions: int) -> dict[str, Any]:
+    """Say what advantages cost in the gather's launch, and with masks as launches of their own.
+
+    The launch writes one number a sequence to each of its tokens, whichever rule made it; so what a
+    rule costs there is the host's, and is told by a batch of the plain scores.
+    """
+    per_batch = min(PACED_GROUPS, len(groups))
+    cuts = range(0, len(groups) - per_batch + 1, per_batch)
+    batches = [groups[at : at + per_batch] for at in cuts]
+    begin_us: dict[str, float] = {}
+    for kind in ("none", "grpo"):
+        packer = GpuPacker("cuda", transport="gather", advantages=kind)
+        try:
+            batch = packer.pack(batches[0])
+            begin_us[kind] = _shares(packer, batches)[0] / len(batches) * 1e6
+            spread = partial(_spread, batch.cu_seqlens.diff(), batch.loss_mask)
+            device_s = _device_seconds(spread, repetitions, ahead=True)
+            host_s = statistics.median(_wall_seconds(spread) for _ in range(repetitions))
+            torch.cuda.synchronize()
+            whole_s = _kernel_seconds(packer, batches[0], repetitions)
+        finally:
+            packer.close()
+    return {
+        "what": "advantages and masks, in the gather's launch",
+        "tokens_per_batch": per_batch * GROUP_SIZE * TOKENS,
+        "begin_us": begin_us["grpo"],
+        "begin_us_of_plain_scores": begin_us["none"],
+        "device_ms": whole_s * 1e3,
+        "spread_device_ms": device_s * 1e3,
+        "spread_host_us": host_s * 1e6,
     }
 
 
@@ -452,45 +494,6 @@ def _peak(step: Callable[[], None]) -> float:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() / 2**30
-
-
-# --- the picture
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw what `main` has measured: rates and processor time by batch, ratios of attention."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (rates, loads, times) = pyplot.subplots(1, 3, figsize=(12, 3.4))
-    for transport in ("gather", "pinned", "copy"):
-        rows = [row for row in result["transfer"] if row["what"] == transport]
-        tokens = [row["tokens_per_batch"] / 1e3 for row in rows]
-        rates.plot(tokens, [row["gb_per_s"] for row in rows], marker="o", label=transport)
-        loads.plot(tokens, [row["cpu_us_per_record"] for row in rows], marker="o", label=transport)
-    copies = [row["gb_per_s"] for row in result["transfer"] if row["what"].startswith("pinned h")]
-    if copies:
-        limit = statistics.mean(copies)
-        rates.axhline(limit, color="0.6", label="pinned copy")
-        rates.axhline(TRANSFER_TARGET * limit, color="C3", linestyle=":", label="target")
-    rates.set(xlabel="thousand tokens a batch", ylabel="GB/s to the device", xscale="log", ylim=0)
-    loads.set(xlabel="thousand tokens a batch", ylabel="processor us a record")
-    loads.set(xscale="log", yscale="log")
-    compared = [row for row in result["attention"] if "time_of_native" in row]
-    for number, row in enumerate(compared):
-        low, middle, high = row["time_of_native_quartiles"]
-        spread = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-        times.bar(number, middle, yerr=spread, color="C0", capsize=4)
-        times.hlines(row["targets"][0], number - 0.4, number + 0.4, color="C3", linestyle=":")
-    names = [row["what"].removeprefix("attention, ") for row in compared]
-    times.set_xticks(range(len(compared)), names, fontsize=8)
-    times.set(ylabel="time of SDPA over native")
-    for axes in (rates, loads):
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -160,10 +160,8 @@ def measure(sizes: Sizes, capacity: str, say: Callable[[str], None]) -> list[Row
         even_cpu.append([_run(each, daemon=True, per_s=EVEN_PER_S)[1] for each in evenly])
         messages_us.append(syscall_us())
     least_us = [2 * us / TRAJECTORIES_PER_BATCH for us in messages_us]
-    say("one way through a daemon, to a reader that sleeps")
-    ways = _wake(sizes, capacity)
-    say("one way through a daemon, to a reader that polls")
-    looked = _polled(sizes, capacity)
+    say("one way through a daemon, to a reader that sleeps, and to one that polls")
+    ways = [_wake(sizes, capacity), _polled(sizes, capacity)]
     say("leases of small groups through a daemon")
     leases = _leases(leased, least, capacity)
     say("a daemon asleep")
@@ -194,8 +192,7 @@ def measure(sizes: Sizes, capacity: str, say: Callable[[str], None]) -> list[Row
             figures={"us_2048": cpu, f"us_{LONG_TOKENS}": cpu_long},
         ),
         _payload(even_cpu),
-        ways,
-        looked,
+        *ways,
         leases,
         _idle(sizes.idle_s, capacity),
     ]
