@@ -56,7 +56,6 @@ AGAINST: Final = "against-"
 _GROWTH: Final = _at_most(1.3, "times, at any point")
 _STASH: Final = _at_most(1.3, "times the cost with few")
 _ADDED: Final = _at_most(10.0, "us more")
-_POLLED: Final = _at_most(2.0, "us")
 #: For payloads whose group a cache holds, and for those of which no cache does.
 NO_SLOWER: Final = _at_least(1.0, "of iceoryx2")
 HARDLY_SLOWER: Final = _at_least(round(1 / 1.1, 2), "of iceoryx2")
@@ -78,9 +77,9 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "wake-p99": _ADDED,
         "wake-added-p99": _ADDED,
         "wake-loaded-p99": _ADDED,
-        "polled-p50": _POLLED,
+        "polled-p50": _at_most(1.0, "us"),
         "polled-published-p50": _at_most(1.0, "us"),
-        "polled-awake-p50": _POLLED,
+        "polled-awake-p50": _at_most(2.0, "us"),
         "lists-sample": _at_most(1.2, "times"),
         "lists-ids": _at_most(1.3, "times"),
         "lists-schema": _at_most(50, "ns"),

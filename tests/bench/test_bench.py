@@ -150,7 +150,7 @@ def test_a_row_takes_its_target_from_the_one_list_of_them() -> None:
         ("four-producers", "at least 0.9 of one producer"),
         ("wake-p99", "at most 10 us more"),
         ("wake-loaded-p99", "at most 10 us more"),
-        ("polled-p50", "at most 2 us"),
+        ("polled-awake-p50", "at most 2 us"),
         ("daemon-packed", "at least 0.9 of embedded"),
         ("daemon-wake", "at most 25 us"),
         ("daemon-polled", "at most 8 us"),
