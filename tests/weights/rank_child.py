@@ -1,8 +1,8 @@
 """The ranks of trainers or of inference servers, with a sharded model: what test_ranks starts.
 
-usage: python -m rank_child ROLE BUS DIRECTORY WORLD:LAYOUT[:CARRIER[:DEVICE]]...
+usage: python -m rank_child DIRECTORY ROLE:BUS:WORLD:LAYOUT[:CARRIER[:DEVICE]]...
 
-ROLE is "publish" or "read"; the directory is for the ranks' rendezvous. LAYOUT is "rows",
+The directory is for the ranks' rendezvous. ROLE is "publish" or "read". LAYOUT is "rows",
 "columns", "fsdp" or "replicated"; a reader compares each shard with what it should have become.
 DEVICE is "cpu" or "cuda", of which each rank takes its own, as far as there are. Memory that ends
 with its publisher is kept until the file READ is in the directory.
@@ -10,6 +10,7 @@ with its publisher is kept until the file READ is in the directory.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -100,7 +101,7 @@ def publish(
         for version in VERSIONS:
             step(model, version)
             publisher.publish(version=version)
-        print(f"rank {rank} of {world} published", flush=True)
+        print(f"rank {rank} of {world}: published {bus}", flush=True)
         if carrier != "shm":
             wait_for(directory / READ)
 
@@ -126,7 +127,7 @@ def read(bus: str, rank: int, world: int, layout: str) -> None:
         if isinstance(value, DTensor):
             value, expected = value.to_local(), expected.to_local()
         assert bits(value.bfloat16()) == bits(expected.bfloat16()), name
-    print(f"rank {rank} of {world} read", flush=True)
+    print(f"rank {rank} of {world}: read {bus}", flush=True)
 
 
 def run_rank(role: str, bus: str, rank: int, world: int, how: list[str], rendezvous: Path) -> None:
@@ -164,17 +165,21 @@ def fork_rank(*arguments: Any) -> int:
 
 
 def main() -> None:
-    """Run the ranks of each WORLD:LAYOUT in turn; the exit status says whether all went well."""
-    role, bus, directory, *wanted = sys.argv[1:]
-    for one in wanted:
-        world, *how = one.split(":")
-        rendezvous = Path(directory, f"{role}-{world}-{how[0]}")
+    """Run the ranks of each task in turn; the exit status says whether all went well."""
+    directory, *tasks = sys.argv[1:]
+    if not any("cuda" in task for task in tasks):
+        # Else the first operation on a DTensor imports it, in each rank; CUDA may not live through
+        # the fork of a process that has.
+        importlib.import_module("torch._dynamo")
+    for number, task in enumerate(tasks):
+        role, bus, world, *how = task.split(":")
+        rendezvous = Path(directory, f"task-{number}")
         ranks = [
             fork_rank(role, bus, rank, int(world), how, rendezvous) for rank in range(int(world))
         ]
         statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
         if any(statuses):
-            sys.exit(f"{one}: the ranks ended with {statuses}")
+            sys.exit(f"{task}: the ranks ended with {statuses}")
 
 
 if __name__ == "__main__":

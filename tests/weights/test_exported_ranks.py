@@ -63,7 +63,7 @@ def read_back(spawn: Spawner, bus: str, directory: Path, how: str, device: str, 
     """Have ranks publish, and compare what a reader on a device gets with what they had."""
     from rank_child import READ, VERSIONS, whole_model
 
-    child = spawn.module("rank_child", "publish", bus, directory, how, env={**ENV, **env})
+    child = spawn.module("rank_child", directory, f"publish:{bus}:{how}", env={**ENV, **env})
     with WeightSubscriber(
         bus, device=device, verify="all" if "shm" not in how else "off"
     ) as reader:
@@ -77,7 +77,7 @@ def read_back(spawn: Spawner, bus: str, directory: Path, how: str, device: str, 
     (directory / READ).touch()
     said = child.finish(timeout=60)
     world = int(how.partition(":")[0])
-    assert all(f"rank {rank} of {world} published" in said for rank in range(world))
+    assert all(f"rank {rank} of {world}: published {bus}" in said for rank in range(world))
     if "shm" in how:
         unlink_pool(bus, "weights")
     assert not os.path.exists(memory_socket("weights", bus))
