@@ -12,6 +12,8 @@ ARGS ?=
 WORKERS ?= 4
 JOBS ?= $(shell nproc)
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
+# Images of containers often set it, and then each of hundreds of processes compiles what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -89,14 +91,8 @@ build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps sglang==0.5.23
 	@touch $@
 
-test-relay: build/peers/ray/.made ## Test the relay on a Ray cluster of several nodes (ARGS="-m 'not slow'": half a minute)
-	build/peers/ray/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/ray
-
-build/peers/ray/.made: tests/peers/ray/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -r $< -e '.[ray,demo]' \
-	    pytest pytest-asyncio pytest-timeout
-	@touch $@
+test-relay: $(VENV)/.dev ## Test the relay on Ray clusters of several nodes (minutes; ARGS="-m 'not slow'": half a minute)
+	$(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/peers/ray
 
 test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM)
 	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web
@@ -147,7 +143,6 @@ check-python: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 0 -p no:benchmark tests/relay/test_relay_model.py
 
 docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
