@@ -93,14 +93,13 @@ def test_a_child_forked_from_a_user_does_not_keep_the_bus_in_use(
 ) -> None:
     child = spawn.script(
         "import os, sys, time, shmbus\n"
-        "bus = shmbus.Bus.create(sys.argv[1], '1MiB')\n"
+        "bus, creator = shmbus.Bus.create(sys.argv[1], '1MiB'), os.getpid()\n"
         "if os.fork():\n"
         "    os._exit(0)\n"
-        "while os.getppid() == int(sys.argv[2]): time.sleep(0.01)\n"
+        "while os.getppid() == creator: time.sleep(0.01)\n"
         "print('orphaned', flush=True)\n"
         "time.sleep(5)",
         bus_name,
-        os.getpid(),
     )
     wait_until(lambda: "orphaned" in child.output(), what="the forked child")
     assert found(bus_name)["verdict"] == "removable"

@@ -328,7 +328,7 @@ granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
 leases, _ = borrower.borrow([granted], -1)
 view = leases[0].samples[0]["tokens"]
 print("looking")
-time.sleep(60)
+time.sleep(600)
 """
 
 

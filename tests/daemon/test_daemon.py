@@ -244,7 +244,7 @@ def test_a_stopped_client_keeps_its_groups_over_a_restart_and_a_dead_one_does_no
     put(bus_name, "a")
     holder = spawn.script(
         "import sys, time\nfrom shmbus import Consumer\n"
-        "c = Consumer(sys.argv[1])\ng = c.take(timeout=20)\nprint('holding')\ntime.sleep(60)\n",
+        "c = Consumer(sys.argv[1])\ng = c.take(timeout=20)\nprint('holding')\ntime.sleep(600)\n",
         bus_name,
     )
     holder.expect("holding")
@@ -542,7 +542,7 @@ while len(groups) < 96:
 for group in groups[:70]:
     group.ack()
 print("acknowledged")
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -109,7 +109,7 @@ groups = consumer.take_step(groups=3, timeout=20)
 groups[0].ack()
 consumer.stats()
 print(",".join(g.instance_id for g in groups[1:]))
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -32,7 +32,7 @@ while not os.path.exists(go):
     time.sleep(0.01)
 consumer.ack(groups)
 print("acknowledged")
-time.sleep(60)
+time.sleep(600)
 """
 
 

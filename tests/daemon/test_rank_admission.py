@@ -105,7 +105,7 @@ import sys
 from shmbus import Consumer
 consumer = Consumer(sys.argv[1], rank=0, world_size=2, label="first")
 print("here", flush=True)
-import time; time.sleep(60)
+import time; time.sleep(600)
 """
 
 

@@ -39,7 +39,8 @@ for version in range(1, 1000):
                 raise ValueError("no such parameter")
             if plan == "slow" and version == 2:
                 print("slow", flush=True)
-                time.sleep(1.0)
+                while not os.path.exists(sys.argv[5]):
+                    time.sleep(0.01)
             words = write.view()
             words[rank * share : (rank + 1) * share] = version
             del words
@@ -69,8 +70,8 @@ def read(bus: str) -> tuple[int, bool]:
         return lease.version, bool((words == lease.version).all())
 
 
-def rank_child(spawn: Spawner, bus: str, plan: str) -> Child:
-    child = spawn.script(RANK, bus, 1, 2, plan)
+def rank_child(spawn: Spawner, bus: str, plan: str, *more: object) -> Child:
+    child = spawn.script(RANK, bus, 1, 2, plan, *more)
     child.expect("ready")
     return child
 
@@ -160,7 +161,7 @@ def test_a_rank_learns_that_rank_0_has_died(bus_name: str, spawn: Spawner) -> No
 
 
 def test_a_slot_is_not_taken_while_a_rank_of_a_dead_publisher_writes_it(
-    bus_name: str, spawn: Spawner
+    bus_name: str, spawn: Spawner, tmp_path: Path
 ) -> None:
     leader = spawn.script(
         RANK.replace("rank=rank,", "rank=rank, spec=PoolSpec(slot_bytes=1 << 20),").replace(
@@ -169,13 +170,15 @@ def test_a_slot_is_not_taken_while_a_rank_of_a_dead_publisher_writes_it(
         bus_name, 0, 2, "go",
     )  # fmt: skip
     leader.expect("ready")
-    child = rank_child(spawn, bus_name, "slow")
+    go_on = tmp_path / "go on"
+    child = rank_child(spawn, bus_name, "slow", go_on)
     child.expect("slow")
     leader.kill()
     with PoolPublisher(bus_name, KIND, timeout=0.05) as publisher:
         with pytest.raises(PoolTimeoutError, match=r"rank 1 .* still writes"):
             publisher.begin(2, SIZE)
         assert read_pool(bus_name, KIND).version == 1
+        go_on.touch()
         publisher.timeout = 20
         with publisher.begin(2, SIZE) as write:  # type: ignore[union-attr]
             write.view()[:] = 2

@@ -117,7 +117,7 @@ assert len(groups) == 20
 for group in groups[:7]:
     group.ack()
 print("leased", flush=True)
-time.sleep(60)
+time.sleep(600)
 """,
             bus_name,
         )
@@ -238,7 +238,7 @@ slots = [producer.reserve("open", group_size=64, index=i, fields={"data": ("uint
          for i in range(16)]
 producer.put("done", group_size=1, index=0, data=np.arange(10))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Consumer(bus_name) as consumer:
         child = spawn.script(script, bus_name)
@@ -348,7 +348,7 @@ if child == 0:
         with shmbus.Producer(sys.argv[1]) as own:
             own.put("child", group_size=1, index=0, data=np.arange(10))
     open(sys.argv[2], "w").write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)

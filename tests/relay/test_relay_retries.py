@@ -86,7 +86,7 @@ producer = shmbus.Producer(sys.argv[1])
 while not producer.wanted():
     time.sleep(0.01)
 print("has it", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -219,7 +219,7 @@ def test_a_bus_of_a_creator_that_was_killed_later_is_opened_with_all_that_it_hol
         "import sys, time, numpy as np, shmbus\n"
         "bus = shmbus.Bus.ensure(sys.argv[1], '1MiB')\n"
         "shmbus.Producer(sys.argv[1]).put('a', group_size=1, index=0, x=np.arange(3))\n"
-        "print('put', flush=True)\ntime.sleep(60)\n",
+        "print('put', flush=True)\ntime.sleep(600)\n",
         bus_name,
     )
     child.expect("put")

@@ -288,7 +288,7 @@ while len(kept) < int(sys.argv[2]):
             group.ack()
 views = [t["x"] for group in kept if group.state == "leased" for t in group]
 print("holds", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -186,7 +186,7 @@ groups = consumer.take(64, split="eval", timeout=10)
 consumer.ack(groups[0])
 print("ready", flush=True)
 sys.stdin.read()
-import time; time.sleep(60)
+import time; time.sleep(600)
 """
 
 

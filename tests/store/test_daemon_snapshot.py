@@ -92,7 +92,7 @@ while not os.path.exists(sys.argv[2]):
     time.sleep(0.001)
 group.ack()
 print("acknowledged")
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -122,7 +122,7 @@ while handler._prefetcher.ready < 2:
     time.sleep(0.01)
 shards = [batch, *(made.batch for made in handler._planner.ready)]
 print("|".join(",".join(group.instance_id for group in shard.groups) for shard in shards))
-time.sleep(60)
+time.sleep(600)
 """
 
 
