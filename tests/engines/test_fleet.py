@@ -227,7 +227,8 @@ async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, se
     await update(bus.name, trainer, 0, *running)
     await running[0].fault("start", "hang")
     first = asyncio.ensure_future(update(bus.name, trainer, 1, *running))
-    await asyncio.sleep(0.3)
+    while paused_by(bus.name) is None:
+        await asyncio.sleep(0.005)
     with pytest.raises(BlockingIOError, match="is updating its inference servers"):
         await update(bus.name, trainer, 1, *running)
     with pytest.raises(UpdateRolledBackError):

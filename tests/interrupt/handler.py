@@ -26,7 +26,7 @@ from trainer_adapter import Batch, OnlineDataHandler
 #: Groups of one batch of one rank; a round has enough for three, or one of each rank.
 BATCH = 2
 #: Seconds within which all that was put comes as batches.
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 #: Seconds that one request for a batch waits.
 SLICE_S = 0.5
 

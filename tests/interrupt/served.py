@@ -23,7 +23,7 @@ import shmbus
 from shmbus.client.daemon_client import DaemonClient
 
 #: Seconds for what was leased to nobody to come again.
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 
 
 def serve(name: str) -> subprocess.Popen[bytes]:
