@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from small_engine import Running
-from trainers import TIMEOUT_S, Trainer
+from trainers import SHORT_S, TIMEOUT_S, Trainer
 
 from shmbus import Bus
 from trainer_adapter.engines import ClientUpdates, EngineError, UpdateRolledBackError
@@ -93,7 +93,7 @@ def test_a_failure_after_the_start_brings_all_ranks_back(
 ) -> None:
     running = servers(2)
     trainer.publish(1)
-    updates = ClientUpdates(bus.name, Client(running), timeout=0.5)
+    updates = ClientUpdates(bus.name, Client(running), timeout=SHORT_S)
     bring(updates, trainer, 2)
     post(f"{running.url}/fault", {step: kind})
     with pytest.raises(UpdateRolledBackError, match="runs version 2 again") as caught:
@@ -123,7 +123,7 @@ def test_a_failure_before_the_start_touches_nothing(
 def test_a_server_that_can_go_nowhere_is_named(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(2)
     trainer.publish(1)
-    updates = ClientUpdates(bus.name, Client(running), timeout=0.5)
+    updates = ClientUpdates(bus.name, Client(running), timeout=SHORT_S)
     trainer.publish(2)
     post(f"{running.url}/fault", {"update": "refuse"})
     with pytest.raises(EngineError, match=r"half of it was loaded.*its model is not whole"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from small_engine import Running
-from trainers import TIMEOUT_S, Trainer
+from trainers import SHORT_S, TIMEOUT_S, Trainer
 
 from shmbus import Bus
 from trainer_adapter.engines import (
@@ -163,7 +163,7 @@ async def test_a_server_that_hangs_costs_its_deadline(
     running = [servers(1)]
     await update(bus.name, trainer, 1, *running)
     await running[0].fault("update", "hang")
-    async with EngineFleet([VllmServer(running[0].url)], bus=bus.name, timeout=0.5) as fleet:
+    async with EngineFleet([VllmServer(running[0].url)], bus=bus.name, timeout=SHORT_S) as fleet:
         with pytest.raises(UpdateRolledBackError):
             await fleet.update(trainer, 2)
     assert (await running[0].complete(1))["tokens"] == [1.0]

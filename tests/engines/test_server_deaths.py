@@ -9,7 +9,7 @@ import pytest
 from small_engine import Running
 from small_sglang import SmallSglang
 from small_vllm import SmallVllm
-from trainers import KINDS, Trainer
+from trainers import KINDS, SHORT_S, Trainer
 
 from shmbus import Bus
 from trainer_adapter.engines import EngineFleet
@@ -54,7 +54,7 @@ async def test_a_server_that_is_stopped_costs_its_deadline_and_is_brought_back(
     kind: str, step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(1, MAKE[kind]), servers(1, MAKE[kind])]
-    async with fleet_of(bus.name, kind, running, quorum=1, timeout=0.5) as fleet:
+    async with fleet_of(bus.name, kind, running, quorum=1, timeout=SHORT_S) as fleet:
         await fleet.update(trainer, 1)
         await running[1].fault(step, "stop")
         report = await fleet.update(trainer, 2)

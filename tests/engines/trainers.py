@@ -13,6 +13,8 @@ from trainer_adapter.weights import ModuleSource, WeightPublisher
 
 KINDS: dict[str, Any] = {"vllm": VllmServer, "sglang": SglangServer}
 TIMEOUT_S = 5.0
+#: Of tests that wait until it is over; a server on a loaded machine answers sooner.
+SHORT_S = 2.0
 
 
 class Trainer:

@@ -196,10 +196,12 @@ def test_attaching_and_leaving_leaks_nothing(daemon: Served, bus_name: str) -> N
     for number in range(CYCLES // 10, CYCLES):
         cycle(number)
     with Consumer(bus_name) as consumer:
-        while groups := consumer.take(timeout=0.1):
-            consumer.ack(groups)
-        wait_until(lambda: consumer.stats().acknowledged == CYCLES)
-    del groups
+
+        def is_all_acknowledged() -> bool:
+            consumer.ack(consumer.take(timeout=0.1))
+            return consumer.stats().acknowledged == CYCLES
+
+        wait_until(is_all_acknowledged)
     wait_until(lambda: look()[:2] <= (mine, theirs), what="the files to be closed")
     print(f"the daemon's memory: {before_kib} KiB, {look()[2]} KiB after {CYCLES} cycles")
     assert look()[2] < before_kib + 2048

@@ -59,11 +59,15 @@ def test_a_snapshot_under_load_is_of_one_instant_and_loses_nothing(
         for thread in threads:
             thread.join()
     with shmbus.Consumer(bus_name) as consumer:
-        while groups := consumer.take(64, timeout=0.1):
-            for group in groups:
-                ended += [(t.producer_id, t.sequence) for t in group]
+
+        def rest_is_acknowledged() -> shmbus.Ledger | None:
+            for group in consumer.take(64, timeout=0.1):
+                ended.extend((t.producer_id, t.sequence) for t in group)
                 group.ack()
-        ledger = wait_until(lambda: (s := consumer.stats()).acknowledged == len(ended) and s)
+            ledger = consumer.stats()
+            return ledger if ledger.acknowledged == ledger.committed else None
+
+        ledger = wait_until(rest_is_acknowledged)
     assert ledger.balanced and len(set(ended)) == len(ended) == ledger.committed
     served.stop()
     for number in range(3):
