@@ -1,4 +1,4 @@
-"""What somebody meets who runs Python in the source tree, where nothing is compiled."""
+"""What somebody meets who runs Python in the source tree; what the suite takes for a package."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from conftest import _has
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +30,13 @@ def test_an_import_of_the_bare_source_says_where_it_is_and_what_to_do(tmp_path: 
     assert said.startswith("ImportError: shmbus_ext: expected a compiled _core for this Python in")
     assert str(tmp_path / "shmbus_ext") in said
     assert "another directory" in said and "build_ext --inplace" in said
+
+
+def test_a_folder_that_is_called_like_a_package_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_stack_of_its_own").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _has("pytest") and not _has("pytest", "a_stack_of_its_own")
+    (tmp_path / "a_stack_of_its_own" / "__init__.py").touch()
+    assert _has("a_stack_of_its_own")
