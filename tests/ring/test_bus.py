@@ -394,7 +394,6 @@ def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
 
 
 # --- damage
-
 #: Of each byte so many bits are flipped, drawn anew in each run, or all of them.
 BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 2
 
@@ -439,8 +438,7 @@ def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(
     bus_name: str, seed: int, late: bool, aborted: bool
 ) -> None:
     # The header, and behind it two words of shape, the id, and one entry of the schema.
-    hurt = range(_core.RECORD_HEADER_BYTES + 38)
-    draw = random.Random(seed)
+    draw, hurt = random.Random(seed), range(_core.RECORD_HEADER_BYTES + 38)
     bits = [(byte, bit) for byte in hurt for bit in draw.sample(range(8), BITS_OF_A_BYTE)]
     wrong = list(filter(None, (flip_one(bus_name, *where, late, aborted) for where in bits)))
     assert not wrong, "\n".join([f"{len(wrong)} bits", *wrong[:3]])
