@@ -193,8 +193,14 @@ class PromptRequests(AttachedConsumer):
         ------
         BusClosedError
             The consumer is closed, or was made before a fork.
+        DaemonUnavailableError
+            The daemon does not answer: whether it knows of the last acknowledgements cannot be
+            told. Nothing is lost; call this again once it is back.
         """
         segment = self._feeding()._segment
+        if self.served:
+            # It reads in order: with its answer it has ended the requests that were acknowledged.
+            self._require_source().stats()
         # Before what is open: what is offered in between is behind it, and not lost.
         number = _core.request_number(segment)
         return {

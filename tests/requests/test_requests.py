@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -108,6 +110,25 @@ def test_a_repeated_key_without_an_epoch_ends_oldest_first(
         for left in (1, 0):
             consumer.take(1, timeout=10)[0].ack()
             assert len(consumer.requests_state()["open"]) == left
+
+
+def test_what_was_acknowledged_to_a_daemon_that_has_not_read_it_is_open_no_more(
+    bus_name: str, daemon: Serve
+) -> None:
+    served = daemon("--capacity", "4MiB")
+    with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
+        for number in range(2):
+            consumer.request(f"q{number}", group_size=1)
+        for request in take_all(producer):
+            producer.put_for(request, x=X)
+        (group,) = consumer.take(1, timeout=30)
+        served.child.send_signal(signal.SIGSTOP)
+        group.ack()
+        with ThreadPoolExecutor(1) as pool:
+            state = pool.submit(consumer.requests_state)
+            wait([state], timeout=0.2)
+            served.child.send_signal(signal.SIGCONT)
+            assert [each["instance_id"] for each in state.result(30)["open"]] == ["q1"]
 
 
 def test_a_sample_is_answered_once(bus: Bus, producer: Producer, feeder: Feeder) -> None:

@@ -500,7 +500,8 @@ class OnlineDataHandler(
 
         Batches that were yielded count as trained, acknowledged or not, as for torch's
         StatefulDataLoader. One that never reached the trainer, since an exception of a signal's
-        handler was raised on its way, does not; it is the next one again.
+        handler was raised on its way, does not; it is the next one again. A daemon is asked for the
+        requests; where it is gone, that is a DaemonUnavailableError, and nothing is lost.
 
         Returns
         -------
