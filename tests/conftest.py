@@ -45,7 +45,7 @@ SEGMENT_PREFIX = "shmbus."
 RUN_PREFIX = f"test-{os.getpid()}-"
 
 # Long enough for a loaded machine to start an interpreter that imports torch.
-DEFAULT_DEADLINE_S = 30.0
+DEFAULT_DEADLINE_S = 60.0
 # A build that a sanitizer slows down is waited for as many times as long.
 PATIENCE = float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 # Short beside any deadline, long enough that waiting leaves the processor to what is awaited.

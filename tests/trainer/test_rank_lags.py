@@ -20,7 +20,7 @@ STEPS = 12
 GROUPS = 2
 #: Groups that are there before the first step; they are of version 0, and soon too old.
 BACKLOG = 200
-WAIT_S = 2 * DEFAULT_DEADLINE_S * PATIENCE
+WAIT_S = DEFAULT_DEADLINE_S * PATIENCE
 
 
 def train(name: str, rank: int, ranks: int, turns: Barrier, lags: Queue[list[int]]) -> None:
