@@ -129,6 +129,7 @@ class Inside:
                 for asked in producer.wanted():
                     self.put(producer, int(asked.instance_id[1:]), asked.index)
                 if done == self.plan["groups"] or self.holds():
+                    (self.directory / f"{self.name}.held").touch()
                     time.sleep(0.02)
                     continue
                 for index in range(SOURCES.index(self.name), SIZE, 2):
@@ -314,6 +315,7 @@ def a_rollout_node_dies(seed: int, groups: int) -> dict[str, Any]:
         made.tell("right", "hold")  # so that no group of the left one is complete
         made.wait(lambda: (made.said("left") or 0) >= groups // 2, "half of the left node's")
         made.tell("left", "hold")
+        made.wait((made.directory / "left.held").exists, "end of the left node's work")
         each = SIZE // 2
         made.wait(
             lambda: (made.said("head") or {}).get("announced") == each * made.said("left"),
