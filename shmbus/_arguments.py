@@ -32,16 +32,72 @@ for _power, _letter in enumerate("KMGT", start=1):
 _RAY_SCRIPT = "default_worker.py"
 _TITLE_BYTES = 256
 
-# Types of a timeout. Named here, since each poll of a reader checks one.
-SECONDS = (int, float, np.integer, np.floating)
+# Types of a timeout. Named here, since each poll of a reader checks one. NumPy's durations are
+# integers to it, of any unit, so its signed integers are named one by one.
+SECONDS = (
+    int, float, np.floating, np.unsignedinteger,
+    np.byte, np.short, np.intc, np.int_, np.longlong,
+)  # fmt: skip
 _LONGEST_S = sys.float_info.max
+_LARGEST_INT = 2**63 - 1
 
 
 def check_int(name: str, value: object) -> int:
     """Return an int. NumPy's integers are ints, a bool is not."""
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    return operator.index(value)
+    refused = isinstance(value, (bool, np.bool_, type)) or not hasattr(value, "__index__")
+    if not refused:
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError as error:  # an array or a tensor of several numbers
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
+    raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def check_epoch(value: object) -> int | None:
+    """Return the number of a round: None, or an int of 0 or more that 63 bits hold."""
+    if value is None:
+        return None
+    epoch = check_int("epoch", value)
+    if not 0 <= epoch <= _LARGEST_INT:
+        raise ValueError(f"epoch: expected 0 to 2**63 - 1, got {epoch}")
+    return epoch
+
+
+def check_instance_id(value: object) -> str:
+    """Return a prompt's key as the text that it is on the bus; `put` checks the same in C."""
+    if not isinstance(value, str):
+        value = _id_text(value)
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"instance_id: expected text that UTF-8 can encode, got {value!a}; drop its surrogates"
+        ) from error
+    if not 1 <= size <= _core.MAX_ID_BYTES:
+        raise ValueError(
+            f"instance_id: expected 1 to {_core.MAX_ID_BYTES} bytes of UTF-8, got {size}; name the "
+            "prompt by a short key and put the rest into meta"
+        )
+    return value
+
+
+def _id_text(value: object) -> str:
+    """Return the decimal text of an id that is a number; an array is none, as for `put`."""
+    try:
+        if isinstance(value, np.ndarray):
+            raise TypeError
+        number = check_int("instance_id", value)
+    except TypeError as error:
+        raise TypeError(
+            f"instance_id: expected a str or an int, got {type(value).__name__}"
+        ) from error
+    # Python refuses to write out what is far longer, with another message.
+    if number.bit_length() > 4 * _core.MAX_ID_BYTES:
+        raise ValueError(
+            f"instance_id: expected 1 to {_core.MAX_ID_BYTES} digits, got an int of "
+            f"{number.bit_length()} bits; name the prompt by a short key"
+        )
+    return str(number)
 
 
 def check_split(value: object) -> str:
@@ -64,10 +120,9 @@ def clamp_request(name: str, value: object) -> int:
 
 def check_label(label: object) -> str:
     """Return a label, cut between characters to its room in the segment; None names the process."""
-    if label is None or label == "":
-        label = process_label()
-    if not isinstance(label, str):
+    if label is not None and not isinstance(label, str):
         raise TypeError(f"label: expected a str or None, got {type(label).__name__}")
+    label = label or process_label()
     if "\0" in label:
         raise ValueError(f"label: expected text without NUL, got {label!r}")
     return label.encode("utf-8", "replace")[: _core.LABEL_BYTES].decode("utf-8", "ignore")
@@ -101,11 +156,22 @@ def check_count(name: str, value: object, least: int) -> int:
 
 def check_seconds(name: str, value: object) -> float:
     """Return a period of more than 0 seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if isinstance(value, bool) or not isinstance(value, SECONDS):
         raise TypeError(f"{name}: expected seconds, got {type(value).__name__}")
-    if not value > 0:
+    seconds = _in_seconds(value)
+    if not seconds > 0:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
-    return float(value)
+    if seconds == math.inf and value != math.inf:
+        raise ValueError(f"{name}: expected seconds that a float can hold, got {value}")
+    return seconds
+
+
+def _in_seconds(value: int | float | np.integer | np.floating) -> float:
+    """Return a number as a float; one that no float can hold as an infinite one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value > 0 or -1)
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
@@ -124,7 +190,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
         number = float(match[1]) * unit
         size = int(number) if math.isfinite(number) else LARGEST_SIZE + 1
     else:
-        size = operator.index(size)
+        size = check_int(what, size)
     if not _core.PAGE <= size <= LARGEST_SIZE:
         raise ValueError(
             f"{what}: expected {_core.PAGE} bytes to {show_size(LARGEST_SIZE)}, got {given!r}"
@@ -134,10 +200,8 @@ def parse_size(size: int | str, what: str = "size") -> int:
 
 def check_policy_version(version: object) -> int:
     """Return a policy version as an int, 0 to 2**63 - 1."""
-    if isinstance(version, bool) or not hasattr(version, "__index__"):
-        raise TypeError(f"policy_version: expected an int, got {type(version).__name__}")
-    number = operator.index(version)
-    if not 0 <= number < 2**63:
+    number = check_int("policy_version", version)
+    if not 0 <= number <= _LARGEST_INT:
         raise ValueError(f"policy_version: expected 0 to 2**63 - 1, got {number}")
     return number
 

@@ -54,7 +54,8 @@ def encode_meta(meta: object) -> bytes:
     """Encode meta as MessagePack; a TypeError says what msgspec cannot encode."""
     try:
         return _encoder.encode(meta)
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, OverflowError, RuntimeError) as error:
+        # RuntimeError: too deep, and what PyTorch says of tensors that have no numbers to read.
         raise TypeError(
             f"meta: expected what msgspec can encode as MessagePack, got {type(meta).__name__}: "
             f"{error}; put arrays into fields of their own, and convert the rest"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shmbus import errors
+from shmbus._arguments import check_int
 from shmbus._encoding import parse_dtype
 from shmbus_ext import _core
 
@@ -62,11 +63,13 @@ def parse_field(
     sizes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
     shape = []
     for size in sizes:
-        if type(size) is not int and (isinstance(size, bool) or not hasattr(size, "__index__")):
-            raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}")
-        if size < 0:
-            raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {size}")
-        shape.append(size.__index__())
+        try:
+            number = check_int("size", size)
+        except TypeError as error:
+            raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}") from error
+        if number < 0:
+            raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {number}")
+        shape.append(number)
     return dtype, tuple(shape)
 
 

@@ -296,3 +296,13 @@ class Request:
         epoch = "" if self.epoch is None else f" epoch={self.epoch}"
         again = f" attempt={self.attempt}" if self.attempt else ""
         return f"<Request {self.instance_id!r}{epoch} {self.index}/{self.group_size}{again}>"
+
+
+def check_request(value: object) -> Request:
+    """Return what a worker says that it answers."""
+    if not isinstance(value, Request):
+        raise TypeError(
+            f"request: expected what next_request gave, got {type(value).__name__}; None is no "
+            "request: it says that none came in time"
+        )
+    return value

@@ -178,7 +178,7 @@ def _parse_dimension(name: str, size: object) -> int | str | None:
                 f"schema: {name}: expected the name of a dimension such as 'T', got {size!r}"
             )
         return size
-    if isinstance(size, (bool, np.bool_)) or not hasattr(size, "__index__"):
+    if isinstance(size, (bool, np.bool_, type)) or not hasattr(size, "__index__"):
         raise TypeError(
             f"schema: {name}: expected a size, the name of a dimension, or None for any, got "
             f"{size!r}"

@@ -253,9 +253,15 @@ class TrajectoryCopy:
 
     @score.setter
     def score(self, value: float) -> None:
-        if not math.isfinite(value):
-            raise ValueError(f"score: expected a finite number, got {value}")
-        self._score = float(value)
+        try:
+            score = float(value)
+        except OverflowError as error:
+            raise ValueError(f"score: expected one that a float can hold, got {value}") from error
+        except (TypeError, RuntimeError) as error:  # PyTorch's of a tensor that is no number
+            raise TypeError(f"score: expected a number, got {type(value).__name__}") from error
+        if not math.isfinite(score):
+            raise ValueError(f"score: expected a finite number, got {score}")
+        self._score = score
 
     @property
     def rows(self) -> list[Row]:

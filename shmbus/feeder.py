@@ -14,7 +14,14 @@ from types import TracebackType
 from typing import Any
 
 from shmbus import errors, limits
-from shmbus._arguments import TRAIN, check_count, check_int, check_timeout
+from shmbus._arguments import (
+    TRAIN,
+    check_count,
+    check_epoch,
+    check_instance_id,
+    check_int,
+    check_timeout,
+)
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import encode_prompt
 from shmbus._schema import Schema, mapping_of, parse
@@ -64,27 +71,14 @@ def check_offer(
             f"priority: expected 0 to {_core.REQUEST_LEVELS - 1}, which is taken first, got {level}"
         )
     return (
-        _id(instance_id),
-        None if epoch is None else check_count("epoch", epoch, 0),
+        check_instance_id(instance_id).encode(),
+        check_epoch(epoch),
         _core.split_number(segment, split),
         size,
         wanted,
         level,
         prompt,
     )
-
-
-def _id(value: str | int) -> bytes:
-    if not isinstance(value, str):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"instance_id: expected a str or an int, got {type(value).__name__}")
-        value = str(value.__index__())
-    encoded = value.encode("utf-8", "surrogatepass")
-    if not 1 <= len(encoded) <= _core.MAX_ID_BYTES:
-        raise ValueError(
-            f"instance_id: expected 1 to {_core.MAX_ID_BYTES} bytes of UTF-8, got {len(encoded)}"
-        )
-    return value.encode()
 
 
 class Feeder:

@@ -6,6 +6,7 @@ the others exactly once, and only the Consumer changes it.
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -155,7 +156,10 @@ class Group(ReadGroup[Trajectory], GroupBase):
             return
         if kind is None:
             self.ack()
-        else:
+            return
+        # A Consumer that was closed has given it back; a forked child has no part in it. Neither
+        # may take the place of what ended the block, such as the SystemExit of that child.
+        with contextlib.suppress(errors.BusClosedError):
             self.give_back()
 
     def __reduce__(self) -> NoReturn:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import operator
 import os
 from collections.abc import Mapping
 from numbers import Real
@@ -33,6 +35,7 @@ __all__ = [
     "check_packing",
     "check_wait",
     "checked_budget",
+    "checked_int",
     "checked_max_wait",
     "checked_pack_threads",
     "score_error",
@@ -78,8 +81,22 @@ def check_wait(name: str, value: object) -> None:
     # float and int first: the test for Real asks a registry.
     if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{name}: expected a number of seconds, or None, got {value!r}")
-    if not float(value) >= 0:
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.nan  # an int that no float can hold
+    if not seconds >= 0:
         raise ValueError(f"{name}: expected 0 or more seconds, or None, got {value!r}")
+
+
+def checked_int(name: str, value: object) -> int:
+    """Return an int; NumPy's integers are ints, a bool is not. Raises TypeError for another."""
+    if isinstance(value, (bool, type)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    try:
+        return operator.index(value)
+    except TypeError as error:  # an array or a tensor of several numbers
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
 
 
 def check_device(device: object) -> torch.device:
@@ -110,17 +127,13 @@ def check_fields(fields: object) -> None:
 
 def check_prefetch(value: object) -> None:
     """Raise TypeError or ValueError unless it is a number of batches, 0 to `MAX_PREFETCH`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"prefetch: expected an int, got {type(value).__name__}")
-    if not 0 <= value <= MAX_PREFETCH:
+    if not 0 <= checked_int("prefetch", value) <= MAX_PREFETCH:
         raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
 
 
 def check_pack_threads(value: object) -> None:
     """Raise TypeError or ValueError unless it is a number of threads, 1 to `MOST_PACK_THREADS`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"pack_threads: expected an int, got {type(value).__name__}")
-    if not 1 <= value <= MOST_PACK_THREADS:
+    if not 1 <= checked_int("pack_threads", value) <= MOST_PACK_THREADS:
         raise ValueError(
             f"pack_threads: expected 1 to {MOST_PACK_THREADS} threads, got {value}; a few use all "
             "of a machine's memory bandwidth"
@@ -136,7 +149,7 @@ def checked_pack_threads(value: int | None, world_size: int) -> int:
         share = len(os.sched_getaffinity(0)) // (4 * world_size)
         return max(1, min(share, USUAL_PACK_THREADS))
     check_pack_threads(value)
-    return value
+    return operator.index(value)
 
 
 def check_packing(
@@ -152,11 +165,7 @@ def check_packing(
 
 def check_count(name: str, value: int | None) -> None:
     """Raise TypeError or ValueError unless it is None or an int of 1 or more."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < 1:
+    if value is not None and checked_int(name, value) < 1:
         raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
@@ -209,6 +218,8 @@ def check_consumer_options(options: Mapping[str, object]) -> None:
 
 def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) -> None:
     """Raise ValueError for an option that would give several ranks different numbers of steps."""
+    if checked_int("world_size", world_size) < 1:
+        raise ValueError(f"world_size: expected 1 or more, got {world_size}")
     if keep_group is not None and not callable(keep_group):
         raise TypeError(f"keep_group: expected a callable, got {keep_group!r}")
     if world_size != 1 and keep_group is not None:

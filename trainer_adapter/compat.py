@@ -90,7 +90,7 @@ def unpad_input(
     Raises
     ------
     TypeError
-        For a mask that is neither bool nor integer.
+        For what is no tensor, and for a mask that is neither bool nor integer.
     ValueError
         For shapes that do not fit together.
 
@@ -99,9 +99,11 @@ def unpad_input(
     Signature and results are those of flash-attn 2.7, https://github.com/Dao-AILab/flash-attention.
     The host waits for the device once, to learn T and `max_seqlen`.
     """
+    _check_tensors(hidden=hidden, attention_mask=attention_mask)
     tokens = _checked_mask(attention_mask, hidden, "attention_mask")
     packed_places = tokens
     if unused_mask is not None:
+        _check_tensors(unused_mask=unused_mask)
         packed_places = tokens | _checked_mask(unused_mask, hidden, "unused_mask")
     lengths = packed_places.sum(dim=1, dtype=torch.int32)
     seqused = tokens.sum(dim=1, dtype=torch.int32)
@@ -135,9 +137,9 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
     Raises
     ------
     TypeError
-        For indices that are not integers.
+        For what is no tensor, for indices that are not integers, and sizes that are no int.
     ValueError
-        For another number of indices than of tokens.
+        For another number of indices than of tokens, and for a negative size.
     IndexError
         For an index beyond ``batch * seqlen``.
 
@@ -145,6 +147,8 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
     -----
     Signature and result are those of flash-attn, https://github.com/Dao-AILab/flash-attention.
     """
+    _check_tensors(hidden=hidden, indices=indices)
+    batch, seqlen = _checked_size("batch", batch), _checked_size("seqlen", seqlen)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"indices: expected int64, got {indices.dtype}; pass what unpad_input returned"
@@ -158,6 +162,22 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
         hidden, indices.long(), batch * seqlen
     )
     return placed.unflatten(0, (batch, seqlen))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def _checked_size(name: str, value: Any) -> Any:
+    """Return a size; under torch.compile it may be one that is not known yet."""
+    whole = isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
+    if isinstance(value, bool) or not whole:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name}: expected 0 or more, got {value}")
+    return value
 
 
 def _checked_mask(mask: Tensor, hidden: Tensor, name: str) -> Tensor:

@@ -101,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         parser.error(unknown_command(words[0], commands.choices))
     parsed = parser.parse_args(arguments)
+    if sys.stdout is None:
+        # Closed before the start, as by `>&-`: that nobody reads the output is no error.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal or a log that knows only ASCII gets escapes, and not a traceback.

@@ -18,7 +18,7 @@ from shmbus import limits
 from shmbus._arguments import check_timeout, clamp_request
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import Prompt, Request, RequestText
+from shmbus._prompts import Prompt, Request, RequestText, check_request
 from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.retries import RetryPuts, WantedSample
 from shmbus_ext import _core
@@ -261,8 +261,8 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         -------
         bool
         """
-        if request._claim is not None:
-            return self._holds_request(request._claim)
+        if (claim := check_request(request)._claim) is not None:
+            return self._holds_request(claim)
         return self._at(request) in self._taken
 
     def release(self, request: Request) -> bool:
@@ -278,8 +278,8 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         bool
             False where it was not this producer's any more.
         """
-        if request._claim is not None:
-            return self._give_back_request(request._claim)
+        if (claim := check_request(request)._claim) is not None:
+            return self._give_back_request(claim)
         assert request._retry is not None
         with self._taking:
             self._taken.pop(self._at(request), None)

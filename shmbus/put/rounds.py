@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus._arguments import check_count, check_int, check_split
+from shmbus._arguments import check_count, check_epoch, check_instance_id, check_split
 from shmbus.put.attached import AttachedWriter
 from shmbus_ext import _core
 
@@ -133,17 +133,13 @@ def _sample(
     instance_id: object, index: object, epoch: object, split: object
 ) -> tuple[str, int | None, str | None, int]:
     """Check the arguments that name a sample."""
-    if isinstance(instance_id, bool) or not isinstance(instance_id, (str, int)):
-        raise TypeError(f"instance_id: expected str or int, got {type(instance_id).__name__}")
-    key = str(instance_id)
-    if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= _core.MAX_ID_BYTES:
-        raise ValueError(f"instance_id: expected 1 to {_core.MAX_ID_BYTES} bytes of UTF-8")
+    key = check_instance_id(instance_id)
     number = check_count("index", index, 0)
     if number >= _core.MAX_GROUP_SIZE:
         raise ValueError(f"index: expected less than {_core.MAX_GROUP_SIZE}, got {number}")
     return (
         key,
-        None if epoch is None else check_int("epoch", epoch),
+        check_epoch(epoch),
         None if split is None else check_split(split),
         number,
     )

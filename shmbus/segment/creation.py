@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import operator
 import os
 import time
 from typing import Final
@@ -21,7 +20,7 @@ from typing import Final
 import posix_ipc
 
 from shmbus import errors, limits
-from shmbus._arguments import LARGEST_SIZE, parse_size
+from shmbus._arguments import LARGEST_SIZE, check_int, parse_size
 from shmbus._format import show_size
 from shmbus._schema import declared_schema, difference
 from shmbus.segment.bounds import NO_BOUNDS, Bounds
@@ -79,12 +78,11 @@ def create_segment(
         Room for requests, and how far producers may be ahead.
     """
     check_name(name)
-    _check_sizes(capacity, max_producers, extent_bytes)
+    max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     if os.path.lexists(shm_path(name)):
         # Before checking for space, which this very bus may occupy.
         raise _exists(name)
     size = _default_capacity(name) if capacity is None else parse_size(capacity, "capacity")
-    extent_bytes = operator.index(extent_bytes)
     max_producers = _producers_with_room(name, size, max_producers, extent_bytes, crowded)
     _check_room(name, size)
     try:
@@ -119,20 +117,20 @@ def create_segment(
     return segment
 
 
-def _check_sizes(capacity: object, max_producers: object, extent_bytes: object) -> None:
-    """Check types and ranges, before anything is asked of the machine."""
+def _check_sizes(
+    capacity: object, max_producers: object, extent_bytes: object
+) -> tuple[int | None, int]:
+    """Check types and ranges, before anything is asked of the machine; the latter two as int."""
     if capacity is not None:
         parse_size(capacity, "capacity")  # type: ignore[arg-type]
-    for label, value in (("max_producers", max_producers), ("extent_bytes", extent_bytes)):
-        if label == "max_producers" and value is None:
-            continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{label}: expected an int, got {type(value).__name__}")
-        number = operator.index(value)
-        if label == "max_producers" and not 1 <= number <= _core.MAX_PRODUCERS:
-            raise ValueError(f"{label}: expected 1 to {_core.MAX_PRODUCERS}, got {number}")
-        if label == "extent_bytes" and not 0 <= number <= LARGEST_SIZE:
-            raise ValueError(f"{label}: expected 0 (choose) to {LARGEST_SIZE}, got {number}")
+    most = _core.MAX_PRODUCERS
+    producers = None if max_producers is None else check_int("max_producers", max_producers)
+    if producers is not None and not 1 <= producers <= most:
+        raise ValueError(f"max_producers: expected 1 to {most}, got {producers}")
+    extent = check_int("extent_bytes", extent_bytes)
+    if not 0 <= extent <= LARGEST_SIZE:
+        raise ValueError(f"extent_bytes: expected 0 (choose) to {LARGEST_SIZE}, got {extent}")
+    return producers, extent
 
 
 def _default_capacity(name: str) -> int:
@@ -155,9 +153,7 @@ def _producers_with_room(
     name: str, size: int, max_producers: int | None, extent_bytes: int, crowded: bool
 ) -> int:
     """Return how many producers the bus is for; refuse more than it has extents for."""
-    wanted = (
-        limits.DEFAULT_MAX_PRODUCERS if max_producers is None else operator.index(max_producers)
-    )
+    wanted = limits.DEFAULT_MAX_PRODUCERS if max_producers is None else max_producers
     plan = _core.segment_plan(size, wanted, extent_bytes)
     if plan is None or crowded:
         return wanted  # the core says what is wrong with the numbers
@@ -216,7 +212,7 @@ def ensure_segment(
         There is one that does not fit; the message says in what.
     """
     check_name(name)
-    _check_sizes(capacity, max_producers, extent_bytes)
+    max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
         segment = _open_or_create(name, capacity, max_producers, extent_bytes, bounds, schema)

@@ -110,3 +110,19 @@ def test_what_a_living_creator_holds_is_left_alone(bus_name: str) -> None:
             file.seek(0)
             file.write(magic)
     assert segments_named(bus_name) == []
+
+
+@pytest.mark.parametrize("command", ["status", "list", "inspect", "gc"])
+def test_a_command_whose_output_was_closed_before_its_start_ends_as_any_other(
+    bus_name: str, command: str
+) -> None:
+    """As by ``>&-`` in a shell, or under a supervisor that gives no descriptors."""
+    names = [] if command == "list" else [bus_name]
+    with Bus.create(bus_name, "64KiB"):
+        ended = subprocess.run(
+            ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "shmbus", command, *names],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -192,3 +192,20 @@ def test_what_torch_offers_here_is_recognised_by_its_signature(record_property: 
         return
     assert "return_aux" in entry.parameters
     assert entry.parameters & {"is_causal", "window_size"}
+
+
+def test_what_is_no_tensor_and_no_size_is_named() -> None:
+    hidden, mask = torch.zeros(2, 3, 4), torch.ones(2, 3, dtype=torch.int64)
+    packed, indices, *_ = unpad_input(hidden, mask)
+    with pytest.raises(TypeError, match=r"hidden: expected a torch\.Tensor, got list"):
+        unpad_input([1.0], mask)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"attention_mask: expected a torch\.Tensor, got NoneType"):
+        unpad_input(hidden, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"unused_mask: expected a torch\.Tensor, got int"):
+        unpad_input(hidden, mask, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"indices: expected a torch\.Tensor, got list"):
+        pad_input(packed, [0], 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch: expected an int, got float"):
+        pad_input(packed, indices, 2.0, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seqlen: expected 0 or more, got -3"):
+        pad_input(packed, indices, 2, -3)

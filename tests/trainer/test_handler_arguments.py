@@ -30,6 +30,11 @@ def put_pair(
         ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
         ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank: expected 0 to 1, got 2"),
+        ({"world_size": 0}, ValueError, "world_size: expected 1 or more, got 0"),
+        ({"world_size": None}, TypeError, "world_size: expected an int, got NoneType"),
+        ({"world_size": torch.ones(2)}, TypeError, "world_size: expected an int, got Tensor"),
+        ({"prefetch": np.array([1, 2])}, TypeError, "prefetch: expected an int, got ndarray"),
+        ({"max_wait": 10**400}, ValueError, "max_wait: expected 0 or more seconds"),
         ({"max_lag": 1}, TypeError, "'max_lag'; did you mean 'max_policy_lag'"),
         ({"name": "x"}, TypeError, "argument 'name'; for the bus: daemon, "),
         ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
@@ -126,3 +131,31 @@ def test_a_callable_that_gives_no_advantages_is_named_and_costs_no_group(
                 handler.next_batch(10)
         assert handler.next_batch(10).advantages.tolist() == [2.0] * 4 + [3.0] * 4
         assert handler.stats().dropped == {}
+
+
+def test_numpys_integers_are_integers_to_a_handler(bus: Bus) -> None:
+    sizes: dict[str, Any] = {"groups_per_batch": np.int32(1), "pack_threads": np.int64(1)}
+    with (
+        Producer(bus.name) as producer,
+        OnlineDataHandler(bus.name, prefetch=np.int8(1), **sizes) as handler,  # type: ignore[arg-type]
+    ):
+        put_pair(producer, "a")
+        batch = handler.next_batch(30.0)
+        assert batch.num_sequences == 2
+        handler.ack(batch)
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), torch.tensor(1 + 2j), None, "x"])
+def test_a_checkpoint_with_a_step_that_is_no_number_is_refused(bus: Bus, step: object) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        state = {**handler.state_dict(), "step": step}
+        with pytest.raises(ValueError, match="state_dict: expected what state_dict"):
+            handler.load_state_dict(state)
+
+
+def test_an_evaluation_names_what_it_refuses(bus: Bus) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+        with pytest.raises(TypeError, match="groups: expected an int, got Tensor"):
+            handler.evaluate(torch.ones(2))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="timeout: expected a number of seconds"):
+            handler.evaluate(1, timeout="soon")  # type: ignore[arg-type]

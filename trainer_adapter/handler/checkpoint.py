@@ -105,7 +105,8 @@ class HandlerState(msgspec.Struct, frozen=True):
                 _pairs(state["trained"]),
                 state.get("requests"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            # OverflowError: of an infinite number; RuntimeError: PyTorch's, of a tensor.
             raise ValueError(
                 f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
             ) from error

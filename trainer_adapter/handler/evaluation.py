@@ -11,6 +11,7 @@ import numpy as np
 
 import shmbus
 from shmbus.batch.field_names import FieldNames
+from trainer_adapter._arguments import check_wait, checked_int
 from trainer_adapter.handler.scoring import GroupScoring
 
 __all__ = ["EvaluatingHandler"]
@@ -127,8 +128,8 @@ class EvaluatingHandler:
                                         priority=7, prompt=prompt)
                     wandb.log(handler.evaluate(len(held_out), timeout=600), step=handler.step)
         """
-        if isinstance(groups, bool) or not hasattr(groups, "__index__"):
-            raise TypeError(f"groups: expected an int, got {type(groups).__name__}")
+        groups = checked_int("groups", groups)
+        check_wait("timeout", timeout)
         if groups < 1:
             raise ValueError(f"groups: expected 1 or more, got {groups}")
         deadline = None if timeout is None else time.monotonic() + timeout

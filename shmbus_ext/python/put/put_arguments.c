@@ -64,9 +64,8 @@ void py_arguments_end(struct put_arguments *self) {
     Py_CLEAR(self->declared);
 }
 
-/* An int, by __index__: numpy integers are, floats are not. */
-static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t high,
-                         int64_t *out) {
+bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t high,
+                     int64_t *out) {
     /* What a caller mostly gives, by the shortest way: after a sleep each call on it is cold. */
     if (PyLong_CheckExact(value)) {
         int overflow;
@@ -76,13 +75,15 @@ static bool take_integer(PyObject *value, const char *name, int64_t low, int64_t
             return true;
         }
     }
-    if (!PyIndex_Check(value)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected an int, got %.100s", name,
-                     Py_TYPE(value)->tp_name);
-        return false;
-    }
-    PyObject *integer = PyNumber_Index(value);
+    bool is_flag = PyBool_Check(value);
+    PyObject *integer = is_flag || !PyIndex_Check(value) ? NULL : PyNumber_Index(value);
     if (integer == NULL) {
+        /* Of an array of several numbers; what else __index__ raises is its own affair. */
+        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError, "%s: expected an int, got %.100s", name,
+                         Py_TYPE(value)->tp_name);
+        }
         return false;
     }
     int overflow = 0;
@@ -114,7 +115,7 @@ static void number_error(const char *name, const char *expected, PyObject *value
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span) {
     *span = 0;
     if (!PyTuple_Check(value) && !PyList_Check(value)) {
-        return take_integer(value, "policy_version", 0, INT64_MAX, oldest);
+        return py_take_integer(value, "policy_version", 0, INT64_MAX, oldest);
     }
     int64_t newest;
     if (PySequence_Fast_GET_SIZE(value) != 2) {
@@ -127,8 +128,8 @@ bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span) 
     PyObject *pair = PySequence_Tuple(value);
     bool taken =
         pair != NULL &&
-        take_integer(PyTuple_GET_ITEM(pair, 0), "policy_version", 0, INT64_MAX, oldest) &&
-        take_integer(PyTuple_GET_ITEM(pair, 1), "policy_version", 0, INT64_MAX, &newest);
+        py_take_integer(PyTuple_GET_ITEM(pair, 0), "policy_version", 0, INT64_MAX, oldest) &&
+        py_take_integer(PyTuple_GET_ITEM(pair, 1), "policy_version", 0, INT64_MAX, &newest);
     if (taken && (newest < *oldest || newest - *oldest > (int64_t)UINT32_MAX)) {
         PyErr_Format(PyExc_ValueError,
                      "policy_version: expected the oldest and then the newest, at most %u later, "
@@ -252,33 +253,45 @@ static PyObject *id_text(PyObject *value) {
     return NULL;
 }
 
-bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
+bool py_parse_epoch(PyObject *value, int64_t *epoch) {
+    *epoch = SHMBUS_NO_EPOCH;
+    return value == Py_None || py_take_integer(value, "epoch", 0, INT64_MAX, epoch);
+}
+
+PyObject *py_take_id(PyObject *value, const char **text, uint32_t *size) {
     PyObject *id = PyUnicode_Check(value) ? Py_NewRef(value) : id_text(value);
+    if (id == NULL) {
+        return NULL;
+    }
+    Py_ssize_t bytes;
+    *text = PyUnicode_AsUTF8AndSize(id, &bytes);
+    if (*text == NULL) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError,
+                     "instance_id: expected text that UTF-8 can encode, got %A; drop its "
+                     "surrogates",
+                     value);
+    } else if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES) {
+        PyErr_Format(PyExc_ValueError,
+                     "instance_id: expected 1 to %u bytes of UTF-8, got %zd; name the prompt by a "
+                     "short key and put the rest into meta",
+                     SHMBUS_MAX_ID_BYTES, bytes);
+    } else {
+        *size = (uint32_t)bytes;
+        return id;
+    }
+    Py_DECREF(id);
+    return NULL;
+}
+
+bool py_arguments_take_id(struct put_arguments *self, PyObject *value) {
+    PyObject *id = py_take_id(value, &self->spec.id, &self->spec.id_bytes);
     if (id == NULL) {
         return false;
     }
     /* Owned, like all that is taken: converting runs code of the caller's, which may change the
      * mapping that it came from. */
     Py_XSETREF(self->id_object, id);
-    Py_ssize_t bytes;
-    const char *text = PyUnicode_AsUTF8AndSize(id, &bytes);
-    if (text == NULL) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError,
-                     "instance_id: expected text that UTF-8 can encode, got %A; drop its "
-                     "surrogates",
-                     value);
-        return false;
-    }
-    if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES) {
-        PyErr_Format(PyExc_ValueError,
-                     "instance_id: expected 1 to %u bytes of UTF-8, got %zd; name the prompt by a "
-                     "short key and put the rest into meta",
-                     SHMBUS_MAX_ID_BYTES, bytes);
-        return false;
-    }
-    self->spec.id = text;
-    self->spec.id_bytes = (uint32_t)bytes;
     return true;
 }
 
@@ -314,7 +327,8 @@ static bool take_split(struct put_arguments *self, PyObject *value) {
 
 static bool take_need(struct put_arguments *self, PyObject *value) {
     int64_t number = 0;
-    bool taken = value == Py_None || take_integer(value, "need", 1, SHMBUS_MAX_GROUP_SIZE, &number);
+    bool taken =
+        value == Py_None || py_take_integer(value, "need", 1, SHMBUS_MAX_GROUP_SIZE, &number);
     self->spec.need = (uint32_t)number;
     return taken;
 }
@@ -335,7 +349,7 @@ static bool is_word(const PyObject *name) {
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
     int64_t number;
     if (name == word_group_size) {
-        if (!take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
+        if (!py_take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
             return false;
         }
         self->spec.group_size = (uint32_t)number;
@@ -343,7 +357,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return true;
     }
     if (name == word_index) {
-        if (!take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number)) {
+        if (!py_take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number)) {
             return false;
         }
         self->spec.index = (uint32_t)number;
@@ -358,9 +372,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
                                         &self->spec.version_span);
     }
     if (name == word_epoch) {
-        self->spec.epoch = SHMBUS_NO_EPOCH;
-        return value == Py_None ||
-               take_integer(value, "epoch", 0, INT64_MAX, &self->spec.epoch);
+        return py_parse_epoch(value, &self->spec.epoch);
     }
     if (name == word_meta) {
         Py_XSETREF(self->meta_object, value == Py_None ? NULL : Py_NewRef(value));

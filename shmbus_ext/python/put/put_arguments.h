@@ -37,6 +37,12 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
 /* Every entry of a dict; false with an exception. */
 bool py_arguments_take_mapping(struct put_arguments *self, PyObject *item);
 bool py_arguments_take_id(struct put_arguments *self, PyObject *value);
+/* A prompt's key as text, which the reference that is returned keeps; NULL with an exception. */
+PyObject *py_take_id(PyObject *value, const char **text, uint32_t *size);
+/* An int, by __index__: numpy integers are, floats and bools are not; false with an exception. */
+bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out);
+/* None, or the number of a round; false with an exception. */
+bool py_parse_epoch(PyObject *value, int64_t *epoch);
 /* After all were taken: what is no field is complete and encoded. */
 bool py_arguments_finish_head(struct put_arguments *self);
 /* A field, whatever its name; false with an exception. */

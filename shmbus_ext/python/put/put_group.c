@@ -159,23 +159,22 @@ PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwar
         PyErr_SetString(PyExc_TypeError, "missing the argument 'epoch'");
         return NULL;
     }
-    if (!PyUnicode_Check(id) && !PyLong_CheckExact(id)) {
-        PyErr_Format(PyExc_TypeError, "instance_id: expected a str or an int, got %.100s",
-                     Py_TYPE(id)->tp_name);
-        return NULL;
-    }
     uint32_t number = SHMBUS_SPLIT_TRAIN;
     if (split != Py_None) {
         number = py_split_check(split) ? py_split_number(self->segment, split) : SHMBUS_MAX_SPLITS;
     }
-    Py_ssize_t bytes = 0;
-    PyObject *name = PyObject_Str(id); /* an int is its decimal text */
-    const char *text = name == NULL ? NULL : PyUnicode_AsUTF8AndSize(name, &bytes);
-    long long round = epoch == Py_None ? 0 : PyLong_AsLongLong(epoch);
-    bool known = number != SHMBUS_MAX_SPLITS && text != NULL && !PyErr_Occurred();
-    bool found = known && epoch != Py_None && bytes <= (Py_ssize_t)SHMBUS_MAX_ID_BYTES &&
-                 cancelled_has(&self->segment->c,
-                               group_key_hash(text, (uint32_t)bytes, round, number));
-    Py_XDECREF(name);
-    return known ? PyBool_FromLong(found) : NULL;
+    const char *text;
+    uint32_t bytes;
+    int64_t round;
+    if (number == SHMBUS_MAX_SPLITS || !py_parse_epoch(epoch, &round)) {
+        return NULL;
+    }
+    PyObject *name = py_take_id(id, &text, &bytes);
+    if (name == NULL) {
+        return NULL;
+    }
+    bool found = epoch != Py_None &&
+                 cancelled_has(&self->segment->c, group_key_hash(text, bytes, round, number));
+    Py_DECREF(name);
+    return PyBool_FromLong(found);
 }

@@ -238,11 +238,25 @@ static PyObject *py_reservation_get(ReservationObject *self, PyObject *name) {
     return field < 0 ? NULL : Py_NewRef((PyObject *)self->arrays[field]);
 }
 
+/* -1 for what no field is as long as; false with a TypeError. */
+static bool take_length(PyObject *value, int64_t *length) {
+    if (py_take_integer(value, "length", 0, INT64_MAX, length)) {
+        return true;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_ValueError)) {
+        return false;
+    }
+    PyErr_Clear();
+    *length = -1;
+    return true;
+}
+
 /* resize(name, n): the first dimension ends up shorter than reserved. */
 static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) {
-    PyObject *name;
-    Py_ssize_t length;
-    if (!PyArg_ParseTuple(args, "Un", &name, &length) || !py_reservation_usable(self)) {
+    PyObject *name, *given;
+    int64_t length;
+    if (!PyArg_ParseTuple(args, "UO", &name, &given) || !py_reservation_usable(self) ||
+        !take_length(given, &length)) {
         return NULL;
     }
     int field = py_reservation_index_of(self, name);
@@ -251,9 +265,9 @@ static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) 
     }
     PyArrayObject *array = self->arrays[field];
     if (PyArray_NDIM(array) < 1 || length < 0 || length > PyArray_DIM(array, 0)) {
-        PyErr_Format(PyExc_ValueError, "%U: expected 0 to %zd elements, got %zd", name,
+        PyErr_Format(PyExc_ValueError, "%U: expected 0 to %zd elements, got %R", name,
                      PyArray_NDIM(array) < 1 ? (Py_ssize_t)0 : (Py_ssize_t)PyArray_DIM(array, 0),
-                     length);
+                     given);
         return NULL;
     }
     uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record) +
@@ -295,6 +309,12 @@ static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
     PyObject *type = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
     if (!self->ended) {
         PyObject *result = py_reservation_end(self, type == Py_None);
+        if (result == NULL && type != Py_None && PyErr_ExceptionMatches(hooks.closed_error)) {
+            /* A forked child has no part in it. That must not take the place of what ended the
+             * block, such as the SystemExit of that child. */
+            PyErr_Clear();
+            Py_RETURN_NONE;
+        }
         if (result == NULL && !self->ended && self->resized) {
             /* Its sizes are not those of the schema, and nobody will mend them any more. */
             PyObject *error = py_set_aside_error();

@@ -146,7 +146,14 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
     static const char *const names[] = {"ok",          "system",      "space",
                                         "memory",      "unfinished",  "magic",       "version",
                                         "hash",        "geometry",    "truncated"};
-    if (status == SEGMENT_SYSTEM_ERROR) {
+    if (status == SEGMENT_SYSTEM_ERROR && errno == ENOENT && access("/proc/self/fd", F_OK) != 0) {
+        /* The file is open already: what is missing is the way to open it a second time. */
+        PyErr_Format(PyExc_OSError,
+                     "bus '%U': this process needs /proc/self/fd, to map a bus apart from its "
+                     "locks, and there is no /proc here; mount it (mount -t proc proc /proc), or "
+                     "start the container with it",
+                     self->name);
+    } else if (status == SEGMENT_SYSTEM_ERROR) {
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
     } else if (status == SEGMENT_NO_SPACE) {
         py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
