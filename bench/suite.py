@@ -32,6 +32,7 @@ from bench.report import blocks, fold, report, verdicts
 from bench.rows import curves
 from bench.rows.row import Row, table
 from shmbus import ShmbusError
+from shmbus._arguments import parse_size
 
 __all__ = ["FORMAT", "main"]
 
@@ -60,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     output: Path = options.output
     if not output.resolve().parent.is_dir():
         parser.error(f"--output: there is no directory {output.resolve().parent}")
+    try:
+        parse_size(options.capacity, "--capacity")
+    except ValueError as error:
+        parser.error(str(error))
     # An ordinary exit, so that processes, servers and segments are cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()

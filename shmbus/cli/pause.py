@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shmbus import Bus
+from shmbus.cli._show import bus_name
 from shmbus_ext import _core
 
 __all__ = ["add_parser", "run_pause", "run_resume"]
@@ -19,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Groups are still delivered.",
         epilog='example:\n  shmbus pause run1 --reason "weights are being loaded"',
     )
-    pause.add_argument("name", metavar="NAME", help="the bus")
+    pause.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     pause.add_argument(
         "--reason",
         type=_reason,
@@ -33,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Ends a pause, whichever process began it.",
         epilog="example:\n  shmbus resume run1",
     )
-    resume.add_argument("name", metavar="NAME", help="the bus")
+    resume.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     resume.set_defaults(run=run_resume)
 
 

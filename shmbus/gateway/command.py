@@ -49,7 +49,7 @@ def add_parser(commands: Commands) -> None:
         "bus, until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument("name", metavar="NAME", type=_bus_name, help="the bus")
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
@@ -133,6 +133,17 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _bus_name(text: str) -> str:
+    """Take a name that a bus can have; whether there is one is the server's affair."""
+    try:
+        shmbus.Bus.open(text).close()
+    except (shmbus.ShmbusError, OSError):
+        pass
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def _token(path: str | None) -> str | None:
     if path is None:
         return os.environ.get("SHMBUS_GATEWAY_TOKEN")
@@ -199,7 +210,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.create is not None:
         with contextlib.suppress(shmbus.BusExistsError):
             # Closed and not removed: the bus outlives this process, as with `shmbus serve`.
-            shmbus.Bus.create(arguments.name, arguments.create).close()
+            try:
+                shmbus.Bus.create(arguments.name, arguments.create).close()
+            except ValueError as error:  # of a size that no bus has
+                print(f"shmbus gateway: --create {arguments.create}: {error}", file=sys.stderr)
+                return 2
     _allow_connections()
     _keep_memory(SPARE_BYTES, OWN_BYTES)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)

@@ -126,3 +126,40 @@ def test_a_command_whose_output_was_closed_before_its_start_ends_as_any_other(
             timeout=60,
         )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [("pause",), ("resume",), ("gateway", "--http", "127.0.0.1:0")])
+def test_a_name_that_no_bus_can_have_is_a_usage_error(command: tuple[str, ...]) -> None:
+    ended = cli(command[0], "a/b", *command[1:])
+    assert ended.status == 2
+    assert "bus name: expected 1 to 200 bytes without '/'" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--http", "x", "http: expected HOST:PORT, such as 127.0.0.1:8000, got 'x'"),
+        ("--http", "127.0.0.1:99999", "http: expected HOST:PORT"),
+        ("--http-token-file", "/none/such", "http_token_file: expected a file that may be read"),
+    ],
+)
+def test_settings_of_the_gateway_are_checked_before_anything_is_made(
+    bus_name: str, option: str, value: str, said: str
+) -> None:
+    """Else the daemon would serve, and start again for ever what cannot start."""
+    ended = cli("serve", bus_name, "--capacity", "64KiB", "--max-producers", "2", option, value)
+    assert ended.status == 2
+    assert said in ended.err
+    assert segments_named(bus_name) == []
+
+
+def test_a_size_that_is_none_is_a_usage_error_of_gateway_and_bench(bus_name: str) -> None:
+    for command in (
+        ("gateway", bus_name, "--http", "127.0.0.1:0", "--create", "lots"),
+        ("bench", "--capacity", "lots"),
+    ):
+        ended = cli(*command)
+        assert ended.status == 2, ended.err
+        assert "expected a number with KiB, MiB, GiB or TiB" in ended.err
+        assert "Traceback" not in ended.err
