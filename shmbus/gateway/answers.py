@@ -49,9 +49,11 @@ async def json_answer(request: Request, content: Any, status: int = HTTPStatus.O
 
 def refusal_answer(refusal: Refusal) -> web.Response:
     """Return the answer to a request that is refused, as FastAPI shapes it."""
-    detail: Any = refusal.message
+    # It may quote what a client sent, of which not all is text.
+    message = refusal.message.encode(errors="backslashreplace").decode()
+    detail: Any = message
     if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY:
-        detail = [{"type": "value_error", "loc": ["body"], "msg": refusal.message}]
+        detail = [{"type": "value_error", "loc": ["body"], "msg": message}]
     response = web.Response(
         body=_encoder.encode({"detail": detail}),
         status=refusal.status,

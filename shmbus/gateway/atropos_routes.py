@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from shmbus.gateway import settings
 from shmbus.gateway.answers import json_answer, text_answer
 from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.heads import Request
 from shmbus.gateway.intake import Records
 from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.registry import NewEnvironment, Registration
-from shmbus.gateway.shapes import ScoredGroup, decode, decode_groups
+from shmbus.gateway.shapes import ScoredGroup, decode, decode_groups, unprocessable
 from shmbus.gateway.supply import ATROPOS
 from shmbus.peers import atropos
 
@@ -152,6 +153,11 @@ class AtroposRoutes:
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):
             groups = decode_groups(raw, several=several)
+            if len(groups) > settings.MAX_GROUPS:
+                raise unprocessable(
+                    f"body: expected at most {settings.MAX_GROUPS} groups, got {len(groups)}; send "
+                    "fewer at once"
+                )
             sizes = [(group.env_id, len(group.tokens)) for group in groups]
             records = _records_of(groups, gateway.producer.policy_version)
             body = await gateway.put(request, raw, deadline_s, len(groups), records, ATROPOS)
@@ -200,12 +206,14 @@ class AtroposRoutes:
         if not registry.state.started:
             registry.state.started = True
             gateway.store()
-        batch = await gateway.supply.next_batch()
-        if batch is None:
+        found = await gateway.supply.next_batch()
+        if found is None:
             return await json_answer(request, {"batch": None})
+        batch, texts = found
         deliveries = gateway.supply.batches
         try:
-            content = {"batch": [atropos.group_of(part.group) for part in batch.parts]}
+            content = b'{"batch":[' + b",".join(texts) + b"]}"
+            del found, texts
             response = await json_answer(request, content)
             del content
         except BaseException:

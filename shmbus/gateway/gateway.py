@@ -117,6 +117,10 @@ class Gateway:
             except Refusal as error:
                 logger.warning("%s", error.message)
                 await asyncio.sleep(1.0)
+            except Exception:
+                # Without it nobody would notice that the bus has gone.
+                logger.exception("the maintenance failed, and goes on")
+                await asyncio.sleep(1.0)
 
     async def close(self) -> None:
         """Leave the bus: what trainers did not acknowledge is delivered again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -25,28 +25,34 @@ __all__ = ["Ending", "Environment", "NewEnvironment", "Registration", "Registry"
 MIN_WEIGHT: Final = 0.01
 
 
+#: A whole number of a registration: arithmetic with floats, and a successor, can take these.
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+#: A part of each batch.
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
 class Registration(msgspec.Struct, kw_only=True):
     """What a trainer registers with. `reads_bus` is ours: it takes its groups without HTTP."""
 
     wandb_group: str
     wandb_project: str
-    batch_size: int
-    max_token_len: int
+    batch_size: Integer
+    max_token_len: Integer
     checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
+    save_checkpoint_interval: Integer
+    starting_step: Integer
+    num_steps: Integer
     reads_bus: bool = False
 
 
 class NewEnvironment(msgspec.Struct, kw_only=True):
     """What an environment registers with."""
 
-    max_token_length: int
+    max_token_length: Integer
     desired_name: str
     weight: float
-    group_size: int
-    min_batch_allocation: float | None = None
+    group_size: Integer
+    min_batch_allocation: Share | None = None
 
 
 class Environment(NewEnvironment, kw_only=True):

@@ -52,6 +52,8 @@ TAKE_GROUPS: Final = 256
 RETRY_S: Final = 900.0
 #: Bodies whose answers are on their way or were lost, that a successor of this process is told of.
 JOURNAL_ENTRIES: Final = 4096
+#: Groups of one body: the journal counts them in two bytes.
+MAX_GROUPS: Final = 0xFFFF
 #: Environments that may register with one trainer. Each is kept for a successor, and asked of ten
 #: times a second.
 MAX_ENVS: Final = 4096

@@ -2,8 +2,8 @@
 
 The long lists of a group become arrays without an object for each number, where they are plain;
 msgspec reads the rest. What is not plain it reads alone, and says what is wrong with it. What
-Python's own ``json`` writes and JSON does not have (NaN, and true for 1) is looked at once more, so
-that it is taken or refused by name.
+Python's own ``json`` writes and JSON does not have (NaN, true for 1, half of a surrogate pair) is
+looked at once more, so that it is taken or refused by name.
 
 Invariant: all ways give equal numbers, or refuse the body.
 """
@@ -11,6 +11,8 @@ Invariant: all ways give equal numbers, or refuse the body.
 from __future__ import annotations
 
 import json
+import math
+import re
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from shmbus.gateway.refusal import Refusal
 from shmbus.peers.atropos import KEYS
 from shmbus_ext import _core
 
-__all__ = ["ScoredGroup", "decode", "decode_groups", "decode_object"]
+__all__ = ["ScoredGroup", "decode", "decode_groups", "decode_object", "unprocessable"]
 
 _T = TypeVar("_T")
 
@@ -90,6 +92,10 @@ def unprocessable(message: str) -> Refusal:
     return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, message)
 
 
+#: What may be a number beyond float64, which Python reads as infinite.
+_MAYBE_INFINITE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
+
+
 def _refuse_constant(name: str) -> Any:
     raise unprocessable(
         f"{name}: expected finite numbers, since JSON has no others and a batch with one could not "
@@ -97,14 +103,28 @@ def _refuse_constant(name: str) -> Any:
     )
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse_constant(text[:40])
+
+
 def _parse(body: bytes | bytearray | memoryview) -> Any:
-    """Parse as Python's json does, and refuse NaN and its like by name."""
+    """Parse as Python's json does, and refuse by name what no answer could have."""
+    text = bytes(body)
+    of_float = _finite if _MAYBE_INFINITE.search(text) else None
     try:
-        return json.loads(bytes(body), parse_constant=_refuse_constant)
+        parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=of_float)
+        msgspec.json.encode(parsed)
+    except UnicodeEncodeError as error:
+        raise unprocessable(
+            f"body: expected text, got half of a surrogate pair, {error.object[error.start]!a}; "
+            "replace it, as text.encode('utf-8', 'replace') does, and send it again"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise unprocessable(
             f"body: expected JSON, got {error}; send what json.dumps writes"
         ) from error
+    return parsed
 
 
 def _as_numbers(value: Any) -> Any:
@@ -175,6 +195,8 @@ def _decode_plain(body: bytes | bytearray | memoryview, several: bool) -> list[S
             for name in _LIFTED:
                 if (name in arrays) != (getattr(group, name) is not None):
                     return None
+            if group.tokens is None or group.masks is None:
+                return None
             for name, rows in arrays.items():
                 setattr(group, name, rows)
             groups.append(group)

@@ -3,6 +3,7 @@
 Invariants:
 
 - Every group that was taken is in one place: the queue, a batch, or acknowledged.
+- A group that cannot be answered is dropped, and named; those around it go on.
 - `drain` returns after everything that was in the bus when it was called is in the queue.
 - What is given is stored before the last byte of its answer leaves, and a successor learns whether
   that left: it neither gives a batch again to a trainer that has it, nor forgets one.
@@ -18,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 import shmbus
 from shmbus.gateway.deliveries import Batch, Deliveries
 from shmbus.gateway.handover import Handover
@@ -31,6 +34,7 @@ from shmbus.peers.atropos_queue import Availability, GroupQueue, Waiting
 __all__ = ["ATROPOS", "SLIME", "Supply"]
 
 logger = logging.getLogger(__name__)
+_encoder = msgspec.json.Encoder()
 
 ATROPOS: Final = "atropos"
 SLIME: Final = "slime"
@@ -121,15 +125,17 @@ class Supply:
         """Put a group where it belongs; False for one that no trainer here can use."""
         part: Waiting | slime.Sample
         if slime.is_slime(group):
-            part = slime.Sample(slime.item_of(group), group)
+            try:
+                part = slime.Sample(slime.item_of(group), group)
+            except ValueError as error:
+                self._warn_unusable(group, error)
+                return False
         elif atropos.is_atropos(group):
             part = Waiting(len(group), atropos.env_id_of(group), group)
         elif all("tokens" in sample for sample in group):
             part = Waiting(len(group), None, group)
         else:
-            logger.warning(
-                "group %r has no tokens: dropped", group.instance_id, extra={"bus": self._bus.name}
-            )
+            self._warn_unusable(group, "it has no tokens")
             return False
         batch = self._restoring.pop(group.instance_id, None)
         if batch is not None and batch.acknowledged:
@@ -146,6 +152,12 @@ class Supply:
             )  # fmt: skip
             return False
         return True
+
+    def _warn_unusable(self, group: shmbus.Group, why: object) -> None:
+        logger.warning(
+            "group %r cannot be answered: dropped: %s", group.instance_id, why,
+            extra={"bus": self._bus.name},
+        )  # fmt: skip
 
     @property
     def attached(self) -> bool:
@@ -195,20 +207,45 @@ class Supply:
 
     # -- to a trainer ---------------------------------------------------------------------------
 
-    async def next_batch(self) -> Batch[Waiting] | None:
-        """Acknowledge what was given, and begin the answer of the next batch, if there is one."""
+    async def next_batch(self) -> tuple[Batch[Waiting], list[bytes]] | None:
+        """Acknowledge what was given, and begin the answer of the next batch, if there is one.
+
+        Its groups come with it as JSON.
+        """
         async with self._giving:
             await self._acknowledge(self.batches)
             await self.drain()
             batch = self.batches.next_ready()
-            if batch is None:
+            if batch is not None:
+                texts = await self._written(batch.parts)
+            while batch is None:
                 registry = self._registry
                 chosen = self.queue.take(registry.batch_size, registry.minimums())
                 if chosen is None:
                     return None
-                batch = Batch(chosen)
+                count = len(chosen)
+                texts = await self._written(chosen)
+                if len(chosen) == count:
+                    batch = Batch(chosen)
+                else:
+                    self.queue.put_back(chosen)
             self.batches.begin(batch)
-            return batch
+            return batch, texts
+
+    async def _written(self, parts: list[Waiting]) -> list[bytes]:
+        """Return groups as JSON; those that cannot be are dropped, and leave `parts`."""
+        texts: list[bytes] = []
+        unusable: list[Waiting] = []
+        for part in parts:
+            try:
+                texts.append(_encoder.encode(atropos.group_of(part.group)))
+            except (TypeError, ValueError, shmbus.UnscoredError) as error:
+                self._warn_unusable(part.group, error)
+                unusable.append(part)
+        if unusable:
+            parts[:] = [part for part in parts if part not in unusable]
+            await self._reader.drop([part.group for part in unusable])
+        return texts
 
     async def next_samples(self) -> Batch[slime.Sample] | None:
         """Do the same for slime: all groups that are complete."""

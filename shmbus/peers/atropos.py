@@ -292,9 +292,26 @@ def group_of(group: shmbus.Group) -> dict[str, Any]:
     -------
     dict
         All keys of `KEYS`, with lists of int and float, and None for what was not given.
+
+    Raises
+    ------
+    ValueError
+        Another producer made it, with numbers or rows that Atropos cannot have; or it has the mark
+        of `records_of`, and not all that belongs to it.
+    UnscoredError
+        A sample has no score yet.
     """
     if not is_atropos(group):
         return _of_another_producer(group)
+    try:
+        return _of_records(group)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{GROUP_KEY!r} in its meta marks a group of records_of, which lacks something: {error}"
+        ) from error
+
+
+def _of_records(group: shmbus.Group) -> dict[str, Any]:
     samples = group.trajectories
     metas = [sample.meta or {} for sample in samples]
     whole = metas[0][GROUP_KEY]
@@ -324,15 +341,47 @@ def group_of(group: shmbus.Group) -> dict[str, Any]:
 def _of_another_producer(group: shmbus.Group) -> dict[str, Any]:
     samples = group.trajectories
     found: dict[str, Any] = dict.fromkeys(KEYS)
-    found["tokens"] = [sample["tokens"].tolist() for sample in samples]
+    tokens = [_tokens_of(sample) for sample in samples]
+    found["tokens"] = [each.tolist() for each in tokens]
     found["masks"] = [
-        np.where(sample["loss_mask"], sample["tokens"], MASKED).tolist()
-        if "loss_mask" in sample
-        else sample["tokens"].tolist()
-        for sample in samples
+        _masks_of(sample, each).tolist() for sample, each in zip(samples, tokens, strict=True)
     ]
     found["scores"] = [sample.score for sample in samples]
     for ours, theirs in (("logprobs", "inference_logprobs"), ("advantages", "advantages")):
         if all(ours in sample for sample in samples):
-            found[theirs] = [sample[ours].tolist() for sample in samples]
+            found[theirs] = [_floats_of(sample, ours).tolist() for sample in samples]
     return found
+
+
+def _tokens_of(sample: shmbus.Trajectory) -> NDArray[Any]:
+    if len(sample.rows) > 1:
+        raise ValueError(
+            f"tokens[{sample.index}]: expected one row, got {len(sample.rows)}; one after the "
+            "other they would be another sequence"
+        )
+    tokens: NDArray[Any] = sample["tokens"]
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise ValueError(
+            f"tokens[{sample.index}]: expected whole numbers in one dimension, got {tokens.dtype} "
+            f"in {tokens.ndim}"
+        )
+    return tokens
+
+
+def _masks_of(sample: shmbus.Trajectory, tokens: NDArray[Any]) -> NDArray[Any]:
+    if "loss_mask" not in sample:
+        return tokens
+    mask: NDArray[Any] = sample["loss_mask"]
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"loss_mask[{sample.index}]: expected {tokens.size} numbers, one for each token, got "
+            f"the shape {mask.shape}"
+        )
+    return np.where(mask.astype(bool), tokens, MASKED)
+
+
+def _floats_of(sample: shmbus.Trajectory, name: str) -> NDArray[Any]:
+    numbers: NDArray[Any] = sample[name]
+    if numbers.dtype.kind not in "biuf" or not np.isfinite(numbers).all():
+        raise ValueError(f"{name}[{sample.index}]: expected finite numbers")
+    return numbers

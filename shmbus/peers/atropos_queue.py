@@ -270,6 +270,20 @@ class GroupQueue:
                 del self.counts[key]
         return chosen
 
+    def put_back(self, chosen: list[Waiting]) -> None:
+        """Have groups that were taken wait again, before all others.
+
+        Parameters
+        ----------
+        chosen : list of Waiting
+            Of `take`.
+        """
+        others, self._waiting = self._waiting, {}
+        for each in chosen:
+            self._append(each)
+        self._waiting |= others
+        self.changes += 1
+
     def clear(self) -> list[Waiting]:
         """Forget all groups, and return them.
 

@@ -140,12 +140,27 @@ def item_of(group: shmbus.Group) -> dict[str, Any]:
     -------
     dict
         Its keys in the order in which they came.
+
+    Raises
+    ------
+    ValueError
+        It has the mark of `record_of`, and not all that belongs to it.
     """
-    (sample,) = group.trajectories
-    rest = sample.meta[ITEM_KEY]
-    return {
-        name: rest[name] if name in rest else sample[name].tolist() for name in sample.meta["order"]
-    }
+    try:
+        (sample,) = group.trajectories
+        rest = sample.meta[ITEM_KEY]
+        item = {
+            name: rest[name] if name in rest else sample[name].tolist()
+            for name in sample.meta["order"]
+        }
+        key = item["instance_id"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{ITEM_KEY!r} in its meta marks a sample of record_of, which lacks something: {error}"
+        ) from error
+    if not isinstance(key, (str, int)):
+        raise ValueError(f"instance_id: expected str or int, got {key!r}")
+    return item
 
 
 class SampleGroups:

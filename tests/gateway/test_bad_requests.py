@@ -21,6 +21,9 @@ from http_requests import request_bytes, scored
 from http_requests import reset as reset_connection
 
 GOOD = scored([1, 2], [3, 4])
+TINY = scored([1])
+#: What is left of a character that was cut in two, as json.dumps writes it.
+HALF = "\ud83d"
 
 
 def raw(group: dict[str, Any], **texts: str) -> bytes:
@@ -125,6 +128,15 @@ CASES = [
     Case("fewer masks", "POST", "/scored_data", {**GOOD, "masks": [[1, 2]]}, 422, "one for each"),
     Case("shorter mask", "POST", "/scored_data", {**GOOD, "masks": [[1], [3, 4]]}, 422,
          "one for each token"),
+    Case("tokens null", "POST", "/scored_data", {**GOOD, "tokens": None}, 422, "tokens"),
+    Case("masks null", "POST", "/scored_data", {**GOOD, "masks": None}, 422, "masks"),
+    Case("parameter 1e400", "POST", "/scored_data",
+         raw({**GOOD, "generation_params": {"top_p": "@"}}, **{"@": "1e400"}), 422, "finite"),
+    Case("half a surrogate pair", "POST", "/scored_data", {**GOOD, "images": [HALF, ""]}, 422,
+         "half of a surrogate pair"),
+    Case("the same in an unknown key", "POST", "/scored_data", {**GOOD, HALF: 1}, 422,
+         "half of a surrogate pair"),
+    Case("too many groups", "POST", "/scored_data_list", [TINY] * 65_536, 422, "at most 65535"),
     # Encodings and types.
     Case("text/plain", "POST", "/scored_data", GOOD, 415, "application/json",
          {"Content_Type": "text/plain"}),
@@ -151,6 +163,20 @@ CASES = [
     Case("no batch size", "POST", "/register", {"wandb_group": "g"}, 422),
     Case("endless name", "POST", "/register", {**REGISTRATION, "wandb_group": "g" * 2000}, 422,
          "1024 characters"),
+    Case("name with half a pair", "POST", "/register", {**REGISTRATION, "wandb_group": HALF}, 422,
+         "half of a surrogate pair"),
+    Case("endless batch", "POST", "/register", {**REGISTRATION, "batch_size": 2**70}, 422,
+         "batch_size"),
+    Case("environment of half a pair", "POST", "/register-env",
+         {**ENVIRONMENT, "desired_name": HALF}, 422, "half of a surrogate pair"),
+    Case("infinite weight", "POST", "/register-env",
+         raw({**ENVIRONMENT, "weight": "@"}, **{"@": "1e400"}), 422, "finite"),
+    Case("more than all of a batch", "POST", "/register-env",
+         {**ENVIRONMENT, "min_batch_allocation": 1.5}, 422, "min_batch_allocation"),
+    Case("endless context", "POST", "/register-env", {**ENVIRONMENT, "max_token_length": 10**400},
+         422, "max_token_length"),
+    Case("slime with half a pair", "POST", "/buffer/write", {"instance_id": HALF}, 422,
+         "half of a surrogate pair"),
     Case("group size 0", "POST", "/register-env", {**ENVIRONMENT, "group_size": 0}, 422),
     Case("endless group", "POST", "/register-env", {**ENVIRONMENT, "group_size": 10**12}, 422),
     Case("start_rollout", "POST", "/start_rollout", {}, 501, "process of its own"),
@@ -281,6 +307,15 @@ def test_garbage_behind_a_request_ends_the_connection_and_nothing_else(shared: G
         assert read_answer(connection).status == 400
         assert connection.recv(1) == b""
     assert b" 400 " in talk(shared, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
+    still_serves(shared)
+
+
+@pytest.mark.parametrize("header", ["Host", "Origin", "Content-Type", "Content-Encoding"])
+def test_a_header_that_is_no_text_is_refused_in_text(shared: Gateway, header: str) -> None:
+    request = request_bytes("POST", "/scored_data", GOOD, **{header: "@", "Connection": "close"})
+    with shared.connect() as connection:
+        connection.sendall(request.replace(b"@", b"\x80\xff"))
+        assert read_answer(connection).status in (403, 415)
     still_serves(shared)
 
 
