@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 __all__ = [
@@ -13,7 +14,11 @@ __all__ = [
     "show_size",
     "show_wait",
     "table",
+    "unprinted",
 ]
+
+#: What `printable` writes for a character.
+_ESCAPE = re.compile(r"\\(?:[trn]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 def show_size(size: float) -> str:
@@ -80,6 +85,15 @@ def printable(value: str) -> str:
     if value.isprintable():
         return value
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+
+
+def unprinted(text: str) -> str:
+    """Return what `printable` shows as `text`, each escape a character; `text` where it has none.
+
+    Two texts may look alike, so ask for `text` as it stands first.
+    """
+    found = _ESCAPE.sub(lambda escape: escape[0].encode().decode("unicode_escape"), text)
+    return found if printable(found) == text else text
 
 
 def label_text(label: bytes) -> str:

@@ -5,12 +5,13 @@ Invariants: texts are escaped here, before they are in a struct; what is not kno
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 import msgspec
 
 from shmbus import limits
-from shmbus._format import printable
+from shmbus._format import printable, unprinted
 from shmbus.control.ask import ask_events, ask_group
 from shmbus.inspect.groups import WALK_RECORDS, joined
 from shmbus.inspect.open_groups import OpenGroups
@@ -18,6 +19,7 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.undelivered import counters
 from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
 from shmbus.segment.names import check_name
+from shmbus_ext import _core
 
 __all__ = ["EventList", "GroupHistory", "read_events", "read_group"]
 
@@ -123,7 +125,7 @@ def read_group(
     name : str
         The bus.
     instance_id, epoch, split : str, int | None, str
-        The group.
+        The group; its names may be written as they are shown, with escapes.
     walk_records : int
         Undelivered trajectories up to which the records are walked, where no daemon says it.
 
@@ -136,6 +138,19 @@ def read_group(
     BusNotFoundError, LayoutMismatchError, PermissionError
         As `shmbus.inspect.status.read_status`.
     """
+    ids = (instance_id, unprinted(instance_id))
+    for key, label in dict.fromkeys(product(ids, (split, unprinted(split)))):
+        # A name with escapes may be longer than any is.
+        if len(key.encode()) <= _core.MAX_ID_BYTES or key == ids[1]:
+            found = _read_group(name, key, label, epoch, walk_records)
+            if found.state != "gone" or found.events:
+                break
+    return found
+
+
+def _read_group(
+    name: str, instance_id: str, split: str, epoch: int | None, walk_records: int
+) -> GroupHistory:
     with SegmentFile(check_name(name)) as file:
         file.require()
         reply = ask_group(name, instance_id, epoch, split)

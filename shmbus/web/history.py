@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable
+from shmbus._format import printable, unprinted
 from shmbus.inspect.history import read_group
 from shmbus.web import settings
 from shmbus_ext import _core
@@ -37,10 +37,10 @@ class GroupName(msgspec.Struct, frozen=True):
 
 
 def fits(about: GroupName) -> bool:
-    """Whether a group can have this name."""
+    """Whether a group can have this name, or one that is shown so."""
     try:
-        size = len(about.instance_id.encode())
-        label = len(about.split.encode())
+        size = len(unprinted(about.instance_id).encode())
+        label = len(unprinted(about.split).encode())
     except UnicodeEncodeError:
         return False
     epoch = about.epoch or 0

@@ -259,6 +259,10 @@ class Server:
         answer = web.StreamResponse(headers=_HEADERS)
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        if request.method == "HEAD":
+            # It has no body, and would never end.
+            answer.force_close()
+            return answer
         viewer = self.looks.watch(name)
         try:
             await answer.prepare(request)

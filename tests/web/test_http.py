@@ -10,13 +10,15 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from conftest import wait_until
 from http_answers import more, read_answer
 from pages import Web
 
-from shmbus import Bus
+from shmbus import Bus, Producer
+from shmbus._format import printable
 from shmbus.web import settings
 from shmbus.web.server import read_files
 
@@ -210,6 +212,25 @@ def test_the_page_has_no_way_to_make_markup_of_text() -> None:
         text = path.read_text()
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert way not in text, f"{path.name}: {way}"
+
+
+def test_the_head_of_what_never_ends_does_end(page: Web) -> None:
+    with page.connect() as connection:
+        connection.sendall(page.request("/events", "HEAD"))
+        assert read_answer(connection, has_body=False).status == 200
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "key", ["a\nb\r\n\tc", "\u202eabc", "\0\x1b[2J" + "\x01" * 240, r"a\nb", "\U000e0001"]
+)
+def test_a_group_is_found_by_its_id_as_it_is_shown(page: Web, bus_name: str, key: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        producer.put(key, group_size=2, index=0, score=1.0, split="s\n", tokens=[1])
+        shown = printable(key)
+        query = urlencode({"id": shown, "split": printable("s\n")})
+        answer = json.loads(page.ask(f"/group?{query}").body)
+        assert (answer["state"], answer["group"]["instance_id"]) == ("open", shown)
 
 
 def test_a_group_that_nobody_knows_is_told_so(page: Web, bus_name: str) -> None:
