@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
@@ -216,6 +217,10 @@ _AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
 _ABOVE_0 = ("group_timeout", "retry_timeout")
 
 
+#: HOST:PORT; the address may be one of IPv6, in brackets or not.
+_ADDRESS = re.compile(r"\S+:([0-9]{1,5})")
+
+
 def _check_bounds(name: str, value: Any) -> None:
     if value is None:
         return
@@ -229,21 +234,14 @@ def _check_bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
     elif name in _ABOVE_0 and not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
+    elif name == "http" and not ((found := _ADDRESS.fullmatch(value)) and int(found[1]) <= 65535):
+        raise ValueError(f"{name}: expected HOST:PORT, such as 127.0.0.1:8000, got {value!r}")
     elif name in ("metrics_port", "web") and not 0 <= value <= 65535:
         raise ValueError(f"{name}: expected 0 to 65535, got {value}")
     elif name == "max_producers" and not 1 <= value <= _core.MAX_PRODUCERS:
         raise ValueError(f"{name}: expected 1 to {_core.MAX_PRODUCERS}, got {value}")
-    elif name == "http":
-        _check_address(value)
     elif name == "http_token_file" and (os.path.isdir(value) or not os.access(value, os.R_OK)):
         raise ValueError(f"{name}: expected a file that may be read, got {value!r}")
-
-
-def _check_address(value: str) -> None:
-    """Check HOST:PORT here: the gateway is another process, and would be started again for ever."""
-    host, colon, port = value.rpartition(":")
-    if not colon or not host.strip("[]") or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"http: expected HOST:PORT, such as 127.0.0.1:8000, got {value!r}")
 
 
 def _parse_schema(value: str | Mapping[str, Any]) -> _core.DeclaredSchema:

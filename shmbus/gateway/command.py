@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import shmbus
+from shmbus.segment.names import check_name, companion_name
 
 if TYPE_CHECKING:
     from shmbus.gateway.settings import Settings
@@ -49,7 +50,7 @@ def add_parser(commands: Commands) -> None:
         "bus, until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("name", metavar="NAME", type=_bus_name, help="the bus")
+    parser.add_argument("name", metavar="NAME", help="the bus")
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
@@ -126,32 +127,29 @@ def _seconds(text: str) -> float:
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise argparse.ArgumentTypeError(
             f"expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}"
         )
     return host, int(port)
 
 
-def _bus_name(text: str) -> str:
-    """Take a name that a bus can have; whether there is one is the server's affair."""
-    try:
-        shmbus.Bus.open(text).close()
-    except (shmbus.ShmbusError, OSError):
-        pass
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
 def _token(path: str | None) -> str | None:
     if path is None:
-        return os.environ.get("SHMBUS_GATEWAY_TOKEN")
-    with open(path, encoding="utf-8") as file:
-        token = file.read().strip()
-    if not token:
+        found = os.environ.get("SHMBUS_GATEWAY_TOKEN")
+        if found is None:
+            return None
+        where, remedy = "SHMBUS_GATEWAY_TOKEN", "unset it, or give it one"
+    else:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            found = file.read()
+        where, remedy = f"--token-file {path}", "write one into it"
+    token = found.strip()
+    # Any other could not be sent in a header, or would arrive as another one.
+    if not token or not all("!" <= letter <= "~" for letter in token):
+        got = "characters besides" if token else "nothing"
         raise RuntimeError(
-            f"--token-file {path}: expected a token, found nothing; write one into it"
+            f"{where}: expected a token of ASCII letters, digits and marks, found {got}; {remedy}"
         )
     return token
 
@@ -202,20 +200,34 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 1
     from shmbus.daemon import logs
-    from shmbus.gateway.server import serve
+    from shmbus.gateway.server import AddressError, serve
     from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES
 
     settings = _settings(arguments)
     logs.set_up(settings.log_format, settings.log_level)
-    if arguments.create is not None:
-        with contextlib.suppress(shmbus.BusExistsError):
-            # Closed and not removed: the bus outlives this process, as with `shmbus serve`.
-            try:
-                shmbus.Bus.create(arguments.name, arguments.create).close()
-            except ValueError as error:  # of a size that no bus has
-                print(f"shmbus gateway: --create {arguments.create}: {error}", file=sys.stderr)
-                return 2
+    try:
+        check_name(arguments.name)
+        created = arguments.create is not None and _create(arguments.name, arguments.create)
+    except ValueError as error:
+        print(f"shmbus gateway: {error}", file=sys.stderr)
+        return 2
     _allow_connections()
     _keep_memory(SPARE_BYTES, OWN_BYTES)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
-    return serve(settings, parent)
+    try:
+        return serve(settings, parent)
+    except AddressError:
+        # Nobody was served: what cannot be taken leaves nothing behind.
+        if created:
+            shmbus.unlink(arguments.name)
+            os.unlink("/dev/shm" + companion_name("gateway", arguments.name))
+        raise
+
+
+def _create(name: str, capacity: str) -> bool:
+    """Create the bus, which outlives this process; returns False where there is one."""
+    try:
+        shmbus.Bus.create(name, capacity).close()
+    except shmbus.BusExistsError:
+        return False
+    return True

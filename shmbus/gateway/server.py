@@ -39,7 +39,7 @@ from shmbus.gateway.request_log import RequestLog
 from shmbus.gateway.settings import SMALL_PIECE_BYTES, Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
 
-__all__ = ["Server", "serve"]
+__all__ = ["AddressError", "Server", "serve"]
 
 logger = logging.getLogger(__name__)
 #: What aiohttp says of bytes that are no HTTP.
@@ -66,6 +66,10 @@ def _without_traceback(record: logging.LogRecord) -> bool:
         record.levelno, record.levelname = logging.INFO, "INFO"
         record.msg, record.args = f"no HTTP: {str(error)[:200]!r}", ()
     return True
+
+
+class AddressError(RuntimeError):
+    """The address cannot be taken; nobody was served."""
 
 
 class Server:
@@ -117,7 +121,7 @@ class Server:
         try:
             return await self._listener.bind(settings.host, settings.port)
         except OSError as error:
-            raise RuntimeError(
+            raise AddressError(
                 f"--http {settings.host}:{settings.port}: {error.strerror or error}; expected an "
                 "address of this machine and a free port; choose another, or port 0 for any"
             ) from error
@@ -308,7 +312,8 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
         # What is there now stays: the collector need not look at it after each few requests.
         gc.collect()
         gc.freeze()
-        logger.info("serving", extra={"bus": settings.bus, "http": f"http://{host}:{port}"})
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("serving", extra={"bus": settings.bus, "http": f"http://{shown}:{port}"})
         waits = [loop.create_task(event.wait()) for event in (stop, gateway.gone)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

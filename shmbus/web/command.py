@@ -47,11 +47,21 @@ def add_parser(commands: Commands) -> None:
         "--port", type=_port, default=0, help="where to listen (default 0: any free port)"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1)"
+        "--host",
+        type=_host,
+        default="127.0.0.1",
+        help="the address to listen at (default 127.0.0.1)",
     )
     # For `shmbus serve --web`: this ends with it.
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
+
+
+def _host(text: str) -> str:
+    if not text:
+        # It would be every address of this machine.
+        raise argparse.ArgumentTypeError("expected an address, such as 127.0.0.1, got nothing")
+    return text
 
 
 def _port(text: str) -> int:
@@ -77,10 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
     token = os.environ.get("SHMBUS_WEB_TOKEN") or secrets.token_urlsafe(24)
     try:
         names = tuple(dict.fromkeys(check_name(name) for name in arguments.names))
-        if len(token) < _TOKEN_LETTERS or not token.replace("-", "").replace("_", "").isalnum():
+        plain = token.isascii() and token.replace("-", "").replace("_", "").isalnum()
+        if len(token) < _TOKEN_LETTERS or not plain:
             raise ValueError(
-                f"SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} letters and digits or more, got "
-                f"{len(token)}; unset it to have one made"
+                f"SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} or more ASCII letters and digits, "
+                f"got {len(token)}{'' if plain else ' with others'}; unset it to have one made"
             )
     except ValueError as error:
         print(f"shmbus web: {error}", file=sys.stderr)

@@ -53,6 +53,61 @@ def test_a_port_in_use_leaves_no_bus_behind(bus_name: str) -> None:
     assert segments_named(bus_name) == []
 
 
+def test_an_address_that_is_none_is_a_usage_error(bus_name: str) -> None:
+    for address in ("127.0.0.1", "[::1]:70000", "localhost:\u0663"):
+        for command in ("serve", "gateway"):
+            ended = cli(command, bus_name, "--http", address)
+            assert (ended.status, segments_named(bus_name)) == (2, [])
+            assert "expected HOST:PORT, such as 127.0.0.1:8000" in ended.err
+
+
+def test_a_gateway_that_cannot_listen_leaves_no_bus_behind(bus_name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = cli("gateway", bus_name, "--create", "64KiB", "--http", address)
+        assert ended.status == 1
+        assert "choose another" in ended.err
+        assert segments_named(bus_name) == []
+        with Bus.create(bus_name, "64KiB"):
+            assert cli("gateway", bus_name, "--create", "64KiB", "--http", address).status == 1
+            assert segments_named(bus_name) != []
+
+
+def test_a_gateway_of_no_capacity_is_a_usage_error(bus_name: str) -> None:
+    for capacity in ("lots", "99999TiB"):
+        ended = cli("gateway", bus_name, "--create", capacity, "--http", "127.0.0.1:0")
+        assert ended.status == 2
+        assert "capacity: expected" in ended.err
+
+
+def test_a_name_that_no_bus_has_is_a_usage_error() -> None:
+    for command in ("gateway", "pause", "resume"):
+        ended = cli(command, "a/b")
+        assert ended.status == 2
+        assert "expected 1 to 200 bytes" in ended.err
+
+
+def test_a_token_that_no_client_can_send_is_refused(bus_name: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    listen = ("gateway", bus_name, "--http", "127.0.0.1:0")
+    with Bus.create(bus_name, "64KiB"):
+        for token in (b" \n", b"two\nlines", b"\xff"):
+            file.write_bytes(token)
+            ended = cli(*listen, "--token-file", str(file))
+            assert ended.status == 1
+            assert "expected a token of ASCII letters" in ended.err
+        ended = cli(*listen, env={"SHMBUS_GATEWAY_TOKEN": " "})
+        assert ended.status == 1
+        assert "SHMBUS_GATEWAY_TOKEN: expected a token" in ended.err
+
+
+def test_a_page_on_every_address_by_an_empty_one_is_refused() -> None:
+    ended = cli("web", "--host", "")
+    assert (ended.status, "got nothing" in ended.err) == (2, True)
+    ended = cli("web", env={"SHMBUS_WEB_TOKEN": "\u00e9" * 20})
+    assert (ended.status, "ASCII letters and digits" in ended.err) == (2, True)
+
+
 def test_a_pause_with_too_long_a_reason_is_a_usage_error(bus_name: str) -> None:
     with Bus.create(bus_name, "64KiB") as bus:
         ended = cli("pause", bus_name, "--reason", "x" * 120)
