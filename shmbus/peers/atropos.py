@@ -359,6 +359,8 @@ def _tokens_of(sample: shmbus.Trajectory) -> NDArray[Any]:
             f"tokens[{sample.index}]: expected one row, got {len(sample.rows)}; one after the "
             "other they would be another sequence"
         )
+    if "tokens" not in sample:
+        raise ValueError(f"tokens[{sample.index}]: expected the tokens of the sequence, got none")
     tokens: NDArray[Any] = sample["tokens"]
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         raise ValueError(

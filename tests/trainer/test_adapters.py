@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -141,6 +142,53 @@ def test_a_batch_that_was_not_acknowledged_comes_again(bus: shmbus.Bus, env: Env
         assert trainer.get_batch(timeout=0.01) == {"batch": None}
 
 
+def test_a_group_that_atropos_cannot_have_costs_no_other(
+    bus: shmbus.Bus, env: Env, producer: shmbus.Producer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with AtroposTrainer(bus.name, batch_size=2, keep_batches=2) as trainer:
+        asyncio.run(env._send_scored_data_to_api(scored([1])))
+        bad = {
+            "no tokens": {},
+            "mask": {"loss_mask": np.ones(1)},
+            "mark": {"meta": {"atropos": {}}},
+        }
+        for name, more in bad.items():
+            fields: dict[str, Any] = {"tokens" if more else "prompt": np.arange(2), **more}
+            producer.put(name, group_size=1, index=0, score=1.0, **fields)
+        asyncio.run(env._send_scored_data_to_api(scored([2])))
+        batch = trainer.get_batch(timeout=10.0)["batch"]
+        assert sorted(group["tokens"] for group in batch) == [[[1]], [[2]]]
+        # One that waits for another makes whatever is left a batch.
+        asyncio.run(env._send_scored_data_to_api(scored([3])))
+        assert trainer.get_batch() == {"batch": None}
+        named = [record.args for record in caplog.records if "cannot be given" in record.msg]
+        assert {args[0] for args in named if isinstance(args, tuple)} == {*bad}
+        trainer.ack()
+        ledger = trainer._consumer.stats()
+        assert (ledger.acknowledged, ledger.undelivered, ledger.balanced) == (2, 1, True)
+
+
+def test_groups_that_make_no_batch_do_not_put_the_timeout_off(
+    bus: shmbus.Bus, producer: shmbus.Producer
+) -> None:
+    stop = threading.Event()
+
+    def put_on() -> None:
+        number = 0
+        while not stop.wait(0.005):
+            producer.put(f"g{number}", group_size=1, index=0, score=1.0, tokens=[1])
+            number += 1
+
+    putting = threading.Thread(target=put_on)
+    with AtroposTrainer(bus.name, batch_size=1 << 40) as trainer:
+        putting.start()
+        # It would go on for as long as groups come: what ends it otherwise is the watchdog.
+        taken = trainer.get_batch(timeout=0.2)
+        stop.set()
+        putting.join()
+    assert taken == {"batch": None}
+
+
 def test_without_a_bus_the_mix_in_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHMBUS_BUS", raising=False)
     with pytest.raises(ValueError, match="shmbus_bus: expected the name of a bus"):
@@ -219,6 +267,27 @@ def test_a_second_sample_with_the_same_uid_completes_no_group(
     assert rollouts.take(1, timeout=0.05) == []
     put_sample(producer, item("a", 1))
     assert len(rollouts.take(1, timeout=10)[0]) == 2
+    rollouts.close()
+
+
+def test_a_sample_that_slime_cannot_have_is_named_and_costs_no_other(
+    bus: shmbus.Bus, producer: shmbus.Producer
+) -> None:
+    rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
+    put_sample(producer, item("a", 0))
+    put_sample(producer, item("b", 0, status="nearly"))
+    marked = {"slime": {}, "order": ["instance_id"]}
+    producer.put("mark", group_size=1, index=0, score=1.0, tokens=[1], meta=marked)
+    # What an item calls itself is no member of a Sample.
+    put_sample(producer, item("a", 1, __class__="x", __dict__={}, Status="y"))
+    with pytest.raises(ValueError, match="group 'b', uid 'b/0': 'nearly'"):
+        rollouts.take(1, timeout=10)
+    [group] = rollouts.take(1, timeout=10)
+    assert [sample.reward for sample in group] == [0.0, 0.25]
+    assert group[1].Status is SlimeSample.Status
+    rollouts.ack()
+    ledger = rollouts._consumer.stats()
+    assert (ledger.acknowledged, ledger.undelivered, ledger.balanced) == (2, 0, True)
     rollouts.close()
 
 

@@ -6,6 +6,7 @@ to the gateway's ``/buffer/write``. The function returns whole groups of slime's
 Invariants:
 
 - Importing this needs no slime: it is imported by the first call, which slime makes.
+- A sample that slime cannot have is dropped and ends the call by name; the next call goes on.
 - Groups are acknowledged by the call for the next step, when slime has trained on them; those of a
   trainer that died before are delivered again.
 """
@@ -61,10 +62,18 @@ def put_sample(
 
 def _fill(sample: Any, item: Mapping[str, Any]) -> Any:
     """Set what an item has and a Sample knows; what is put is completed, unless it says else."""
-    kinds = type(sample).Status
-    sample.status = kinds(item.get("status", "completed"))
+    status = item.get("status", "completed")
+    try:
+        sample.status = type(sample).Status(status)
+    except ValueError as error:
+        raise ValueError(
+            f"status of a sample of group {item.get('instance_id')!r}, uid {item.get('uid')!r}: "
+            f"{error}; report what slime knows"
+        ) from error
+    # Its fields alone: whoever puts an item replaces no method of it.
+    known = vars(sample)
     for name, value in item.items():
-        if name != "status" and hasattr(sample, name):
+        if name != "status" and name in known:
             setattr(sample, name, value)
     if not getattr(sample, "response_length", 0) and isinstance(item.get("loss_mask"), list):
         sample.response_length = len(item["loss_mask"])
@@ -113,13 +122,25 @@ class SlimeRollouts:
         -------
         list of list of Sample
             Fewer only at the timeout.
+
+        Raises
+        ------
+        ValueError
+            A sample is none that slime can have. It was dropped, so the next call goes on.
         """
         self.ack()
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._groups.complete() < count:
             left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+            problem: ValueError | None = None
             for group in self._consumer.take(_TAKE_GROUPS, timeout=max(0.0, left)):
-                self._collect(group)
+                try:
+                    self._collect(group)
+                except ValueError as error:
+                    self._consumer.drop(group)
+                    problem = problem or error
+            if problem is not None:
+                raise problem
             if deadline is not None and time.monotonic() >= deadline:
                 break
         found = []
@@ -129,16 +150,22 @@ class SlimeRollouts:
         return found
 
     def _collect(self, group: shmbus.Group) -> None:
-        if not is_slime(group) or not self._groups.add(Sample(item_of(group), group)):
+        item = item_of(group) if is_slime(group) else None
+        if item is not None:
+            _fill(self._empty(), item)
+        if item is None or not self._groups.add(Sample(item, group)):
             self._consumer.drop(group)
 
-    def _sample(self, item: Mapping[str, Any], group_index: int) -> Any:
+    def _empty(self) -> Any:
         make = self._make
         if make is None:
             from slime.utils.types import Sample as SlimeSample
 
             make = SlimeSample
-        sample = _fill(make(), item)
+        return make()
+
+    def _sample(self, item: Mapping[str, Any], group_index: int) -> Any:
+        sample = _fill(self._empty(), item)
         sample.group_index = group_index
         sample.index = self._next_index
         self._next_index += 1

@@ -1,11 +1,16 @@
 """A trainer's batches of Atropos' groups, from a bus in place of `GET /batch`.
 
-Invariant: a batch is leased until the next one is asked for, or `ack`.
+Invariants:
+
+- A batch is leased until the next one is asked for, or `ack`.
+- A group that Atropos cannot have is dropped, and named in the log; those around it go on.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final
@@ -16,8 +21,13 @@ from shmbus.peers.atropos_queue import GroupQueue, Waiting
 
 __all__ = ["AtroposTrainer"]
 
+logger = logging.getLogger(__name__)
 #: Groups that one take leases.
 _TAKE_GROUPS: Final = 256
+
+
+def _waiting(group: shmbus.Group) -> Waiting:
+    return Waiting(len(group), env_id_of(group) if is_atropos(group) else None, group)
 
 
 class AtroposTrainer:
@@ -161,8 +171,31 @@ class AtroposTrainer:
         BusClosedError, DaemonUnavailableError
             As for `shmbus.Consumer.take`.
         """
-        groups = self.take(timeout)
-        return {"batch": None if groups is None else [group_of(group) for group in groups]}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            self._end_before_next()
+            while (groups := self._take(deadline)) is not None:
+                batch = self._read(groups)
+                if batch is not None:
+                    return {"batch": batch}
+        return {"batch": None}
+
+    def _read(self, groups: list[shmbus.Group]) -> list[dict[str, Any]] | None:
+        """Return the groups of a batch; None where one had to be dropped, and the others wait."""
+        batch: list[dict[str, Any]] = []
+        unusable: list[shmbus.Group] = []
+        for group in groups:
+            try:
+                batch.append(group_of(group))
+            except (ValueError, shmbus.UnscoredError) as error:
+                logger.warning("group %r cannot be given: dropped: %s", group.instance_id, error)
+                unusable.append(group)
+        if not unusable:
+            return batch
+        self._given.remove(groups)
+        self._queue.put_back([_waiting(group) for group in groups if group not in unusable])
+        self._consumer.drop(unusable)
+        return None
 
     def take(self, timeout: float | None = 0.0) -> list[shmbus.Group] | None:
         """Return the groups of the next batch under lease: their arrays are views of the ring.
@@ -177,24 +210,33 @@ class AtroposTrainer:
         list of Group, or None
             With the arrays tokens, masks, loss_mask, and what else the environments sent.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            self._end(self._keep - 1 if self._keep else 0)
-            while True:
-                self._collect(self._consumer.take(_TAKE_GROUPS, timeout=0))
-                chosen = self._queue.take(self.batch_size, self._minimums)
-                if chosen is not None:
-                    groups = [each.group for each in chosen]
-                    self._given.append(groups)
-                    return groups
-                found = self._consumer.take(_TAKE_GROUPS, timeout=timeout)
-                if not found:
-                    return None
-                self._collect(found)
+            self._end_before_next()
+            return self._take(deadline)
+
+    def _end_before_next(self) -> None:
+        """Acknowledge what a request for another batch ends."""
+        self._end(self._keep - 1 if self._keep else 0)
+
+    def _take(self, deadline: float | None) -> list[shmbus.Group] | None:
+        while True:
+            self._collect(self._consumer.take(_TAKE_GROUPS, timeout=0))
+            chosen = self._queue.take(self.batch_size, self._minimums)
+            if chosen is not None:
+                groups = [each.group for each in chosen]
+                self._given.append(groups)
+                return groups
+            # Groups that make no batch do not put the end off.
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            found = self._consumer.take(_TAKE_GROUPS, timeout=left)
+            if not found:
+                return None
+            self._collect(found)
 
     def _collect(self, groups: list[shmbus.Group]) -> None:
         for group in groups:
-            env_id = env_id_of(group) if is_atropos(group) else None
-            self._queue.add(Waiting(len(group), env_id, group), None)
+            self._queue.add(_waiting(group), None)
 
     def ack(self) -> None:
         """Acknowledge all batches that were given: the trainer is done with them."""
