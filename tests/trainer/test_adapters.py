@@ -147,7 +147,7 @@ def test_a_group_that_atropos_cannot_have_costs_no_other(
 ) -> None:
     with AtroposTrainer(bus.name, batch_size=2, keep_batches=2) as trainer:
         asyncio.run(env._send_scored_data_to_api(scored([1])))
-        bad = {
+        bad: dict[str, dict[str, Any]] = {
             "no tokens": {},
             "mask": {"loss_mask": np.ones(1)},
             "mark": {"meta": {"atropos": {}}},

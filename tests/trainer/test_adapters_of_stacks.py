@@ -90,6 +90,8 @@ def test_a_row_is_parted_at_its_first_sampled_token() -> None:
         ({"loss_mask": [0, 1]}, r"'loss_mask': expected one value a token, got shape \(2,\)"),
         ({"logprobs": None}, "'logprobs': expected one value a token, got none"),
         ({"logprobs": [0, np.inf, 0, 0]}, "'logprobs': expected finite numbers"),
+        ({"tokens": [1.5] * 4}, r"'tokens': expected whole numbers below 2\*\*63, got float64"),
+        ({"logprobs": [1j] * 4}, "'logprobs': expected real numbers, got complex128"),
         ({"loss_mask": [0] * 4}, "expected a prompt, and then a sampled token, got 0 sampled of 4"),
         ({"loss_mask": [1] * 4}, "expected a prompt, and then a sampled token, got 4 sampled of 4"),
     ],

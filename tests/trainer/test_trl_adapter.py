@@ -137,6 +137,11 @@ def test_a_row_is_the_whole_sequence_in_the_types_of_trl(bus: str) -> None:
         ({"logprobs": np.zeros(3, np.float32)}, ["'logprobs'", "shape (3,)"]),
         ({"logprobs": np.full(4, np.nan, np.float32)}, ["'logprobs'", "finite"]),
         ({"advantages": np.zeros(4, np.float32)}, ["'advantages'", "one advantage a sample"]),
+        ({"tokens": np.full(4, 1.5)}, ["'tokens'", "whole numbers", "float64"]),
+        ({"tokens": np.full(4, 2**63, np.uint64)}, ["'tokens'", "2**63", "9223372036854775808"]),
+        ({"logprobs": np.zeros(4, np.complex64)}, ["'logprobs'", "real numbers", "complex64"]),
+        ({"logprobs": np.full(4, b"a")}, ["'logprobs'", "real numbers", "|S1"]),
+        ({"loss_mask": np.full(4, b"a")}, ["'loss_mask'", "numbers", "|S1"]),
     ],
 )
 def test_a_sample_that_trl_cannot_take_is_refused_by_name(

@@ -3,20 +3,51 @@
 Invariants:
 
 - What comes before the first sampled token is the prompt; all else is the response, with its mask.
-- What is missing is an error that names the sample and the field, and is never filled in.
+- What is missing, or would become other numbers, is an error that names the sample and the field,
+  and is never filled in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
 
-__all__ = ["Parted", "part_row"]
+__all__ = ["Parted", "not_of_its_kind", "part_row"]
+
+_LARGEST: Final = np.iinfo(np.int64).max
+#: Kinds of dtypes that a field may have, and what they are called.
+_KINDS: Final = {
+    "tokens": ("biu", "whole numbers below 2**63"),
+    "loss_mask": ("biuf", "numbers"),
+    "logprobs": ("iuf", "real numbers"),
+}
+
+
+def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
+    """Say what was expected and what came, where a field would become other numbers.
+
+    Parameters
+    ----------
+    name : str
+        "tokens", "loss_mask" or "logprobs".
+    array : array, [n]
+
+    Returns
+    -------
+    (str, str) or None
+        None where it is as it should be.
+    """
+    kinds, expected = _KINDS[name]
+    if array.dtype.kind not in kinds:
+        return expected, str(array.dtype)
+    if name == "tokens" and array.dtype.kind == "u" and array.max(initial=0) > _LARGEST:
+        return expected, str(array.max())
+    return None
 
 
 class Parted(NamedTuple):
@@ -67,6 +98,8 @@ def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bo
         if array is None or array.ndim != 1 or len(array) != length or not length:
             got = "none" if array is None else f"shape {array.shape}"
             raise _bad(t, name, "one value a token", got)
+        if (wrong := not_of_its_kind(name, array)) is not None:
+            raise _bad(t, name, *wrong)
     mask = row["loss_mask"] != 0
     sampled = np.flatnonzero(mask)
     if not len(sampled) or sampled[0] == 0:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
 from shmbus.batch.rows import row_fields, row_lengths
+from trainer_adapter.adapters.parted import not_of_its_kind
 from trainer_adapter.adapters.trl.samples import Expected
 
 __all__ = ["RowArrays", "read_rows", "read_sample"]
@@ -146,6 +147,8 @@ def _read_row(t: shmbus.Trajectory, row: Mapping[str, Any], expected: Expected) 
             raise _bad(t, name, "this field", "none", _FILL[name])
         if array.ndim != 1 or array.shape != fields["tokens"].shape or not array.size:
             raise _bad(t, name, "[n], one value a token", f"shape {array.shape}", _FILL[name])
+        if (wrong := not_of_its_kind(name, array)) is not None:
+            raise _bad(t, name, *wrong, _FILL[name])
     ids = np.array(fields["tokens"], np.int64)
     mask = (fields["loss_mask"] != 0).astype(np.int64)
     logprobs = np.where(mask, fields["logprobs"], 0).astype(np.float32)
