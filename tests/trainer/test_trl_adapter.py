@@ -26,6 +26,7 @@ import shmbus
 from trainer_adapter.adapters.trl import (
     ShmbusRollouts,
     ShmbusRolloutWorker,
+    ShmbusWeights,
     last_whole_checkpoint,
     scored,
 )
@@ -373,6 +374,18 @@ def test_wrong_options_are_refused_when_the_worker_is_made() -> None:
         ShmbusRolloutWorker("none", refused="skip")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_policy_lags"):
         ShmbusRollouts("none", max_policy_lags=4)
+    with pytest.raises(ValueError, match="'grpo' or 'dr_grpo' or 'rloo' or 'none', got 'gae'"):
+        ShmbusRolloutWorker("none", advantages="gae")  # type: ignore[arg-type]
+    for name in ("num_generations", "max_completion_length", "token_budget"):
+        options: dict[str, Any] = {name: 0}
+        with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
+            ShmbusRolloutWorker("none", **options)
+        options[name] = "8"
+        with pytest.raises(TypeError, match=f"{name}: expected an int, got str"):
+            ShmbusRolloutWorker("none", **options)
+    for kind in (ShmbusRolloutWorker, ShmbusRollouts, ShmbusWeights):
+        with pytest.raises(ValueError, match="bus name: expected 1 to 200 bytes"):
+            kind("a/b")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed here")

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import shmbus
+from shmbus.segment.names import check_name
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
 from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
 from trainer_adapter.adapters.trl.rows import read_rows
@@ -38,19 +39,23 @@ def check_choice(name: str, given: str, *known: str) -> None:
         raise ValueError(f"{name}: expected {expected}, got {given!r}")
 
 
-def check_options(bus: str, options: dict[str, Any]) -> None:
-    """Refuse what is no option of a consumer, or is TRL's to choose.
+def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "grpo") -> None:
+    """Refuse what is no bus, no option of a consumer, or TRL's to choose.
 
     Parameters
     ----------
     bus : str
     options : dict
+    advantages : str or callable
 
     Raises
     ------
-    TypeError
+    TypeError, ValueError
         Says which.
     """
+    check_name(bus)
+    if not callable(advantages):
+        check_choice("advantages", advantages, "grpo", "dr_grpo", "rloo", "none")
     for taken in ("rank", "world_size"):
         if taken in options:
             raise TypeError(

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import shmbus
+from shmbus.segment.names import check_name
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
@@ -85,6 +86,7 @@ class ShmbusRollouts:
         tokenize: bool = True,
         **consumer_options: Any,
     ) -> None:
+        check_name(bus)
         inspect.signature(shmbus.Consumer).bind(bus, **consumer_options)
         self.bus: Final = bus
         self._timeout_s = timeout

@@ -61,6 +61,24 @@ class Expected(NamedTuple):
     completion_tokens: int | None = None
     row_tokens: int | None = None
 
+    def checked(self) -> Expected:
+        """Return it, if each number that is said is 1 or more.
+
+        Raises
+        ------
+        TypeError, ValueError
+            One is none.
+        """
+        names = ("num_generations", "max_completion_length", "token_budget")
+        for name, value in zip(names, self, strict=True):
+            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"{name}: expected 1 or more, got {value}; leave it out for the trainer's own"
+                )
+        return self
+
     def or_of(self, arguments: TrainerArguments) -> Expected:
         """Return what is said here, and where nothing is, what the trainer's arguments say."""
         return Expected(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import shmbus
+from shmbus.segment.names import check_name
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class ShmbusWeights:
     """
 
     def __init__(self, bus: str, **publisher_options: Any) -> None:
-        self.bus: Final = bus
+        self.bus: Final = check_name(bus)
         self._options: Final = publisher_options
         self._stream: _Stream | None = None
         self._publisher: WeightPublisher | None = None

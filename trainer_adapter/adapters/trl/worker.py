@@ -99,7 +99,7 @@ class ShmbusRolloutWorker:
     ) -> None:
         check_choice("acknowledge", acknowledge, "version", "save")
         check_choice("refused", refused, "raise", "drop")
-        check_options(bus, consumer_options)
+        check_options(bus, consumer_options, advantages)
         self.bus: Final = bus
         self.rollout_buffer = RolloutBuffer(self)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
@@ -108,7 +108,7 @@ class ShmbusRolloutWorker:
         self._acknowledge = acknowledge
         self._refused = refused
         self._options = consumer_options
-        own = Expected(num_generations, max_completion_length, token_budget)
+        own = Expected(num_generations, max_completion_length, token_budget).checked()
         self._own_expected = self._expected = own
         self._callback: Any = None
         # What the weights of this process have that was not acknowledged when it left the bus.
