@@ -146,7 +146,7 @@ def _token(path: str | None) -> str | None:
         where, remedy = f"--token-file {path}", "write one into it"
     token = found.strip()
     # Any other could not be sent in a header, or would arrive as another one.
-    if not token or not all("!" <= letter <= "~" for letter in token):
+    if not token or not all(" " <= letter <= "~" for letter in token):
         got = "characters besides" if token else "nothing"
         raise RuntimeError(
             f"{where}: expected a token of ASCII letters, digits and marks, found {got}; {remedy}"
