@@ -15,9 +15,11 @@ Invariants
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -40,6 +42,7 @@ __all__ = ["OriginReader"]
 
 #: Producer id and sequence, the second half of an origin.
 _ID: Final = struct.Struct(">QQ")
+_KEY: Final = operator.attrgetter("key")
 
 #: Stragglers are moved when less than this fraction of the extents is free ...
 _EVACUATE_FREE_FRACTION = 0.125
@@ -62,7 +65,7 @@ class OriginReader:
         self._lock = threading.RLock()
         self._held: dict[bytes, _core.Trajectory] = {}
         #: How many records of each group are held.
-        self._of_group: dict[Hashable, int] = {}
+        self._of_group: Counter[Hashable] = Counter()
         self._note: _core.GroupTable[_core.Trajectory] = _core.GroupTable()
         self._next_sweep_s = 0.0
         self._next_evacuation_s = 0.0
@@ -131,10 +134,7 @@ class OriginReader:
         found = self._reader.poll(max_records)
         origins = _core.record_origins(found)
         self._held.update(zip(origins, found, strict=True))
-        of_group = self._of_group
-        for t in found:
-            key = t.key
-            of_group[key] = of_group.get(key, 0) + 1
+        self._of_group.update(map(_KEY, found))
         if found:
             self._note_held()
         if len(found) < max_records:
@@ -223,9 +223,9 @@ class OriginReader:
         for origin in origins:
             del held[origin]
         ended = 0
-        for t in records:
-            key = t.key
-            left = of_group[key] - 1
+        one_of = {t.key: t for t in records}
+        for key, count in Counter(map(_KEY, records)).items():
+            left = of_group[key] - count
             if left:
                 of_group[key] = left
                 continue
@@ -233,7 +233,7 @@ class OriginReader:
             ended += 1
             if self._lead.bounded:
                 _core.lead_leave(self._segment, *split_key(key))
-            self._requests.ended([t])
+            self._requests.ended([one_of[key]])
         self._lead.follow(0, ended)
         self._note_held()
 

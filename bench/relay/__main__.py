@@ -14,8 +14,9 @@ from bench.relay.hop import hop
 from bench.relay.parts import parts as core_parts
 from bench.relay.skew import skew
 from bench.relay.transfer_queue import transfer_queue
+from bench.relay.work import work
 
-PARTS = ("bounds", "ray", "direct", "transfer_queue", "skew", "parts")
+PARTS = ("bounds", "ray", "direct", "transfer_queue", "skew", "parts", "work")
 
 
 def _rounded(value: Any) -> Any:
@@ -63,6 +64,8 @@ def main() -> None:
     said: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     if "parts" in parts:
         said["a_record"] = core_parts()
+    if "work" in parts:
+        said["work"] = work()
     with cluster() as made:
         if "bounds" in parts:
             said |= ray_bounds(made)

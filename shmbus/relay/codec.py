@@ -20,7 +20,7 @@ from shmbus_ext import _core
 __all__ = ["Envelope", "pack", "unpack"]
 
 #: Raised with every change of a message or of its meaning.
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 #: Each message's number is its place here.
 _KINDS: Final[tuple[type[Any], ...]] = (
@@ -43,6 +43,7 @@ _KINDS: Final[tuple[type[Any], ...]] = (
     messages.Peers,
     messages.Wanted,
     messages.Unanswered,
+    messages.Assignments,
 )
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shmbus.relay.grouped_heads import GroupedHeads, find_missing
 from shmbus.relay.messages import (
@@ -48,6 +48,7 @@ WINDOW_BYTES = 128 << 20
 #: Groups that are placed together, the heaviest first: so many make sums nearly equal.
 PLACED_AT_ONCE = 256
 
+_NBYTES = operator.attrgetter("nbytes")
 _ORIGIN = operator.attrgetter("origin")
 _CHECK = operator.attrgetter("check")
 #: Before the first announcement.
@@ -95,7 +96,7 @@ class Coordinator(GroupedHeads):
         self.drops: Counter[str] = Counter()
         #: Taken, and whose release may never be confirmed: a sink has died, or this has just begun.
         self.doubtful: set[Origin] = set()
-        self.sinks = {name: SinkView(leases={}) for name in sinks}
+        self.sinks = {name: SinkView() for name in sinks}
         #: Taken, since a sink that has died had owed them to an earlier coordinator, or gave them
         #: back; with the question whose answer tells whether their source has them still.
         self.orphans: dict[Origin, int] = {}
@@ -133,15 +134,17 @@ class Coordinator(GroupedHeads):
         self.newest[bus] = mark
         if message.whole:
             self._take_whole(message, heads, now_s)
-        known, is_taken = self.known, self._is_taken
-        new = [head for head in heads if head.origin not in known and not is_taken(head.origin)]
+        new = {head.origin: head for head in heads}
+        for origin in new.keys() & self.known.keys() | new.keys() & self.taken.keys():
+            if origin in self.known or self._is_taken(origin):
+                del new[origin]
         # After that: this announcement may be as old as a release, and name what was released.
         due = self._due.get(bus, {})
         for old in [each for each in due if each <= mark]:
             for origin in due.pop(old):
                 self._forget_if_old(origin)
-        self.known.update((head.origin, head) for head in new)
-        self.stash.add(new, now_s)
+        self.known.update(new)
+        self.stash.add(list(new.values()), now_s)
         return [*self.drop_discards(), *self.place()]
 
     def _take_whole(self, message: Announcement, heads: Iterable[OriginHead], now_s: float) -> None:
@@ -283,7 +286,7 @@ class Coordinator(GroupedHeads):
         has = message.settled | message.owed
         orphans, view.owed = view.owed - has, message.owed
         for origins in list(view.leases):
-            weight = self._weight(view.leases[origins])
+            weight = view.weights[origins]
             samples = self._end_lease(view, origins)
             if origins & has or len(samples) < len(origins):
                 # A group is put as a whole: what was confirmed or is there tells of the others.
@@ -308,19 +311,18 @@ class Coordinator(GroupedHeads):
 
     def _end_lease(self, view: SinkView, origins: frozenset[Origin]) -> list[OriginHead]:
         """End an assignment, and return what of it no source has confirmed as released."""
-        entry = view.leases.pop(origins)
+        entry = view.end_lease(origins)
         for origin in origins:
             self.assigned.pop(origin, None)
-        view.bytes -= self._weight(entry)
         self.stash.reports.pop(entry, None)  # they are among the origins
         self.stash.end_lease(entry)
         found = [self.known.pop(origin, None) for origin in origins]
         return [sample for sample in found if sample is not None]
 
     def _groups_at(self, sink: str, origins: Iterable[Origin]) -> list[frozenset[Origin]]:
-        """Return the groups that are assigned to a sink and have one of these."""
-        found = set(map(self.assigned.get, origins))
-        return [each[1] for each in found if each is not None and each[0] == sink]
+        """Return the groups that are assigned to a sink and have one of these, each once."""
+        found = {id(each): each for each in map(self.assigned.get, origins)}
+        return [each[1] for each in found.values() if each is not None and each[0] == sink]
 
     def _unassigned(self, origins: Iterable[Origin]) -> set[Origin]:
         """Return those of these that are in the stash, and at no sink."""
@@ -335,12 +337,12 @@ class Coordinator(GroupedHeads):
     def settled(self, message: Settled, now_s: float) -> list[Message]:
         """Note that a sink has put these."""
         view = self.sinks[message.sink]
-        # Others were confirmed before this came, or are in the sink's state, which is under way.
-        known = message.origins & self.known.keys()
         for origins in self._groups_at(message.sink, message.origins):
             # A sink that died had put the others; its successor's word of that may never come.
             for sample in self._end_lease(view, origins):
-                self._take(sample.origin, None)
+                self.taken.setdefault(sample.origin, None)
+        # Others were confirmed before this came, or are in the sink's state, which is under way.
+        known = self.known.keys() & message.origins
         self._withdraw(self._unassigned(known), now_s)
         for origin in known:
             self.taken.setdefault(origin, None)
@@ -354,7 +356,7 @@ class Coordinator(GroupedHeads):
         gone = dict(message.gone)
         samples: list[OriginHead] = []
         for origins in self._groups_at(message.sink, gone):
-            view.placed -= self._weight(view.leases[origins])
+            view.placed -= view.weights[origins]
             samples += self._end_lease(view, origins)
         self._withdraw(self._unassigned(gone), now_s)
         for origin, mark in gone.items():
@@ -366,10 +368,11 @@ class Coordinator(GroupedHeads):
 
     def confirmed(self, message: Confirmation, now_s: float) -> list[Message]:
         """Remember what a source has released until its announcements are as new as that."""
-        self._withdraw(self._unassigned(message.origins), now_s)
         bus, mark = message.bus, message.mark
-        for origin in message.origins:
-            self.known.pop(origin, None)
+        if known := self.known.keys() & message.origins:
+            self._withdraw(self._unassigned(known), now_s)
+            for origin in known:
+                self.known.pop(origin, None)
         if self.newest.get(bus, _NEVER) >= mark:
             for origin in message.origins:
                 self.taken.pop(origin, None)
@@ -428,9 +431,9 @@ class Coordinator(GroupedHeads):
         open_ = {name for name, view in self.sinks.items() if view.has_room(self._window)}
         said: list[Message] = []
         while open_ and (groups := self._lease_for(open_)):
-            for group in sorted(groups, key=self._weight, reverse=True):
-                sizes = [each.nbytes for each in self._records(group)]
-                takers = [name for name, view in self.sinks.items() if view.takes(sizes)]
+            for weight, group in sorted(groups, key=lambda each: each[0], reverse=True):
+                sizes = list(map(_NBYTES, self._records(group)))
+                takers = [name for name, view in self.sinks.items() if view.takes(sizes, weight)]
                 if not takers:
                     said += self._refuse(group)
                     continue
@@ -438,20 +441,20 @@ class Coordinator(GroupedHeads):
                     name for name in takers if self.sinks[name].has_room(self._window)
                 ] or takers
                 name = min(takers, key=lambda each: (self.sinks[each].placed, each))
-                said.append(self._assign(name, group))
+                said.append(self._assign(name, group, weight))
             open_ = {name for name in open_ if self.sinks[name].has_room(self._window)}
         return [*said, *self.drop_discards()]
 
-    def _lease_for(self, open_: Iterable[str]) -> list[GroupEntry[OriginHead]]:
-        """Take so many complete groups as these sinks have room for, and one that is too much."""
+    def _lease_for(self, open_: Iterable[str]) -> list[tuple[int, GroupEntry[OriginHead]]]:
+        """Take groups, with their bytes, as these sinks have room for, and one that is too much."""
         room = sum(self._window - self.sinks[name].bytes for name in open_)
-        groups: list[GroupEntry[OriginHead]] = []
+        groups: list[tuple[int, GroupEntry[OriginHead]]] = []
         while len(groups) < PLACED_AT_ONCE and (not groups or room > 0):
             found = self.stash.lease(1, self.policy_version)
             if not found:
                 break
-            groups += found
-            room -= self._weight(found[0])
+            groups.append((self._weight(found[0]), found[0]))
+            room -= groups[-1][0]
         return groups
 
     def _refuse(self, group: GroupEntry[OriginHead]) -> list[Message]:
@@ -467,34 +470,31 @@ class Coordinator(GroupedHeads):
         groups, self._too_large = self._too_large, []
         return groups
 
-    def assign_again(self, sinks: Iterable[str] | None = None) -> list[Message]:
+    def assign_again(self, sinks: Collection[str] | None = None) -> list[Message]:
         """Say once more what was assigned and is not put: a sink ignores what it has."""
         return [
-            self._assignment(name, group)
-            for name in (self.sinks if sinks is None else sinks)
-            if self.sinks[name].heard
-            for group in self.sinks[name].leases.values()
+            self._assignment(name, group, view.weights[origins])
+            for name, view in self.sinks.items()
+            if view.heard and (sinks is None or name in sinks)
+            for origins, group in view.leases.items()
         ]
 
-    def _assign(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
+    def _assign(self, name: str, group: GroupEntry[OriginHead], weight: int) -> Assignment:
         view = self.sinks[name]
-        said = self._assignment(name, group)
+        said = self._assignment(name, group, weight)
         origins = frozenset(said.origins)
-        view.leases[origins] = group
+        view.lease(origins, group, weight)
         self.assigned.update(dict.fromkeys(origins, (name, origins)))
-        view.bytes += said.nbytes
-        view.placed += said.nbytes
         # One that took nothing for long does not get all there is once it takes again.
         behind = view.placed - self._window
         for each in self.sinks.values():
             each.placed = max(each.placed, behind)
         return said
 
-    def _assignment(self, name: str, group: GroupEntry[OriginHead]) -> Assignment:
+    def _assignment(self, name: str, group: GroupEntry[OriginHead], weight: int) -> Assignment:
         samples = self._records(group)
         origins = tuple(map(_ORIGIN, samples))
         checks = tuple(map(_CHECK, samples))
         incarnation = self.sinks[name].incarnation
         missing = find_missing(group, samples) if len(group.samples) < group.need else ()
-        weight = self._weight(group)
         return Assignment(name, incarnation, self.epoch, origins, weight, checks, missing)

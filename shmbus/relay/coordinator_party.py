@@ -24,6 +24,7 @@ from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import (
     Announcement,
     Assignment,
+    Assignments,
     Confirmation,
     Drop,
     Hello,
@@ -300,10 +301,15 @@ class CoordinatorParty:
     # -- messages --------------------------------------------------------------------------------
 
     def _say(self, said: Sequence[Message]) -> None:
+        if not said:
+            return
         address_of = {bus: address for address, bus in self._bus_of.items()}
+        placed: dict[str, list[Assignment]] = {}
         for message in said:
             match message:
-                case Assignment() | Drop() | SinkStateWanted():
+                case Assignment():
+                    placed.setdefault(message.sink, []).append(message)
+                case Drop() | SinkStateWanted():
                     self._mailbox.send(message.sink, message)
                 case Subscription() | Wanted():
                     to = address_of.get(message.bus)
@@ -311,6 +317,8 @@ class CoordinatorParty:
                         self._mailbox.send(to, message)
                 case _:
                     raise AssertionError(f"a coordinator does not say {type(message).__name__}")
+        for sink, groups in placed.items():
+            self._mailbox.send(sink, Assignments(tuple(groups)))
 
     def _count_refused(self, why: str) -> None:
         self.refused += 1

@@ -20,6 +20,7 @@ from shmbus.relay.origins import Origin
 __all__ = [
     "Announcement",
     "Assignment",
+    "Assignments",
     "Confirmation",
     "Drop",
     "Fetch",
@@ -126,6 +127,12 @@ class Assignment(NamedTuple):
     missing: tuple[MissingSample, ...] = ()
 
 
+class Assignments(NamedTuple):
+    """The coordinator to a sink: several groups, as if each were said alone, in this order."""
+
+    groups: tuple[Assignment, ...]
+
+
 class Drop(NamedTuple):
     """The coordinator to a sink: have sources let these go, whose payload goes nowhere.
 
@@ -153,7 +160,7 @@ class Fetch(NamedTuple):
 class Fetched(NamedTuple):
     """The source's answer: those that it holds. `gone` had left after the announcement `mark`.
 
-    `number` is that of the Fetch.
+    `number` is that of the Fetch. On its way it names no `origins`: the block beside it does.
     """
 
     sink: str
@@ -286,6 +293,7 @@ Message: TypeAlias = (
     | SinkStateWanted
     | SinkState
     | Assignment
+    | Assignments
     | Drop
     | Fetch
     | Fetched

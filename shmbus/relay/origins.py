@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-__all__ = ["Origin", "bus_of", "by_bus", "is_of", "make_origin", "name_origin"]
+__all__ = ["ORIGIN_BYTES", "Origin", "bus_of", "by_bus", "is_of", "make_origin", "name_origin"]
 
 ORIGIN_BYTES: Final = 32
 #: A record among all buses: the bus's identity, then producer id and sequence with their high bytes

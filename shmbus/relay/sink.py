@@ -185,12 +185,17 @@ class Sink:
 
     def assign(self, message: Assignment) -> list[Message]:
         """Take on a group, unless another sink or coordinator was meant."""
-        if not self._is_meant(message):
-            return []
-        self.waiting.append(message)
-        self._waiting_bytes += message.nbytes
-        self.owed.update(message.origins)
-        return self._next()
+        return self.assign_all([message])
+
+    def assign_all(self, messages: Iterable[Assignment]) -> list[Message]:
+        """Take on several groups likewise, each by itself; what they make is fetched together."""
+        before = len(self.waiting)
+        for message in messages:
+            if self._is_meant(message):
+                self.waiting.append(message)
+                self._waiting_bytes += message.nbytes
+                self.owed.update(message.origins)
+        return self._next() if len(self.waiting) > before else []
 
     def may_drop(self, message: Drop) -> bool:
         """Whether a drop was meant for this sink, and names nothing that is in its journal."""
@@ -235,13 +240,14 @@ class Sink:
             return None
         nbytes = count = taken = 0
         for group in self.waiting:
-            nbytes += group.nbytes
             count += len(group.origins)
-            if taken and (nbytes > self._block_bytes or count > BLOCK_RECORDS):
+            if taken and (nbytes + group.nbytes > self._block_bytes or count > BLOCK_RECORDS):
                 break
+            nbytes += group.nbytes
             taken += 1
         groups = tuple(self.waiting[:taken])
-        self._wait(self.waiting[taken:])
+        del self.waiting[:taken]
+        self._waiting_bytes -= nbytes
         # Of one bus behind each other: what is put then lies so in its block.
         origins = tuple(origin for group in groups for origin in sorted(group.origins))
         return self._make_batch(groups, origins)
@@ -265,15 +271,15 @@ class Sink:
             said += self._fetch(missing, batch.number)
         return said
 
-    def awaits(self, message: Fetched) -> bool:
-        """Whether an answer is one to this sink, for a block that is not put yet."""
-        return message.incarnation == self.incarnation and any(
-            batch.number == message.number for batch in self.batches
-        )
+    def asked_by(self, message: Fetched) -> Batch | None:
+        """Return for what a message is an answer: None where it is for another sink, or put."""
+        if message.incarnation != self.incarnation:
+            return None
+        return next((each for each in self.batches if each.number == message.number), None)
 
     def fetched(self, message: Fetched) -> list[Message]:
         """Take an answer. With a block's last one it can be put, or some of it is given back."""
-        if not self.awaits(message):
+        if self.asked_by(message) is None:
             return []
         gone = self.wanted.intersection(message.gone)
         self._gone.update(dict.fromkeys(gone, message.mark))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shmbus import Bus, Producer, errors
@@ -19,6 +20,7 @@ from shmbus.relay.codec import Envelope
 from shmbus.relay.journal import ENTRY_BYTES, BusJournal
 from shmbus.relay.messages import (
     Assignment,
+    Assignments,
     Confirmation,
     Drop,
     Fetch,
@@ -31,9 +33,9 @@ from shmbus.relay.messages import (
     Released,
     SinkStateWanted,
 )
-from shmbus.relay.origins import Origin, bus_of, by_bus, name_origin
+from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
 from shmbus.relay.patience import Patience
-from shmbus.relay.sink import BLOCK_BYTES, Sink
+from shmbus.relay.sink import BLOCK_BYTES, Batch, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -66,11 +68,21 @@ class _Block:
     def __init__(self, origins: tuple[Origin, ...], payload: bytes | memoryview) -> None:
         self.origins = origins
         self.payload = payload
-        self.index = dict(zip(origins, range(len(origins)), strict=True))
+
+    @cached_property
+    def _index(self) -> dict[Origin, int]:
+        return dict(zip(self.origins, range(len(self.origins)), strict=True))
 
     def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:
-        """Return where what is `at` this place of an order lies, and how many lie as the order."""
-        first = self.index[order[at]]
+        """Return where what is `at` this place of an order lies, and how many lie as the order.
+
+        None of them where it is not here.
+        """
+        if self.origins == order:
+            return at, len(order) - at
+        first = self._index.get(order[at], -1)
+        if first < 0:
+            return 0, 0
         most = min(len(order) - at, len(self.origins) - first)
         if order[at : at + most] == self.origins[first : first + most]:
             return first, most
@@ -78,6 +90,18 @@ class _Block:
         while count < most and order[at + count] == self.origins[first + count]:
             count += 1
         return first, count
+
+
+def _named(origins: bytes, asked: tuple[Origin, ...]) -> tuple[Origin, ...]:
+    """Return origins that lie one behind the other; what was asked for, where they are that.
+
+    Objects that are in a sink's sets already are found there at half the cost of new ones.
+    """
+    if origins == b"".join(asked):
+        return asked
+    known = {origin: origin for origin in asked}
+    found = [origins[at : at + ORIGIN_BYTES] for at in range(0, len(origins), ORIGIN_BYTES)]
+    return tuple([known.get(origin, origin) for origin in found])
 
 
 class SinkParty:
@@ -137,7 +161,6 @@ class SinkParty:
         self._entries = b""
         self._put = 0
         self._waited = False
-        self._checks: dict[Origin, int] = {}
         #: Samples of the next groups that the trainer was told are missing.
         self._told: set[tuple[str, int | None, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
@@ -196,11 +219,10 @@ class SinkParty:
                     self._coordinator = envelope.sender
                     self.journal.note(sink.epoch, time.monotonic_ns(), ())
                 self._say(said)
+            case Assignments() as message:
+                self._say(sink.assign_all(g for g in message.groups if g.sink == sink.name))
             case Assignment() as message if message.sink == sink.name:
-                said = sink.assign(message)
-                if message.checks:
-                    self._checks.update(zip(message.origins, message.checks, strict=True))
-                self._say(said)
+                self._say(sink.assign(message))
             case Drop() as message if message.sink == sink.name and sink.may_drop(message):
                 if self.journal.drop(message.origins, message.reason):
                     self._say(sink.drop(message))
@@ -231,18 +253,20 @@ class SinkParty:
             self._say(self.sink.ask_again())
 
     def _fetched(self, sender: str, message: Fetched, payload: bytes | memoryview) -> None:
-        if not self.sink.awaits(message):
+        batch = self.sink.asked_by(message)
+        if batch is None:
             return
-        missing = self.sink.wanted
-        if message.origins and missing.isdisjoint(message.origins):
-            return  # an answer that came twice
-        if message.origins:
-            why = self._refuse(message, payload)
-            if why:
+        if message.origins or len(payload):
+            try:
+                found = self._check(batch, message, payload)
+            except ValueError as error:
                 self.refused += 1
-                _log.error("bus %r: a block from %s is refused: %s", self._bus.name, sender, why)
+                _log.error("bus %r: a block from %s is refused: %s", self._bus.name, sender, error)
                 return
-            self._blocks.append(_Block(message.origins, payload))
+            if self.sink.wanted.isdisjoint(found):
+                return  # an answer that came twice
+            self._blocks.append(_Block(found, payload))
+            message = message._replace(origins=found)
         said = self.sink.fetched(message)
         if message.gone:
             self._write()
@@ -254,31 +278,39 @@ class SinkParty:
         owed = self.sink.owed
         self._blocks = [each for each in self._blocks if not owed.isdisjoint(each.origins)]
 
-    def _refuse(self, message: Fetched, payload: bytes | memoryview) -> str:
-        """Say what is wrong with a block; empty where nothing is."""
-        try:
-            origins, packed = _core.check_block(payload)
-        except ValueError as error:
-            return str(error)
+    def _check(
+        self, batch: Batch, message: Fetched, payload: bytes | memoryview
+    ) -> tuple[Origin, ...]:
+        """Return the records of a block; ValueError says what is wrong with it."""
+        origins, packed = _core.check_block(payload)
         checks = array("I", packed)
-        if origins != b"".join(message.origins):
+        if message.origins and origins != b"".join(message.origins):
             of = bus_of(origins) if origins else "none"
-            return (
+            raise ValueError(
                 f"its records are not those that its sender names: it is of bus {of}, with "
                 f"{len(checks)} records for {len(message.origins)}"
             )
-        heads = list(map(self._checks.get, message.origins))
-        if heads == checks.tolist():
-            return ""
-        for origin, check, head in zip(message.origins, checks, heads, strict=True):
+        found = _named(origins, batch.origins)
+        if found is not batch.origins and frozenset(batch.origins).isdisjoint(found):
+            of = bus_of(origins) if origins else "none"
+            raise ValueError(
+                f"none of its {len(checks)} records, of bus {of}, is one that was asked for"
+            )
+        heads: dict[Origin, int] = {}
+        for group in batch.groups:
+            heads.update(zip(group.origins, group.checks, strict=False))
+        if list(map(heads.get, found)) == checks.tolist():
+            return found
+        for origin, check in zip(found, checks, strict=True):
             # What an earlier sink had begun has no head here.
-            if head is not None and head != check:
-                return (
+            head = heads.get(origin, check)
+            if head != check:
+                raise ValueError(
                     f"record {name_origin(origin)} of bus {bus_of(origin)} says another thing than "
                     f"its head did: its checksum is {check:#x}, and the head that was grouped has "
                     f"{head:#x}"
                 )
-        return ""
+        return found
 
     def _released(self, message: Released) -> None:
         for said in self.sink.released(message):
@@ -354,9 +386,6 @@ class SinkParty:
             # The trainer may have ended what found room before the rest: no end counts before this.
             self.journal.look_again()
             self._waited = False
-        forget = self._checks.pop
-        for origin in self._order:
-            forget(origin, None)
         self._order = ()
         self._say(sink.settle())
         self._keep_blocks()
@@ -383,13 +412,13 @@ class SinkParty:
 
     def _put_some(self) -> int:
         """Put the next records that lie behind each other in one block; 0 on a full bus."""
-        origin = self._order[self._put]
-        block = next(each for each in self._blocks if origin in each.index)
-        first, count = block.find(self._order, self._put)
+        order, at = self._order, self._put
+        block, first, count = next(
+            (block, *place) for block in self._blocks if (place := block.find(order, at))[1]
+        )
         entries = b""
         if self._tracks_ends:
-            at = self._put * ENTRY_BYTES
-            entries = self._entries[at : at + count * ENTRY_BYTES]
+            entries = self._entries[at * ENTRY_BYTES : (at + count) * ENTRY_BYTES]
         try:
             return _core.import_block(self.producer, block.payload, first, count, 0.0, entries)
         except errors.BusFullError:

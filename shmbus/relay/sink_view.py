@@ -31,6 +31,8 @@ class SinkView(msgspec.Struct):
     #: Bytes of a record and of a group that its bus takes, and records of a group.
     largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
     leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
+    #: Bytes of each of them.
+    weights: dict[frozenset[Origin], int] = {}
     #: What it owes to an earlier coordinator: it is written down nowhere else.
     owed: frozenset[Origin] = frozenset()
 
@@ -38,7 +40,18 @@ class SinkView(msgspec.Struct):
         """Whether more may be assigned to it; one group always may."""
         return not self.leases or self.bytes < window_bytes
 
-    def takes(self, sizes: Sequence[int]) -> bool:
-        """Whether its bus ever has room for a group of records of so many bytes."""
+    def lease(self, origins: frozenset[Origin], group: GroupEntry[OriginHead], weight: int) -> None:
+        """Assign a group to it."""
+        self.leases[origins], self.weights[origins] = group, weight
+        self.bytes += weight
+        self.placed += weight
+
+    def end_lease(self, origins: frozenset[Origin]) -> GroupEntry[OriginHead]:
+        """End an assignment; what was placed here stays so."""
+        self.bytes -= self.weights.pop(origins)
+        return self.leases.pop(origins)
+
+    def takes(self, sizes: Sequence[int], weight: int) -> bool:
+        """Whether its bus ever has room for a group of records of so many bytes, and all of it."""
         record, whole, count = self.largest
-        return len(sizes) <= count and sum(sizes) <= whole and max(sizes) <= record
+        return len(sizes) <= count and weight <= whole and max(sizes) <= record

@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any
 
 from shmbus.relay.messages import (
@@ -93,6 +95,5 @@ class Source:
 
     def release(self, message: Release) -> list[Message]:
         """Let records go, once or again; the caller has released them in the ring."""
-        for origin in message.origins:
-            self.held.pop(origin, None)
+        deque(map(self.held.pop, message.origins, repeat(None)), maxlen=0)
         return [Released(self.bus, message.sink, message.origins, self.mark)]

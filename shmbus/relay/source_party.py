@@ -6,6 +6,7 @@ Invariant: nothing that it knows outlives it but the bus, and a number in the bu
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -55,6 +56,9 @@ _POLL_AT_ONCE = 4096
 HELLO_S = 1.0
 #: What a pause begins with that came from the trainers' side.
 PAUSED_BY_RELAY = "relayed: "
+#: The split that is relayed.
+_TRAINED = frozenset({"train"})
+_SPLIT = operator.attrgetter("split")
 #: Records that are released at a time.
 _RELEASE_AT_ONCE = 16_384
 
@@ -106,15 +110,11 @@ class SourceParty:
     def _poll(self) -> int:
         """Read what has come, to be announced; return how many records."""
         origins, records = self.reader.poll_records(_POLL_AT_ONCE)
-        before = len(self._new)
-        self._new.update(
-            (origin, record)
-            for origin, record in zip(origins, records, strict=True)
-            if record.split == "train"
-        )
-        relayed = len(self._new) - before
-        if relayed < len(records):
-            self._note_kept(len(records) - relayed)
+        relayed = dict(zip(origins, records, strict=True))
+        if not _TRAINED.issuperset(map(_SPLIT, records)):
+            relayed = {origin: t for origin, t in relayed.items() if t.split in _TRAINED}
+            self._note_kept(len(records) - len(relayed))
+        self._new.update(relayed)
         return len(records)
 
     def _note_kept(self, count: int) -> None:
@@ -211,10 +211,14 @@ class SourceParty:
                 size = _core.BLOCK_HEADER_BYTES
                 size += sum([held[origin].nbytes for origin in message.origins])
                 payload = self.reader.export_records(message.origins, self._rooms.take(size))
+                # The block names them, and the sink has them in hand: it had asked for them.
+                message = message._replace(origins=())
             self._mailbox.send(sink, message, payload)
 
     def _release(self, asker: str, asked: Release) -> None:
-        here = [origin for origin in asked.origins if origin in self.source.held]
+        here = list(asked.origins)
+        if not self.source.held.keys() >= asked.origins:
+            here = [origin for origin in here if origin in self.source.held]
         for at in range(0, len(here), _RELEASE_AT_ONCE):
             self.reader.release_records(here[at : at + _RELEASE_AT_ONCE], asked.reason)
         self.released += len(here)

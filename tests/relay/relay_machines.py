@@ -217,7 +217,7 @@ class CoordinatorPart:
         new.known, new._question = dict(c.known), c._question
         view, old = new.sinks[SINK], c.sinks[SINK]
         view.incarnation, view.heard, view.owed = old.incarnation, old.heard, old.owed
-        view.bytes, view.placed = old.bytes, old.placed
+        view.bytes, view.placed, view.weights = old.bytes, old.placed, dict(old.weights)
         for origins, entry in old.leases.items():
             new.stash.add(entry.samples, 0.0)
             (view.leases[origins],) = new.stash.lease(1)

@@ -19,7 +19,6 @@ from shmbus.relay.codec import PROTOCOL, Envelope, pack
 from shmbus.relay.command import show_relay
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.mailbox import LocalMailbox, Opener
-from shmbus.relay.origins import make_origin
 from shmbus.relay.sink_party import ENDS_S, SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
@@ -284,78 +283,6 @@ def test_a_source_hears_what_was_acknowledged_while_its_block_was_half_put(
             return stats(a).acknowledged == done + 1
 
         wait_until(is_told)
-
-
-def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
-    """Send a block to a sink that waits for one, in its source's name."""
-    party: SinkParty = made.parties[sink]
-    wanted = tuple(sorted(party.sink.wanted))
-    payload = changes.pop("payload")
-    number = party.sink.batches[0].number
-    message = m.Fetched(sink, party.sink.incarnation, wanted, (), (9, 9), number)
-    message = message._replace(**changes)
-    made.send(source, sink, message, payload)
-
-
-def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_again(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
-        put_group([buses["a"]], 1)
-        put_group([buses["a"]], 2)
-        heads = sorted(reader.poll(), key=lambda head: (head.instance_id, head.index))
-        bus = reader.identity
-        sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
-        origins = tuple(make_origin(bus, *head.id) for head in heads[:4])
-        checks = tuple(head.check for head in heads[:4])
-        state = sink.sink
-        made.send(
-            COORDINATOR, buses["t"],
-            m.Assignment(buses["t"], state.incarnation, state.epoch, origins, 99, checks),
-        )  # fmt: skip
-        wait_until(lambda: bool(state.wanted))
-        good = reader.export([head.id for head in heads[:4]])
-        flipped = bytearray(good)
-        flipped[-1] ^= 1
-        for count, (payload, why) in enumerate(
-            [
-                (good[:-64], "cut"),
-                (bytes(flipped), "checksum"),
-                (reader.export([head.id for head in heads[4:]]), "not those that its sender names"),
-                (b"", "cut"),
-            ]
-        ):
-            forged(made, buses["t"], "x", payload=payload)
-            wait_until(lambda count=count: sink.refused == count + 1)
-            assert why in caplog.records[-1].getMessage()
-            assert stats(buses["t"]).committed == 0 and state.wanted
-        forged(made, buses["t"], "x", payload=good)
-        with shmbus.Consumer(buses["t"]) as consumer:
-            assert take(consumer, 1)[0].instance_id == "q1"
-
-
-def test_a_record_that_says_another_thing_than_its_head_is_refused(
-    buses: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
-        put_group([buses["a"]], 1, size=1)
-        (head,) = reader.poll()
-        sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
-        origin = make_origin(reader.identity, *head.id)
-        state = sink.sink
-        made.send(
-            COORDINATOR, buses["t"],
-            m.Assignment(
-                buses["t"], state.incarnation, state.epoch, (origin,), 9, (head.check ^ 1,)
-            ),
-        )  # fmt: skip
-        wait_until(lambda: bool(state.wanted))
-        forged(made, buses["t"], "x", payload=reader.export([head.id]))
-        wait_until(lambda: sink.refused == 1)
-        assert "another thing than its head" in caplog.text
-        assert stats(buses["t"]).committed == 0
 
 
 def test_another_version_of_shmbus_is_refused_with_both_numbers(

@@ -25,7 +25,7 @@ from relay.relay_machines import Plan, System
 from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.sink import Journal, Sink
+from shmbus.relay.sink import Batch, Journal, Sink
 from shmbus.relay.source import Source
 from shmbus.stash.stash import StashPolicy
 
@@ -160,8 +160,9 @@ class TrustsAnyAssignment(Sink):
 class TakesAnyAnswer(Sink):
     """Without the rule that an answer is for the block for which it was asked."""
 
-    def awaits(self, message: m.Fetched) -> bool:
-        return message.incarnation == self.incarnation
+    def asked_by(self, message: m.Fetched) -> Batch | None:
+        ours = message.incarnation == self.incarnation
+        return Batch((), (), message.number) if ours else None
 
 
 class ForgetsAtOnce(Sink):

@@ -356,6 +356,22 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Whether a run has little enough alive to be worth moving, whoever holds that. Mostly none has. */
+static bool is_sparse(const struct reader *reader, uint32_t extent) {
+    const struct run_state *run = &reader->runs[extent];
+    return run->phase == RUN_WALKED && run->live > 0 && run->open == 0 &&
+           extent != reader->mover_run &&
+           run->live_bytes <= run->span * reader->segment->extent_bytes / 2;
+}
+
+static bool any_is_sparse(const struct reader *reader) {
+    uint32_t extent = 0;
+    while (extent < reader->segment->extent_count && !is_sparse(reader, extent)) {
+        extent++;
+    }
+    return extent < reader->segment->extent_count;
+}
+
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
  * half a run alive, all of it in this list, none of it under a view. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
@@ -367,12 +383,12 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
         return NULL;
     }
     struct reader *reader = &self->c;
+    uint64_t freed = reader->runs_freed;
+    Py_ssize_t count = any_is_sparse(reader) ? PyList_GET_SIZE(items) : 0;
     uint32_t *movable = PyMem_Calloc(self->segment->c.extent_count, sizeof *movable);
     if (movable == NULL) {
         return PyErr_NoMemory();
     }
-    uint64_t freed = reader->runs_freed;
-    Py_ssize_t count = PyList_GET_SIZE(items);
     for (Py_ssize_t i = 0; i < count; i++) {
         TrajectoryObject *t = own_trajectory(self, PyList_GET_ITEM(items, i));
         if (t == NULL) {
@@ -385,14 +401,12 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
-        const struct run_state *run = &reader->runs[t->ref.place.extent];
-        if (!t->held || t->pin != NULL || run->phase != RUN_WALKED || run->open > 0 ||
-            t->ref.place.extent == reader->mover_run ||
-            run->live != movable[t->ref.place.extent] ||
-            run->live_bytes > run->span * self->segment->c.extent_bytes / 2) {
+        const uint32_t extent = t->ref.place.extent;
+        if (!t->held || t->pin != NULL || !is_sparse(reader, extent) ||
+            reader->runs[extent].live != movable[extent]) {
             continue;
         }
-        movable[t->ref.place.extent]--;
+        movable[extent]--;
         if (!reader_move(reader, &t->ref)) {
             break;
         }
