@@ -30,6 +30,11 @@ void reader_tidy_in_a_pause(struct reader *self);
  * waking a producer for each extent would cost both sides more than it gains. */
 void reader_announce_space(struct reader *self);
 
+/* Whether a run has little enough alive to be worth moving, whoever holds that; whether any has,
+ * which is quicker asked than looking at thousands of records. */
+bool reader_run_is_sparse(const struct reader *self, uint32_t extent);
+bool reader_any_run_is_sparse(const struct reader *self);
+
 /* Writes a record again in the collector's lane and ends the first copy; ref follows it. */
 bool reader_move(struct reader *self, struct record_ref *ref);
 

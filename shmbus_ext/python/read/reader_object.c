@@ -356,22 +356,6 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Whether a run has little enough alive to be worth moving, whoever holds that. Mostly none has. */
-static bool is_sparse(const struct reader *reader, uint32_t extent) {
-    const struct run_state *run = &reader->runs[extent];
-    return run->phase == RUN_WALKED && run->live > 0 && run->open == 0 &&
-           extent != reader->mover_run &&
-           run->live_bytes <= run->span * reader->segment->extent_bytes / 2;
-}
-
-static bool any_is_sparse(const struct reader *reader) {
-    uint32_t extent = 0;
-    while (extent < reader->segment->extent_count && !is_sparse(reader, extent)) {
-        extent++;
-    }
-    return extent < reader->segment->extent_count;
-}
-
 /* evacuate(trajectories) -> runs freed. Moves those whose run holds little else but them: at most
  * half a run alive, all of it in this list, none of it under a view. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
@@ -384,7 +368,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     }
     struct reader *reader = &self->c;
     uint64_t freed = reader->runs_freed;
-    Py_ssize_t count = any_is_sparse(reader) ? PyList_GET_SIZE(items) : 0;
+    Py_ssize_t count = reader_any_run_is_sparse(reader) ? PyList_GET_SIZE(items) : 0;
     uint32_t *movable = PyMem_Calloc(self->segment->c.extent_count, sizeof *movable);
     if (movable == NULL) {
         return PyErr_NoMemory();
@@ -402,7 +386,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     for (Py_ssize_t i = 0; i < count; i++) {
         TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(items, i);
         const uint32_t extent = t->ref.place.extent;
-        if (!t->held || t->pin != NULL || !is_sparse(reader, extent) ||
+        if (!t->held || t->pin != NULL || !reader_run_is_sparse(reader, extent) ||
             reader->runs[extent].live != movable[extent]) {
             continue;
         }
