@@ -16,14 +16,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import shmbus
+from shmbus.segment.names import check_name
+from trainer_adapter._checks import check_int
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
-from trainer_adapter.engines.pauses import close_all
+from trainer_adapter.engines.one_at_a_time import OneAtATime
+from trainer_adapter.engines.pauses import checked_addresses, checked_timeout, close_all
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.weights.adapters import AdapterVersion
 
@@ -84,19 +88,17 @@ class AdapterFleet:
         quorum: int | None = None,
         keep: int = 2,
     ) -> None:
-        addresses = [server.address for server in servers]
+        addresses = checked_addresses(servers)
         if not servers or len(set(addresses)) < len(addresses):
             raise ValueError(f"servers: expected one or more, each once, got {addresses}")
-        if quorum is not None and not 1 <= quorum <= len(servers):
-            raise ValueError(f"quorum: expected 1 to {len(servers)}, got {quorum}")
-        if keep < 1:
-            raise ValueError(f"keep: expected at least 1, got {keep}")
+        check_name(bus)
+        most = len(servers)
         self.servers = list(servers)
         self.bus = bus
-        self.timeout = timeout
-        self.quorum = len(servers) if quorum is None else quorum
-        self.keep = keep
-        self._busy = asyncio.Lock()
+        self.timeout = checked_timeout(timeout)
+        self.quorum = most if quorum is None else check_int("quorum", quorum, 1, most)
+        self.keep = check_int("keep", keep, 1, sys.maxsize)
+        self._busy = OneAtATime()
 
     async def update(self, adapter: AdapterVersion) -> UpdateReport:
         """Load a version at all servers, announce it, and unload what is too old.
@@ -117,6 +119,11 @@ class AdapterFleet:
             Too few took it; it was unloaded where it was loaded, and the version before is in
             force.
         """
+        if not isinstance(adapter, AdapterVersion):
+            raise TypeError(
+                "adapter: expected what AdapterFiles.publish returned, got "
+                f"{type(adapter).__name__}"
+            )
         async with self._busy:
             began = time.monotonic()
             before = await asyncio.gather(*(self._versions(each, adapter) for each in self.servers))

@@ -23,6 +23,8 @@ class EngineError(ShmbusError):
         The HTTP status; None where no answer came.
     body : str
         What it said; the cause where no answer came.
+    advice : str
+        What is to be done.
     gone : bool
         Whether nobody listens at its address: the process has ended.
     """
@@ -38,12 +40,13 @@ class EngineError(ShmbusError):
         gone: bool = False,
     ) -> None:
         said = body if len(body) <= SHOWN_BODY else f"{body[:SHOWN_BODY]}..."
-        answer = f"no answer ({said})" if status is None else f"status {status}: {said}"
+        answer = said if status is None else f"status {status}: {said}"
         super().__init__(f"{server}: {step}: {answer}; {advice}")
         self.server = server
         self.step = step
         self.status = status
         self.body = body
+        self.advice = advice
         self.gone = gone
 
 

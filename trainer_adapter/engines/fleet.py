@@ -20,9 +20,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import shmbus
+from trainer_adapter._checks import check_int
 from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.pause_note import PauseNote
 from trainer_adapter.engines.pauses import Pairs, Step, uninterrupted
@@ -33,6 +34,9 @@ from trainer_adapter.engines.server import EngineServer, PauseMode
 from trainer_adapter.engines.shared_steps import SharedSteps
 
 __all__ = ["EngineFleet"]
+
+#: Of a policy version, which the bus says once servers have it.
+MOST_VERSION: Final = (1 << 63) - 1
 
 
 class Publisher(Protocol):
@@ -111,11 +115,18 @@ class EngineFleet(SharedSteps, Reloads):
             since neither the new nor the old version could be loaded into all of its ranks.
         BlockingIOError
             Another process is updating servers of this bus.
+        TypeError, ValueError
+            The publisher or the version is none.
 
         Notes
         -----
         Cancelling waits for the update's end: a server must not be left in the middle.
         """
+        if not callable(getattr(publisher, "publish", None)):
+            raise TypeError(
+                f"publisher: expected a WeightPublisher, got {type(publisher).__name__}"
+            )
+        version = check_int("version", version, 0, MOST_VERSION)
         async with self._busy:
             task = asyncio.ensure_future(self._update(publisher, version))
             try:
@@ -142,6 +153,7 @@ class EngineFleet(SharedSteps, Reloads):
         RuntimeError
             An event loop runs in this thread: await `update` there.
         """
+        _require_no_loop()
 
         async def run() -> UpdateReport:
             try:
@@ -294,3 +306,13 @@ class EngineFleet(SharedSteps, Reloads):
         report.ranks = await server.ranks(self.timeout)
         was_open = await server.settle(self.timeout)
         report.version = None if was_open else self._rows.whole_version(server, report.ranks)
+
+
+def _require_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "update_sync: an event loop runs in this thread, which it would stop; await update() there"
+    )

@@ -11,22 +11,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import shmbus
+from shmbus.segment.names import check_name
+from trainer_adapter._checks import check_flag, check_int, check_seconds
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
+from trainer_adapter.engines.one_at_a_time import OneAtATime
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.report import ServerReport, UpdateReport
+from trainer_adapter.engines.rows import Addressed
 from trainer_adapter.engines.server import EngineServer, PauseMode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SETTLED", "Pairs", "Pauses", "Step", "close_all", "uninterrupted"]
+__all__ = [
+    "SETTLED",
+    "Pairs",
+    "Pauses",
+    "Step",
+    "checked_addresses",
+    "checked_timeout",
+    "close_all",
+    "uninterrupted",
+]
 
 Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
 Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
@@ -36,6 +50,8 @@ RETRY_S = 0.2
 #: States of servers of which nobody has to think any more.
 SETTLED = ("serving", "gone")
 PAUSE_MODES = ("keep", "wait", "abort")
+#: How the reason begins with which a fleet pauses the bus.
+HELD = "weights of version "
 
 
 class Pauses:
@@ -51,7 +67,8 @@ class Pauses:
         timeout: float,
         quorum: int | None,
     ) -> None:
-        addresses = [server.address for server in servers]
+        addresses = checked_addresses(servers)
+        check_name(bus)
         if not servers or len(set(addresses)) < len(addresses):
             raise ValueError(f"servers: expected one or more, each once, got {addresses}")
         if mode not in PAUSE_MODES:
@@ -62,15 +79,17 @@ class Pauses:
                     f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
                     f"{', '.join(server.modes)}"
                 )
-        if quorum is not None and not 1 <= quorum <= len(servers):
-            raise ValueError(f"quorum: expected 1 to {len(servers)}, got {quorum}")
+        check_flag("clear_cache", clear_cache)
+        most = len(servers)
+        self.quorum = most if quorum is None else check_int("quorum", quorum, 1, most)
         self.servers = list(servers)
         self.bus = bus
         self.mode = mode
         self.clear_cache = clear_cache
-        self.timeout = timeout
-        self.quorum = len(servers) if quorum is None else quorum
-        self._busy = asyncio.Lock()
+        self.timeout = checked_timeout(timeout)
+        self._busy = OneAtATime()
+        #: Why a step failed at a server, by its address.
+        self._failures: dict[str, EngineError] = {}
 
     async def close(self) -> None:
         """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
@@ -177,6 +196,7 @@ class Pauses:
         self._judge(loaded, torn, report)
 
     def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
+        first = next((self._failures[each.address] for each in report.servers if each.error), None)
         if torn and (len(loaded) < self.quorum or not loaded):
             raise EngineError(
                 ", ".join(each.address for each in torn),
@@ -185,16 +205,28 @@ class Pauses:
                 "; ".join(each.error for each in torn if each.error),
                 "it stays paused, since its model is not whole; repair the cause and update again, "
                 "or restart it",
-            )
+            ) from first
         if len(loaded) < self.quorum:
             causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
-            raise UpdateRolledBackError(report.version, report.previous, "; ".join(causes))
+            raise UpdateRolledBackError(
+                report.version, report.previous, "; ".join(causes)
+            ) from first
 
     def _require(self, pairs: Pairs, report: UpdateReport, advice: str) -> None:
         if len(pairs) >= self.quorum:
             return
-        failed = next(each for each in report.servers if each.error)
-        raise EngineError(failed.address, "before the update", None, failed.error, advice)
+        address = next(each.address for each in report.servers if each.error)
+        raise self._failure(address, advice)
+
+    def _failure(self, address: str, advice: str) -> EngineError:
+        """Make the error of a server whose step failed, with what it said and what is in force."""
+        failed = self._failures[address]
+        advice = f"{failed.advice}; {advice}"
+        error = EngineError(
+            address, failed.step, failed.status, failed.body, advice, gone=failed.gone
+        )
+        error.__cause__ = failed
+        return error
 
     # -- the bus ----------------------------------------------------------------------------------
 
@@ -206,17 +238,22 @@ class Pauses:
             yield
             return
         with bus:
-            bus.pause(f"weights of version {version} are being loaded")
+            if _is_paused_by_others(bus):
+                yield
+                return
+            bus.pause(f"{HELD}{version} are being loaded")
             try:
                 yield
             finally:
-                bus.resume()
+                if not _is_paused_by_others(bus):
+                    bus.resume()
 
     def _release_workers(self) -> None:
         bus = self._open_bus()
         if bus is not None:
             with bus:
-                bus.resume()
+                if not _is_paused_by_others(bus):
+                    bus.resume()
 
     def _say(self, version: int) -> None:
         bus = self._open_bus()
@@ -237,15 +274,58 @@ class Pauses:
         async def take(server: EngineServer, report: ServerReport) -> bool:
             try:
                 await step(server, report)
-            except EngineError as error:
-                report.error = str(error)
-                if error.gone:
+            except Exception as error:
+                # Whatever it is: servers that are paused are not left so by one that failed oddly.
+                failed = _as_engine_error(server, error)
+                self._failures[server.address] = failed
+                report.error = str(failed)
+                if failed.gone:
                     report.state = "gone"
                 return False
             return True
 
         done = await asyncio.gather(*(take(server, report) for server, report in pairs))
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
+    """Return the addresses of servers; TypeError where something is none."""
+    if isinstance(servers, (str, Mapping)) or not isinstance(servers, Sequence):
+        raise TypeError(f"servers: expected a list of servers, got {type(servers).__name__}")
+    for server in servers:
+        if not isinstance(getattr(server, "address", None), str):
+            raise TypeError(
+                f"servers: expected servers such as VllmServer(url), got {type(server).__name__}"
+            )
+    return [server.address for server in servers]
+
+
+def checked_timeout(timeout: float) -> float:
+    """Return a deadline: without one a server that hangs would stop all others."""
+    check_seconds("timeout", timeout)
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout: expected more than 0 seconds, and an end, got {timeout}")
+    return timeout
+
+
+def _as_engine_error(server: EngineServer, error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    found = EngineError(
+        server.address,
+        "update",
+        None,
+        f"{type(error).__name__}: {error}",
+        "look at this error's cause",
+    )
+    found.__cause__ = error
+    return found
+
+
+def _is_paused_by_others(bus: shmbus.Bus) -> bool:
+    """Whether somebody else has paused the bus, such as an operator: that is theirs to end."""
+    reason = bus.paused
+    return reason is not None and not reason.startswith(HELD)
 
 
 async def uninterrupted(task: asyncio.Future[Any]) -> None:

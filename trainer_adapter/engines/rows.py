@@ -7,6 +7,7 @@ to load, or refused something newer, is not whole, whatever it ran before.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from typing import NamedTuple, Protocol
 
@@ -17,12 +18,28 @@ from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.report import ServerReport
 from trainer_adapter.weights.errors import LOADING_CODE, MANIFEST_CODE
 
-__all__ = ["POLL_S", "Addressed", "Missing", "RankRows"]
+__all__ = ["POLL_S", "Addressed", "Missing", "RankRows", "row_name"]
 
 #: The pool that has weights.
 WEIGHTS = "weights"
 #: Seconds between two looks at the readers' rows.
 POLL_S = 0.01
+#: Bytes of a row's label, 48, less those of " rank 99999".
+MOST_NAME_BYTES = 37
+#: Hexadecimal digits that tell addresses apart which begin alike.
+DIGITS = 8
+
+
+def row_name(address: str) -> str:
+    """Return how rows name a server: its address, cut where a row has no room for it.
+
+    Every process comes to the same name: who ends a dead trainer's pause has to find the rows.
+    """
+    encoded = address.encode()
+    if len(encoded) <= MOST_NAME_BYTES:
+        return address
+    digest = hashlib.sha256(encoded).hexdigest()[:DIGITS]
+    return f"{encoded[: MOST_NAME_BYTES - DIGITS - 1].decode(errors='ignore')}~{digest}"
 
 
 class Addressed(Protocol):
@@ -66,7 +83,7 @@ class RankRows:
             readers = read_pool(self._bus, WEIGHTS).readers
         except BusNotFoundError:
             return []
-        begins = f"{server.address} "
+        begins = f"{row_name(server.address)} "
         return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
 
     def newest(self, timeout: float) -> VersionLease | None:

@@ -7,16 +7,15 @@ believed from here: the readers' rows say it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 import msgspec
 
-from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.errors import SHOWN_BODY, EngineError
 
 __all__ = ["EngineServer", "HttpServer", "PauseMode"]
 
@@ -100,17 +99,20 @@ class HttpServer:
 
     Raises
     ------
+    TypeError
+        The address is no str, or a header none.
     ValueError
-        The address is none of HTTP.
+        The address is none of HTTP, or has a key in it; or a header has control characters.
+
+    Notes
+    -----
+    Each request has a connection of its own: one that is kept belongs to one event loop, and a
+    server may close it in the moment in which it is used again.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url: expected http://host:port, got {url!r}")
-        self.address = url.rstrip("/")
-        self._headers = dict(headers or {})
-        self._session: aiohttp.ClientSession | None = None
+        self.address = _checked_url(url)
+        self._headers = _checked_headers(headers)
 
     async def ask(
         self,
@@ -155,19 +157,26 @@ class HttpServer:
         EngineError
             No answer came within the timeout.
         """
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+        raw = bytearray()
         try:
-            async with self._session.request(
-                method,
-                self.address + path,
-                json=body,
-                params=query,
-                timeout=aiohttp.ClientTimeout(total=timeout),
-                allow_redirects=False,
-            ) as response:
-                raw = await response.content.read(MAX_ANSWER_BYTES)
+            async with (
+                aiohttp.ClientSession(headers=self._headers) as session,
+                session.request(
+                    method,
+                    self.address + path,
+                    json=body,
+                    params=query,
+                    timeout=aiohttp.ClientTimeout(total=timeout),
+                    allow_redirects=False,
+                ) as response,
+            ):
                 status = response.status
+                # One read gives what has come so far, which may be half of an answer.
+                while len(raw) < MAX_ANSWER_BYTES:
+                    part = await response.content.read(MAX_ANSWER_BYTES - len(raw))
+                    if not part:
+                        break
+                    raw += part
         except TimeoutError as error:
             raise EngineError(
                 self.address, step, None, f"nothing within {timeout:g} s", advice
@@ -184,10 +193,9 @@ class HttpServer:
     def _object(self, step: str, text: str, advice: str) -> dict[str, Any]:
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise EngineError(
-                self.address, step, 200, f"{text!r} (expected a JSON object)", advice
-            ) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            shown = f"expected a JSON object, got {text[:SHOWN_BODY]!r}"
+            raise EngineError(self.address, step, 200, shown, advice) from error
 
     async def models_with_paths(self, timeout: float) -> dict[str, str]:
         """Return what the server lists as models, as OpenAI's API has it, with their roots."""
@@ -204,12 +212,7 @@ class HttpServer:
         return EngineError(self.address, step, 200, repr(dict(answer)), advice)
 
     async def close(self) -> None:
-        """Let go of connections; may be called twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-            # Its sockets are closed in the loop's next turn, which may be the last.
-            await asyncio.sleep(0)
+        """Let go of what it holds, which is nothing; may be called twice."""
 
     async def __aenter__(self) -> HttpServer:
         return self
@@ -224,3 +227,44 @@ class HttpServer:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address}>"
+
+
+def _checked_url(url: object) -> str:
+    if not isinstance(url, str):
+        raise TypeError(f"url: expected a str, got {type(url).__name__}")
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        # Addresses are in messages, in rows, and in the note that a dead trainer leaves.
+        raise ValueError(
+            "url: expected http://host:port, got one with a user or a password; pass headers="
+        )
+    plain = url == "".join(url.split()) and not parts.query and not parts.fragment
+    if parts.scheme not in ("http", "https") or not _is_host(parts) or not plain:
+        raise ValueError(f"url: expected http://host:port, got {url!r}")
+    return url.rstrip("/")
+
+
+def _is_host(parts: SplitResult) -> bool:
+    """Whether an address can be looked up and connected to."""
+    try:
+        return bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
+    except ValueError:  # a label of more than 63 characters, a port of more than 65535
+        return False
+
+
+def _checked_headers(headers: object) -> dict[str, str]:
+    if headers is None:
+        return {}
+    if not isinstance(headers, Mapping):
+        raise TypeError(f"headers: expected texts by name, got {type(headers).__name__}")
+    checked: dict[str, str] = {}
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"headers: expected texts by name, got {type(value).__name__} {name!r}")
+        if not name or not name.isascii() or any(c <= " " or c == ":" for c in name):
+            raise ValueError(f"headers: expected a header's name, got {name!r}")
+        if any(c in value for c in "\r\n\0"):
+            # What it has is a secret, as a rule.
+            raise ValueError(f"headers: expected one line of text for {name!r}")
+        checked[name] = value
+    return checked

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.rows import row_name
 from trainer_adapter.engines.server import HttpServer, PauseMode
 from trainer_adapter.engines.sglang_order import LOADER, Order, order_for_rank
 
@@ -34,6 +35,8 @@ _LOADER = (
 )
 _ADAPTERS = "start the server with --enable-lora and --max-lora-rank"
 _AGAIN = "look at the server's own log"
+#: More have no rows: a pool's table has 128.
+MOST_RANKS = 128
 #: The status of an answer that says that no session is open.
 _NO_SESSION = 400
 _VERSION = "is it an SGLang server of 0.5.23 or later?"
@@ -86,7 +89,7 @@ class SglangServer(HttpServer):
         return tensor * pipeline
 
     def _size(self, answer: Mapping[str, Any], size: object) -> int:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
             raise self._refuse_field("tp_size, pp_size, dp_size", size, _VERSION)
         return size
 
@@ -164,7 +167,7 @@ class SglangServer(HttpServer):
     ) -> None:
         body: dict[str, Any] = {
             "serialized_named_tensors": [
-                order_for_rank(Order(verb, self._bus, self.address, rank, version))
+                order_for_rank(Order(verb, self._bus, row_name(self.address), rank, version))
                 for rank in range(self._tensor_parallel)
             ],
             "load_format": LOADER,

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.pauses import Pairs, Pauses, uninterrupted
 from trainer_adapter.engines.report import ServerReport, UpdateReport
@@ -116,8 +115,8 @@ class SharedSteps(Pauses):
 
     async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
         if len(pairs) < len(reports):
-            failed = next(each for each in reports if each.error)
-            raise EngineError(failed.address, "step", None, failed.error, "nothing was changed")
+            address = next(each.address for each in reports if each.error)
+            raise self._failure(address, "nothing was changed")
 
     async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
         """End the pause of a trainer that died around a step, unless it died in it."""

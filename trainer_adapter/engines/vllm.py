@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Mapping
 
 from trainer_adapter.engines.errors import EngineError
+from trainer_adapter.engines.rows import row_name
 from trainer_adapter.engines.server import HttpServer, PauseMode
 
 __all__ = ["VllmServer"]
@@ -60,7 +61,7 @@ class VllmServer(HttpServer):
             "POST",
             "/init_weight_transfer_engine",
             timeout,
-            body={"init_info": {"bus": bus, "server": self.address}},
+            body={"init_info": {"bus": bus, "server": row_name(self.address)}},
             advice=_BACKEND,
         )
         return True

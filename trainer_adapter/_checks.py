@@ -1,0 +1,71 @@
+"""Checks of plain arguments of weights, engines and channels.
+
+Invariant: an error names the argument, what was expected, and what was given; nothing was begun.
+"""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+from typing import Final
+
+import torch
+
+__all__ = ["check_flag", "check_int", "check_seconds", "check_text", "checked_device"]
+
+#: Types of a number; a bool is none here, whatever Python says.
+_NO_NUMBERS: Final = (bool, torch.Tensor)
+
+
+def check_int(name: str, value: object, least: int, most: int) -> int:
+    """Return an int from `least` to `most`. NumPy's integers are ints, a bool is not."""
+    if isinstance(value, _NO_NUMBERS) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    number = operator.index(value)
+    if not least <= number <= most:
+        raise ValueError(f"{name}: expected {least} to {most}, got {number}")
+    return number
+
+
+def check_seconds(name: str, value: object, *, none: str = "") -> None:
+    """Raise TypeError or ValueError unless it is 0 or more seconds.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument.
+    value : object
+        What was given.
+    none : str
+        What None means; empty where it is no value.
+    """
+    if value is None and none:
+        return
+    also = f", or None, which {none}" if none else ""
+    # float and int first: the test for Real asks a registry.
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
+        raise TypeError(f"{name}: expected seconds{also}, got {type(value).__name__}")
+    if not float(value) >= 0:
+        raise ValueError(f"{name}: expected 0 or more seconds{also}, got {value}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless it is a bool: of a text, "no" would be true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise TypeError unless it is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+
+
+def checked_device(device: object) -> torch.device:
+    """Return a device that torch knows; TypeError or ValueError for another."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected one that torch knows, got {device!r}") from error
