@@ -100,6 +100,14 @@ def _id_text(value: object) -> str:
     return str(number)
 
 
+def check_int64(name: str, value: object) -> int:
+    """Return an int of 64 bits: what has more would be cut."""
+    number = check_int(name, value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{name}: expected an int64, got {number}")
+    return number
+
+
 def check_split(value: object) -> str:
     """Return the label of a split."""
     _core.check_split(value)

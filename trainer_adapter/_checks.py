@@ -11,17 +11,25 @@ from typing import Final
 
 import torch
 
-__all__ = ["check_flag", "check_int", "check_seconds", "check_text", "checked_device"]
+__all__ = ["check_flag", "check_int", "check_int64", "check_seconds", "check_text", "known_device"]
 
 #: Types of a number; a bool is none here, whatever Python says.
 _NO_NUMBERS: Final = (bool, torch.Tensor)
 
 
-def check_int(name: str, value: object, least: int, most: int) -> int:
-    """Return an int from `least` to `most`. NumPy's integers are ints, a bool is not."""
+def check_int64(name: str, value: object) -> int:
+    """Return an int of 64 bits. NumPy's integers are ints, a bool is not."""
     if isinstance(value, _NO_NUMBERS) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     number = operator.index(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{name}: expected an int64, got {number}")
+    return number
+
+
+def check_int(name: str, value: object, least: int, most: int) -> int:
+    """Return an int from `least` to `most`."""
+    number = check_int64(name, value)
     if not least <= number <= most:
         raise ValueError(f"{name}: expected {least} to {most}, got {number}")
     return number
@@ -61,7 +69,7 @@ def check_text(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
 
 
-def checked_device(device: object) -> torch.device:
+def known_device(device: object) -> torch.device:
     """Return a device that torch knows; TypeError or ValueError for another."""
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from shmbus import errors
-from shmbus._arguments import process_label
+from shmbus._arguments import check_timeout, process_label
 from shmbus._format import printable, show_wait
 from shmbus.channel.errors import (
     ChannelClosedError,
@@ -64,6 +64,7 @@ class Endpoint:
     OTHER: ClassVar[int]
 
     def __init__(self, name: str, handle: _core.Channel, timeout: float) -> None:
+        check_deadline("timeout", timeout)
         self.name: Final = name
         self.timeout = timeout
         #: Called before each wait and after each wake-up; what it raises ends the wait.
@@ -244,6 +245,7 @@ class Endpoint:
         got = ready()
         if got is not None:
             return got
+        check_timeout(timeout)
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         while True:
@@ -320,10 +322,19 @@ class Endpoint:
 
 
 def fit_text(text: str, most: int) -> str:
-    """Cut a text to so many bytes of UTF-8, without NUL."""
+    """Cut a text to so many bytes of UTF-8, without NUL; TypeError for anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"label, reason: expected a str, got {type(text).__name__}")
     return text.replace("\0", " ").encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
 def own_label(label: str) -> str:
     """Return how the other side's messages name this process; by its script where none is given."""
     return fit_text(label or process_label(), _core.CHANNEL_LABEL_BYTES)
+
+
+def check_deadline(name: str, timeout: object) -> None:
+    """Raise TypeError or ValueError unless a wait of so many seconds has an end."""
+    check_timeout(timeout, name)
+    if timeout is None:
+        raise TypeError(f"{name}: expected seconds, got None; each wait needs an end")

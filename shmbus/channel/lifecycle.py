@@ -23,6 +23,10 @@ __all__ = ["channel_path", "create_handle", "living_statement", "open_handle", "
 #: What the files of channels are called: ``shmbus-channel.NAME``.
 KIND = "channel"
 
+#: Of its layout; C would cut what has more bits.
+_MOST_SLOTS = 8
+_MOST_BYTES = 1 << 44
+
 #: Seconds between two looks for a channel that is not there yet.
 _POLL_S = 0.01
 
@@ -35,6 +39,11 @@ def channel_path(name: str) -> str:
 def create_handle(name: str, slots: int, max_bytes: int) -> _core.Channel:
     """Create a channel; FileExistsError where there is one."""
     path = channel_path(name)
+    if not 1 <= slots <= _MOST_SLOTS or not 1 <= max_bytes <= _MOST_BYTES:
+        raise ValueError(
+            f"channel {name!r}: expected 1 to {_MOST_SLOTS} slots of 1 to {_MOST_BYTES} bytes, got "
+            f"{slots} of {max_bytes}"
+        )
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         made = _core.Channel.create(fd, name, slots, max_bytes)

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from shmbus.channel.endpoint import Endpoint, own_label
+from shmbus._arguments import check_int64
+from shmbus.channel.endpoint import Endpoint, check_deadline, own_label
 from shmbus.channel.errors import (
     ChannelBusyError,
     StepFailedError,
@@ -90,10 +91,13 @@ class ChannelReceiver(Endpoint):
         wait: float = 0.0,
         label: str = "",
     ) -> None:
+        check_deadline("timeout", timeout)
+        check_deadline("wait", wait)
+        label = own_label(label)
         handle = open_handle(name, deadline=time.monotonic() + wait)
         super().__init__(name, handle, timeout)
         self._resumed: int | None = None
-        if not handle.claim(self.SIDE, own_label(label)):
+        if not handle.claim(self.SIDE, label):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
             raise ChannelBusyError(
@@ -136,7 +140,7 @@ class ChannelReceiver(Endpoint):
             What came is not what was sent.
         """
         with self._lock:
-            if step is not None and step <= self.acked_step:
+            if step is not None and check_int64("step", step) <= self.acked_step:
                 raise StepOrderError(
                     f"channel {self.name!r}: expected a step after {self.acked_step}, got step "
                     f"{step}, which was acknowledged already and comes once; resume both sides "
@@ -197,7 +201,7 @@ class ChannelReceiver(Endpoint):
             What comes of this step or earlier ones is acknowledged unseen; a later one than the
             next is an error, since steps would be left out.
         """
-        self._resumed = step
+        self._resumed = check_int64("step", step)
 
     def _is_final(self, claims: int) -> bool:
         """Whether an end by will is the end for this side; a sender that closed sends no more."""

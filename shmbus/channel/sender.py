@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from shmbus._arguments import parse_size
-from shmbus.channel.endpoint import Endpoint, fit_text, own_label
+from shmbus._arguments import check_int, check_int64, parse_size
+from shmbus.channel.endpoint import Endpoint, check_deadline, fit_text, own_label
 from shmbus.channel.errors import ChannelBusyError, ChannelError, StepOrderError
 from shmbus.channel.lifecycle import create_handle, no_space, open_handle
 from shmbus.errors import CapacityError
@@ -74,7 +74,11 @@ class ChannelSender(Endpoint):
         timeout: float = DEFAULT_TIMEOUT_S,
         label: str = "",
     ) -> None:
-        most = parse_size(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
+        slots = check_int("slots", slots)
+        text = isinstance(max_bytes, str)
+        most = parse_size(max_bytes, "max_bytes") if text else check_int("max_bytes", max_bytes)
+        check_deadline("timeout", timeout)
+        label = own_label(label)
         try:
             handle = create_handle(name, slots, most)
         except FileExistsError:
@@ -88,7 +92,7 @@ class ChannelSender(Endpoint):
                     f"first with shmbus.channel.unlink_channel({name!r})"
                 ) from None
         super().__init__(name, handle, timeout)
-        if not handle.claim(self.SIDE, own_label(label)):
+        if not handle.claim(self.SIDE, label):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
             raise ChannelBusyError(
@@ -140,7 +144,7 @@ class ChannelSender(Endpoint):
             `step` is another one.
         """
         expected = self.next_step
-        if step is None or step == expected:
+        if step is None or check_int64("step", step) == expected:
             return expected
         why = (
             "it was sent already, and is sent once"
@@ -408,6 +412,7 @@ class ChannelSender(Endpoint):
         ChannelError
             A living receiver has steps on their way which the checkpoint does not know.
         """
+        step = check_int64("step", step)
         with self._lock:
             if self.acked_step == step:
                 return

@@ -6,6 +6,7 @@ Invariant: a pool that a living process takes part in is never replaced.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from typing import Final
 
@@ -106,6 +107,16 @@ def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> 
 
 
 def fit(text: str, most: int) -> str:
-    """Cut a text to so many bytes of UTF-8, between two characters."""
+    """Cut a text to so many bytes of UTF-8, between two characters; TypeError for anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"label, text, reason: expected a str, got {type(text).__name__}")
     clean = text.replace("\0", " ")
     return clean.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
+
+
+def identity_of(path: str) -> os.stat_result | None:
+    """Return which file a pool's name leads to; None where it was removed meanwhile."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None

@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import parse_size
+from shmbus._arguments import check_int, parse_size
 from shmbus._format import show_size
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus_ext import _core
@@ -64,10 +64,19 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 def bytes_of(size: int | str, name: str) -> int:
     """Take a size as a number, of any size, or as a text such as "2GiB"."""
     if isinstance(size, int) and not isinstance(size, bool):
-        if size < 0:
-            raise ValueError(f"{name}: expected a number of bytes, got {size}")
+        if not 0 <= size < 1 << 63:
+            raise ValueError(f"{name}: expected a number of bytes, 0 to 2**63 - 1, got {size}")
         return size
     return parse_size(size, name)
+
+
+def _checked_slots(name: str, value: object) -> int:
+    slots = check_int(name, value)
+    if not 1 <= slots <= _core.POOL_MAX_SLOTS:
+        raise ValueError(
+            f"{name}: expected 1 to {_core.POOL_MAX_SLOTS}, got {slots}: no pool can be laid out so"
+        )
+    return slots
 
 
 def pool_path(bus: str, kind: str) -> str:
@@ -104,10 +113,13 @@ def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
 def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     """Create a pool and return a handle without a role."""
     path = pool_path(bus, kind)
+    if not isinstance(spec, PoolSpec):
+        raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
+    slots = _checked_slots("slots", spec.slots)
+    most = slots if spec.max_slots is None else _checked_slots("max_slots", spec.max_slots)
     slot_bytes = bytes_of(spec.slot_bytes, "slot_bytes")
-    most = spec.slots if spec.max_slots is None else spec.max_slots
     patch_bytes = bytes_of(spec.patch_bytes, "patch_bytes")
-    needed = (slot_bytes + patch_bytes) * spec.slots
+    needed = (slot_bytes + patch_bytes) * slots
     if os.path.lexists(path):
         raise _exists(bus, kind, path)
     room = os.statvfs(SHM_DIRECTORY)
@@ -121,7 +133,7 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
         made = _core.SlotPool.create(
             fd,
             f"{bus}:{kind}",
-            spec.slots,
+            slots,
             most,
             slot_bytes,
             bytes_of(spec.meta_bytes, "meta_bytes"),

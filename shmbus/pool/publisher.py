@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
+from shmbus._arguments import check_int, check_int64, check_timeout
 from shmbus._format import printable, show_wait
-from shmbus.pool.attaching import SLICE_S, attach, fit
+from shmbus.pool.attaching import SLICE_S, attach, fit, identity_of
 from shmbus.pool.errors import PeerGoneError, PoolBusyError, PoolError, PoolTimeoutError
-from shmbus.pool.lifecycle import PoolSpec, unlink_pool
+from shmbus.pool.lifecycle import PoolSpec, bytes_of, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
+from shmbus.segment.names import leads_to
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -66,8 +68,8 @@ class PoolPublisher:
         A living process is this rank.
     PoolTimeoutError
         The pool is not there: rank 0 has not created it.
-    ValueError
-        A rank or policy is none.
+    TypeError, ValueError
+        A rank, policy, label or timeout is none.
     BusNotFoundError, LayoutMismatchError, CapacityError
         There is no pool that can be used, and none can be made.
     """
@@ -84,6 +86,7 @@ class PoolPublisher:
         when_held: WhenHeld = "wait",
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        rank, world_size = check_int("rank", rank), check_int("world_size", world_size)
         if not 1 <= world_size <= _core.POOL_MAX_RANKS or not 0 <= rank < world_size:
             raise ValueError(
                 f"rank, world_size: expected 0 <= rank < world_size <= {_core.POOL_MAX_RANKS}, "
@@ -91,15 +94,20 @@ class PoolPublisher:
             )
         if when_held not in ("wait", "skip", "grow"):
             raise ValueError(f"when_held: expected 'wait', 'skip' or 'grow', got {when_held!r}")
+        if timeout is None:
+            raise TypeError("timeout: expected seconds, got None; a wait needs an end")
+        check_timeout(timeout)
+        label = fit(label, _core.POOL_LABEL_BYTES) or f"rank {rank} of pid {os.getpid()}"
         self.bus, self.kind = bus, kind
         self.rank, self.world_size = rank, world_size
         self.when_held, self.timeout = when_held, timeout
         # Ranks that were there in this process's time: one that died before it may be on its way.
         self._seen: set[int] = set()
+        self._path = pool_path(bus, kind)
         self._pool = attach(bus, kind, rank, spec, timeout)
-        label = label or f"rank {rank} of pid {os.getpid()}"
+        self._identity = identity_of(self._path)
         try:
-            claimed = self._pool.claim_writer(rank, fit(label, _core.POOL_LABEL_BYTES))
+            claimed = self._pool.claim_writer(rank, label)
         except BaseException:
             self._pool.close()
             raise
@@ -161,10 +169,14 @@ class PoolPublisher:
             Rank 0 has ended.
         PoolError
             Rank 0 publishes another version, size or meta than this rank.
-        ValueError
-            It does not fit a slot.
+        BusRemovedError
+            The pool was removed.
+        TypeError, ValueError
+            It does not fit a slot; or a number or a text is none.
         """
+        version, size = check_int64("version", version), bytes_of(size, "size")
         if self.rank == 0:
+            self._require_name(version)
             fitted = fit(text, _core.POOL_TEXT_BYTES)
             write = self._begin(version, size, meta or b"", fitted, patch)
         else:
@@ -182,6 +194,14 @@ class PoolPublisher:
                     "same"
                 )
         return None if write is None else VersionWrite(self, write)
+
+    def _require_name(self, version: int) -> None:
+        removed = self._identity is None or not leads_to(self._path, self._identity)
+        if removed and not self._pool.closed:
+            raise errors.BusRemovedError(
+                f"pool {self.kind!r} of bus {self.bus!r} was removed: nobody new would find "
+                f"version {version}. What readers have leased stays readable; make a new publisher"
+            )
 
     def _begin(
         self, version: int, size: int, meta: bytes, text: str, patch: bool

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
+from shmbus._arguments import check_int64, check_timeout
 from shmbus._format import show_wait
-from shmbus.pool.attaching import SLICE_S, fit
+from shmbus.pool.attaching import SLICE_S, fit, identity_of
 from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
@@ -56,14 +57,15 @@ class PoolReader:
     """
 
     def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
+        label = fit(label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
+        device = fit(device, _core.POOL_DEVICE_BYTES)
         self.bus, self.kind = bus, kind
         self._path = pool_path(bus, kind)
         self._pool = open_pool(bus, kind)
-        self._identity = os.stat(self._path) if os.path.exists(self._path) else None
+        self._identity = identity_of(self._path)
         self._said_refused = False
-        label = fit(label or f"reader of pid {os.getpid()}", _core.POOL_LABEL_BYTES)
         try:
-            claimed = self._pool.claim_reader(label, fit(device, _core.POOL_DEVICE_BYTES))
+            claimed = self._pool.claim_reader(label, device)
         except BaseException:
             self._pool.close()
             raise
@@ -114,6 +116,8 @@ class PoolReader:
         BusClosedError
             This handle is closed, or from before a fork.
         """
+        check_timeout(timeout)
+        check_int64("after", after)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             ticket = self._pool.announce(_core.POOL_BELL_VERSION)
@@ -150,7 +154,7 @@ class PoolReader:
         BusClosedError
             This handle is closed, or from before a fork.
         """
-        got = _core.pool_lease_version(self._pool, version)
+        got = _core.pool_lease_version(self._pool, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
         status = status_of_pool(self.bus, self.kind, self._pool)

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,13 +211,26 @@ def test_a_model_that_does_not_fit_has_all_its_faults_named_and_no_byte_changed(
     assert replica["p2"].any() and not replica["extra"].any()
 
 
+class Unwritable(torch.Tensor):
+    """One whose copies fail, as those to a device do that has no memory left."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.Tensor.copy_, torch._foreach_copy_):
+            raise RuntimeError("injected: no memory")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 def test_a_copy_that_fails_says_that_the_model_is_torn(
     bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
 ) -> None:
     publishers(many(4)).publish(version=4)
     replica = {f"p{number}": torch.zeros(value.shape, dtype=value.dtype)
                for number, value in enumerate(many(4).parameters())}  # fmt: skip
-    replica["p2"] = torch.zeros(1, 1, dtype=torch.bfloat16).expand(replica["p2"].shape)
+    transposed = torch.zeros(replica["p2"].t().shape, dtype=torch.bfloat16).t()
+    replica["p2"] = transposed.as_subclass(Unwritable)
     with subscriber.latest(timeout=5) as weights:
         with pytest.raises(TornWeightsError, match=r"copying 'p2' failed .* The model is torn"):
             weights.load_into(replica)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from shmbus.channel import DEFAULT_TIMEOUT_S
+from trainer_adapter._checks import check_flag, known_device
 from trainer_adapter.channel.config import Carrier, choose_carrier
 from trainer_adapter.channel.receiver import TensorReceiver
 from trainer_adapter.channel.sender import TensorSender
@@ -117,7 +116,8 @@ class TensorChannel:
         LayoutMismatchError
             What is there is no channel of this version.
         """
-        reading = None if device is None else torch.device(device)
+        check_flag("views", views)
+        reading = None if device is None else known_device(device)
         return TensorReceiver(
             name,
             specs=specs,

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from shmbus.channel import DEFAULT_MAX_BYTES
+from trainer_adapter._checks import check_int, known_device
 from trainer_adapter.device.handles import DeviceMismatchError
 from trainer_adapter.device.memory import refusals
 
@@ -97,7 +98,7 @@ class CudaCarrier(
             )
         if self.kind not in ("auto", "vmm", "ipc"):
             raise ValueError(f"kind: expected 'auto', 'vmm' or 'ipc', got {self.kind!r}")
-        wanted = torch.device(self.device)
+        wanted = known_device(self.device)
         if wanted.type != "cuda":
             raise ValueError(
                 f"device: expected a CUDA device for carrier 'cuda', got {self.device!r}; use "
@@ -143,8 +144,7 @@ MAX_SLOTS: Final = 8
 
 
 def _check_slots(slots: int) -> None:
-    if not 1 <= slots <= MAX_SLOTS:
-        raise ValueError(f"slots: expected 1 to {MAX_SLOTS}, got {slots}")
+    check_int("slots", slots, 1, MAX_SLOTS)
 
 
 def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
@@ -177,7 +177,7 @@ def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
             )
         return carrier
     if carrier == "auto":
-        on_cpu = torch.device(given.get("device", "cpu")).type == "cpu"
+        on_cpu = known_device(given.get("device", "cpu")).type == "cpu"
         carrier = "host" if on_cpu else "cuda"
         if on_cpu:
             given.pop("device", None)
@@ -189,6 +189,8 @@ def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
     if carrier not in types:
         raise ValueError(f"carrier: expected 'auto', 'host', 'memfd' or 'cuda', got {carrier!r}")
     made = types[carrier]
+    if made is CudaCarrier and "device" not in given:
+        raise ValueError("device: expected one such as 'cuda:0' with carrier 'cuda', got none")
     for name in given:
         if name not in made.__struct_fields__:
             fields = ", ".join(made.__struct_fields__)

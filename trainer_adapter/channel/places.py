@@ -125,6 +125,10 @@ def channel_form(places: Sequence[TensorPlace], size: int, head: bytes) -> Chann
     return ChannelForm(head, size, tensors, torch.Tensor, from_dlpack)
 
 
+#: Characters of a meta that a message shows.
+_SHOWN_META: Final = 200
+
+
 def encode_head(form: StepForm, buffer: BufferName | None = None) -> bytes:
     """Return the head of the meta of steps of this form."""
     table = msgspec.msgpack.encode(Places(form.places, buffer))
@@ -132,8 +136,33 @@ def encode_head(form: StepForm, buffer: BufferName | None = None) -> bytes:
 
 
 def encode_meta(meta: Mapping[str, Any] | None) -> bytes:
-    """Return what follows the head."""
-    return msgspec.msgpack.encode(dict(meta)) if meta else b""
+    """Return what follows the head.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is none that the receiver could read.
+    """
+    if meta is None:
+        return b""
+    # What the receiver cannot read would come to it again and again.
+    _require_texts(meta)
+    try:
+        return msgspec.msgpack.encode(dict(meta)) if meta else b""
+    except (TypeError, OverflowError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"meta: expected what MessagePack can hold: {error}; nothing was sent: send numbers, "
+            "texts and lists, and arrays as tensors"
+        ) from error
+
+
+def _require_texts(meta: object) -> None:
+    if not isinstance(meta, Mapping) or any(not isinstance(name, str) for name in meta):
+        shown = repr(meta)[:_SHOWN_META]
+        raise TypeError(
+            f"meta: expected a mapping with texts as keys, got {shown}; nothing was sent"
+        )
 
 
 def head_of(data: bytes) -> bytes:

@@ -22,7 +22,7 @@ from trainer_adapter.channel.places import (
     head_of,
 )
 from trainer_adapter.channel.readers import StepReader
-from trainer_adapter.channel.specs import Statement, TensorSpec, parse_specs
+from trainer_adapter.channel.specs import Statement, TensorSpec, acked_step_of, parse_specs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -274,7 +274,7 @@ class TensorReceiver:
             Of `state_dict`. Earlier steps that come again are acknowledged unseen; a later one
             than the next raises StepOrderError.
         """
-        self._channel.resume_after(state["acked_step"])
+        self._channel.resume_after(acked_step_of(state))
 
     def close(self, reason: str = "") -> None:
         """Leave the channel; a step that is not acknowledged stays for a successor.

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_adapter._checks import check_int64
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.config import Carrier
 from trainer_adapter.channel.places import StepForm, encode_meta
-from trainer_adapter.channel.specs import Statement, parse_specs, specs_of
+from trainer_adapter.channel.specs import Statement, acked_step_of, parse_specs, specs_of
 from trainer_adapter.channel.writers import SendAlike, open_writer
 from trainer_adapter.weights.seen import comparer_of
 
@@ -127,12 +128,20 @@ class TensorSender:
         CapacityError
             The memory is full, or the step is larger than `max_bytes`.
         """
+        if step is not None and type(step) is not int:
+            step = check_int64("step", step)
         alike = self._alike
         if alike is not None:
             head, send = alike
-            sent = send(tensors, head + encode_meta(meta) if meta else None, step)
+            extra = encode_meta(meta)
+            sent = send(tensors, head + extra if extra else None, step)
             if sent is not None:
                 return sent
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"channel {self.name!r}: expected tensors by name, got {type(tensors).__name__}; "
+                "nothing was sent"
+            )
         number = self._writer.next_step
         if step is not None and step != number:
             self._writer.settle()
@@ -248,7 +257,7 @@ class TensorSender:
             A living receiver has steps on their way which the checkpoint does not know.
         """
         self._writer.settle()
-        self._channel.resume_after(state["acked_step"])
+        self._channel.resume_after(acked_step_of(state))
 
     def close(self, reason: str = "") -> None:
         """End the channel; the receiver gets what is on its way, and then ChannelClosedError.
@@ -282,6 +291,11 @@ class TensorSender:
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"channel {self.name!r}, step {step}: expected texts as names, got {name!r}; "
+                    "nothing was sent"
+                )
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
                     f"channel {self.name!r}, step {step}: {name!r}: expected a tensor, got "

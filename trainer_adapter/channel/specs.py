@@ -7,13 +7,14 @@ itself, and no death can leave a decision half made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from shmbus.channel import ChannelError
+from trainer_adapter._checks import check_int
 from trainer_adapter.weights.manifest import DTYPE_BYTES
 
 __all__ = [
@@ -89,6 +90,8 @@ def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
     TypeError, ValueError
         An entry is none.
     """
+    if not isinstance(specs, Mapping):
+        raise TypeError(f"specs: expected (dtype, shape) by name, got {type(specs).__name__}")
     parsed = {}
     for name, spec in specs.items():
         if not isinstance(name, str):
@@ -105,6 +108,8 @@ def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"specs[{name!r}]: expected a dtype of torch, got {dtype!r}")
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(f"specs[{name!r}]: expected a shape, got {shape!r}")
         for size in shape:
             if size is not None and (not isinstance(size, int) or size < 0):
                 raise ValueError(
@@ -172,3 +177,12 @@ def show(specs: Mapping[str, TensorSpec]) -> str:
 def size_of(spec: TensorSpec) -> int:
     """Return the bytes of a tensor without free dimensions."""
     return DTYPE_BYTES[spec.dtype] * math.prod(size or 0 for size in spec.shape)
+
+
+def acked_step_of(state: object) -> int:
+    """Return what a `state_dict` says; TypeError or ValueError for anything else."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
+    if "acked_step" not in state:
+        raise ValueError(f"state: expected 'acked_step' of state_dict(), got {sorted(state)}")
+    return check_int("acked_step", state["acked_step"], -1, (1 << 63) - 2)

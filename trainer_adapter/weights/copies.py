@@ -14,7 +14,7 @@ import torch
 
 from shmbus.pool import copy_bytes
 from trainer_adapter.device.streams import current_stream
-from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter.weights.errors import ManifestError
 from trainer_adapter.weights.manifest import TensorPlace
 from trainer_adapter.weights.memory import byte_view, copy_tensor, is_plain_copy
 from trainer_adapter.weights.pieces import CopyTable, is_alike, may_cut
@@ -168,20 +168,26 @@ def target_of_piece(
 
     Raises
     ------
-    WeightsError
+    ManifestError
         There is no such name, or the piece is not inside of it.
     """
     if place is None or whole is None:
-        raise WeightsError(f"{piece.name!r} is not in the manifest of these weights")
+        raise ManifestError(
+            "the model is not the one that this publisher was made for",
+            [f"{piece.name!r} is not in the manifest; make a new publisher when the model changes"],
+        )
     shape = piece.tensor.shape
     if len(piece.start) != whole.dim() or any(
-        start + size > room
+        start < 0 or start + size > room
         for start, size, room in zip(piece.start, shape, whole.shape, strict=False)
     ):
-        raise WeightsError(
-            f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not inside "
-            f"{list(whole.shape)}, which the manifest has; make a new publisher when the model "
-            "changes"
+        raise ManifestError(
+            "the model is not the one that this publisher was made for",
+            [
+                f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not "
+                f"inside {list(whole.shape)}, which the manifest has; make a new publisher when "
+                "the model changes"
+            ],
         )
     for dim, (start, size) in enumerate(zip(piece.start, shape, strict=True)):
         if size != whole.shape[dim]:

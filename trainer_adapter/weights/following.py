@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from trainer_adapter._checks import check_int64
 from trainer_adapter.weights.carriers.base import CarriedVersion
 from trainer_adapter.weights.carriers.patched import CarriedPatch, PatchedVersion
 from trainer_adapter.weights.copies import Pair
@@ -133,6 +134,7 @@ class FollowingWeights(ABC):
         BusClosedError
             These weights are closed.
         """
+        base = check_int64("base", base)
         carried = self._open()
         patch = self._patch()
         if patch is None or patch.base_version != base:

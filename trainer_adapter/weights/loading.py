@@ -20,8 +20,8 @@ from trainer_adapter.weights.copies import (
     split,
 )
 from trainer_adapter.weights.errors import ManifestError, TornWeightsError
-from trainer_adapter.weights.manifest import Manifest, Slice
-from trainer_adapter.weights.memory import view_of
+from trainer_adapter.weights.manifest import Manifest, Slice, require_slices
+from trainer_adapter.weights.memory import has_memory, view_of
 from trainer_adapter.weights.seen import SeenTensors
 from trainer_adapter.weights.sharded import is_sharded
 from trainer_adapter.weights.source import dtype_name, local_part
@@ -35,7 +35,13 @@ Targets = torch.nn.Module | Mapping[str, torch.Tensor]
 
 def named_of(model: Targets | Mapping[str, object]) -> Mapping[str, object]:
     """Return what a module has, or what was given, by name: tensors, and what else there may be."""
-    return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    if isinstance(model, torch.nn.Module):
+        return model.state_dict(keep_vars=True)
+    if not isinstance(model, Mapping):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, or tensors by name, got {type(model).__name__}"
+        )
+    return model
 
 
 def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -115,6 +121,7 @@ def paired(
         What does not fit, all of it.
     """
     targets = {name: target.detach() for name, target in targets.items()}
+    require_slices(slices)
     destinations = _destinations(targets, slices or {})
     faults = _faults(manifest, targets, destinations, strict=strict, cast=cast, slices=slices or {})
     if faults:
@@ -268,8 +275,9 @@ def _faults(
             shapes.append(f"slice {name!r}: {part} is not inside a plain tensor of the model")
     shapes += _uncovered(targets, slices)
     for name, target in destinations.items():
-        if target.is_meta:
-            shapes.append(f"{name!r} of the model is on the meta device and has no memory")
+        problem = _unwritable(target)
+        if problem:
+            shapes.append(f"{name!r} of the model {problem}")
             continue
         if name not in places and name not in manifest.slices:
             missing.append(f"missing: {name!r}")
@@ -297,18 +305,44 @@ def _covered(manifest: Manifest, destinations: Mapping[str, torch.Tensor]) -> se
 
 
 def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:
-    """Fused tensors whose parts are not all there."""
-    lengths: dict[str, int] = {}
+    """Fused tensors that their parts do not make up: each row has to come once."""
+    parts: dict[str, list[Slice]] = {}
     for part in slices.values():
-        lengths[part.of] = lengths.get(part.of, 0) + part.length
-    return [
-        f"the slices of {name!r} are {length} of {targets[name].shape[part.dim]} rows"
-        for name, length in lengths.items()
-        for part in [next(part for part in slices.values() if part.of == name)]
-        if name in targets
-        and part.dim < targets[name].dim()
-        and length != targets[name].shape[part.dim]
-    ]
+        parts.setdefault(part.of, []).append(part)
+    faults = []
+    for name, found in parts.items():
+        whole = targets.get(name)
+        dim = found[0].dim
+        if whole is None or not 0 <= dim < whole.dim():
+            continue  # that is said of the slice
+        end, made_up = 0, True
+        for part in sorted(found, key=lambda part: part.start):
+            made_up = made_up and part.dim == dim and part.start == end
+            end = part.start + part.length
+        if not made_up or end != whole.shape[dim]:
+            said = ", ".join(f"{part.start} to {part.start + part.length}" for part in found)
+            length = sum(part.length for part in found)
+            faults.append(
+                f"the slices of {name!r} are {length} of {whole.shape[dim]} rows ({said}): each "
+                "row has to be in one of them"
+            )
+    return faults
+
+
+def _unwritable(target: torch.Tensor) -> str:
+    """Say why nothing can be copied into a tensor in place; empty where it can."""
+    if target.is_meta:
+        return "is on the meta device and has no memory"
+    local = target.to_local() if is_sharded(target) else target
+    if local.layout != torch.strided:
+        return f"has the layout {local.layout}, expected torch.strided"
+    if not has_memory(local):
+        return "has no memory: its storage was freed, as FSDP does between forward passes"
+    if local.is_conj() or local.is_neg():
+        return "is a lazy conjugate or negative of other memory; call resolve_conj().resolve_neg()"
+    if any(not step and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+        return "is expanded: several of its elements are one; call clone()"
+    return ""
 
 
 def _pair(name: str, view: torch.Tensor, target: torch.Tensor) -> Pair:

@@ -18,7 +18,15 @@ import msgspec
 
 from trainer_adapter.weights.errors import ManifestError
 
-__all__ = ["ALIGNMENT", "DTYPE_BYTES", "Manifest", "ParamMeta", "Slice", "TensorPlace"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPE_BYTES",
+    "Manifest",
+    "ParamMeta",
+    "Slice",
+    "TensorPlace",
+    "require_slices",
+]
 
 #: Bytes at multiples of which tensors begin: the widest vector and DMA access.
 ALIGNMENT: Final = 256
@@ -165,9 +173,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ------
         ManifestError
             What was given contradicts itself.
+        TypeError
+            Something is no ParamMeta, no text or no Slice.
         """
         tensors = []
         end = 0
+        require_slices(slices)
+        _require_params(params)
         for param in params:
             offset = -(-end // ALIGNMENT) * ALIGNMENT
             size = math.prod(param.shape) * DTYPE_BYTES.get(param.dtype, 0)
@@ -265,7 +277,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             faults.append("a tensor has no name")
         if width is None:
             faults.append(f"{tensor.name!r}: dtype {tensor.dtype!r} is unknown")
-        if any(size < 0 for size in tensor.shape):
+        if any(size < 0 for size in tensor.shape) or tensor.size >= 1 << 63:
             faults.append(f"{tensor.name!r}: shape {list(tensor.shape)}")
         elif width is not None and tensor.size != math.prod(tensor.shape) * width:
             faults.append(
@@ -331,3 +343,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"slice {name!r}: drops a dimension of {part.length}")
             shape[part.dim : part.dim + 1] = [] if part.drop_dim else [part.length]
         return tensor.dtype, tuple(shape)
+
+
+def require_slices(slices: object) -> None:
+    """Raise TypeError unless it is Slices by name, or None."""
+    if slices is not None and not isinstance(slices, Mapping):
+        raise TypeError(f"slices: expected Slices by name, got {type(slices).__name__}")
+    for name, part in (slices or {}).items():
+        if not isinstance(part, Slice):
+            raise TypeError(f"slices: {name!r}: expected a Slice, got {type(part).__name__}")
+        if any(type(number) is not int for number in (part.dim, part.start, part.length)):
+            raise TypeError(f"slices: {name!r}: dim, start, length: expected ints, got {part}")
+
+
+def _require_params(params: Sequence[object]) -> None:
+    for param in params:
+        if not isinstance(param, ParamMeta):
+            raise TypeError(f"params: expected ParamMetas, got {type(param).__name__}")
+        # Structs are checked where they are read, not where they are made.
+        name: object = param.name
+        shape: object = param.shape
+        if not isinstance(name, str):
+            raise TypeError(f"params: expected texts as names, got {name!r}")
+        if not isinstance(shape, (tuple, list)) or any(not isinstance(n, int) for n in shape):
+            raise TypeError(f"params: {name!r}: expected a tuple of ints, got {shape!r}")

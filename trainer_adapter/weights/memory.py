@@ -17,6 +17,7 @@ from trainer_adapter.weights.manifest import Manifest, TensorPlace
 __all__ = [
     "byte_view",
     "copy_tensor",
+    "has_memory",
     "is_plain_copy",
     "payload_tensor",
     "tensor_at",
@@ -119,6 +120,24 @@ def is_plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
         and target.numel() > 0
         and not (source.is_conj() or source.is_neg())
     )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a tensor lie in its storage.
+
+    Torch does not ask: a copy from or to a storage that was resized ends the process, or writes
+    where it should not.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Of the layout torch.strided.
+    """
+    if tensor.numel() == 0:
+        return True
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() >= end)
 
 
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

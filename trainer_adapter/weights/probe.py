@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import torch
 
+from trainer_adapter._checks import known_device
 from trainer_adapter.device.memory import refusals
 from trainer_adapter.weights.errors import DeviceMismatchError, WeightsError
 
@@ -65,7 +66,7 @@ def checked_device(device: str | torch.device) -> torch.device:
     DeviceMismatchError
         It is not here.
     """
-    wanted = torch.device(device)
+    wanted = known_device(device)
     count = torch.cuda.device_count() if wanted.type == "cuda" else 0
     known = wanted.type == "cpu" or (wanted.type == "cuda" and (wanted.index or 0) < count)
     if not known:

@@ -20,12 +20,13 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus.pool import WhenHeld
+from trainer_adapter._checks import check_flag, check_int64, check_seconds, check_text
 from trainer_adapter.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
 from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
 from trainer_adapter.weights.carriers.patched import PatchingSink
 from trainer_adapter.weights.carriers.shm import ShmWriter
-from trainer_adapter.weights.errors import WeightsError, WeightsTimeoutError
+from trainer_adapter.weights.errors import ManifestError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.patches import patch_share
 from trainer_adapter.weights.probe import CarrierName, choose
@@ -38,6 +39,8 @@ __all__ = ["Publication", "Published", "WeightPublisher"]
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
+#: One that is read, and one that is written.
+DEFAULT_SLOTS: Final = 2
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +185,7 @@ class WeightPublisher:
         Another process publishes these weights.
     WeightsError
         The carrier cannot serve here.
-    ValueError
+    TypeError, ValueError
         An option is none, or is another carrier's.
     CapacityError
         The slots do not fit /dev/shm, or the device.
@@ -202,7 +205,7 @@ class WeightPublisher:
         *,
         carrier: CarrierName = "auto",
         device: str | torch.device = "cpu",
-        slots: int = 2,
+        slots: int = DEFAULT_SLOTS,
         max_slots: int | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -214,6 +217,7 @@ class WeightPublisher:
         keep: bool = False,
         label: str = "",
     ) -> None:
+        _check_options(source, timeout=timeout, label=label, digests=digests, keep=keep)
         self.bus: Final = bus
         self.rank, self.world_size = rank, world_size
         self._source = source
@@ -231,6 +235,7 @@ class WeightPublisher:
         share = _checked_patches(self.carrier.name, patches)
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
+            _require_plain(slots, max_slots, when_held)
             place = _checked_directory(directory, world_size, digests)
             self._writer = CheckpointWriter(place, self.manifest)
         elif self.carrier.name in KIND_OF:
@@ -289,9 +294,12 @@ class WeightPublisher:
             Another rank could not write its pieces.
         BusClosedError
             This publisher is closed.
+        BusRemovedError
+            The weights were removed under it, so that nobody would find what it publishes.
         TypeError, ValueError
             The version is no int64.
         """
+        check_text("text", text)
         return self._publish(_checked_version(version), text, threading.Event())
 
     def publish_async(self, version: int, *, text: str = "") -> Publication:
@@ -313,6 +321,7 @@ class WeightPublisher:
             This publisher is closed.
         """
         publication = Publication(_checked_version(version))
+        check_text("text", text)
         if self._closed:
             raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
 
@@ -362,24 +371,44 @@ class WeightPublisher:
     def _copy(self, sink: VersionSink) -> int:
         written = 0
         lasting: list[LocalPiece] = []
+        sizes: dict[str, int] = {}
         repeating = self._as_repeating(sink)
         with torch.no_grad():
             if repeating is not None and self._foreseeing is not None:
                 repeating.foresee(self._foreseeing.foreseen(self.rank, self.world_size))
             for piece in self._source.iter_local(self.rank, self.world_size):
+                if not isinstance(piece, LocalPiece):
+                    raise _no_piece(piece)
                 if repeating is not None and piece.lasting:
                     lasting.append(piece)
                 else:
-                    written += sink.put(piece)
+                    size = sink.put(piece)
+                    sizes[piece.name] = sizes.get(piece.name, 0) + size
+                    written += size
             if repeating is not None:
                 written += repeating.put_lasting(lasting)
             sink.settle()
-        if self.world_size == 1 and written != self._whole:
-            raise WeightsError(
-                f"the source gave {written} of {self._whole} bytes: each tensor of params() has to "
-                "come from iter_local() once. The weights that were published stay in force"
-            )
+        if self.world_size == 1 and (written != self._whole or sizes):
+            self._require_all(written, sizes, {piece.name for piece in lasting})
         return written
+
+    def _require_all(self, written: int, sizes: dict[str, int], lasting: set[str]) -> None:
+        """Raise ManifestError where a tensor did not come, or came more than once."""
+        known = {tensor.name: tensor.size for tensor in self.manifest.tensors}
+        faults = [
+            f"{name!r}: {size} bytes came, of {known[name]}"
+            for name, size in sizes.items()
+            if size != known[name]
+        ]
+        faults += [f"{n!r} did not come" for n in known if n not in sizes and n not in lasting]
+        if written != self._whole:
+            faults.append(f"the source gave {written} of {self._whole} bytes")
+        if faults:
+            raise ManifestError(
+                "each tensor of params() has to come from iter_local() once; the weights that were "
+                "published stay in force",
+                faults,
+            )
 
     def _as_repeating(self, sink: VersionSink) -> RepeatingSink | None:
         kind = type(sink)
@@ -411,11 +440,33 @@ class WeightPublisher:
 
 
 def _checked_version(version: int) -> int:
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise TypeError(f"version: expected an int, got {type(version).__name__}")
-    if not -(1 << 63) <= version < 1 << 63:
-        raise ValueError(f"version: expected an int64, got {version}")
-    return version
+    return check_int64("version", version)
+
+
+def _check_options(
+    source: object, *, timeout: object, label: object, digests: object, keep: object
+) -> None:
+    if not isinstance(source, WeightSource):
+        raise TypeError(
+            "source: expected a WeightSource, such as ModuleSource(model), got "
+            f"{type(source).__name__}"
+        )
+    check_seconds("timeout", timeout)
+    check_text("label", label)
+    check_flag("digests", digests)
+    check_flag("keep", keep)
+
+
+def _no_piece(piece: object) -> TypeError:
+    return TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
+
+
+def _require_plain(slots: int, max_slots: int | None, when_held: str) -> None:
+    if slots != DEFAULT_SLOTS or max_slots is not None or when_held != "wait":
+        raise ValueError(
+            "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
+            f"not, got {slots}, {max_slots} and {when_held!r}"
+        )
 
 
 def _checked_directory(directory: Path | str | None, world_size: int, digests: bool) -> Path | str:

@@ -6,13 +6,16 @@ shapes; together their pieces are each tensor exactly once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter._checks import check_flag
+from trainer_adapter.weights.errors import ManifestError, WeightsError
 from trainer_adapter.weights.manifest import ParamMeta, Slice
+from trainer_adapter.weights.memory import has_memory
 from trainer_adapter.weights.seen import SeenTensors
 from trainer_adapter.weights.sharded import is_sharded
 
@@ -43,6 +46,11 @@ class LocalPiece:
     lasting : bool
         Whether the source gives this object again for the next version, so that what was found out
         about it may be kept; a tensor that is made for one version would be kept with it.
+
+    Raises
+    ------
+    TypeError
+        It is no tensor, or the start is no tuple of ints.
     """
 
     __slots__ = ("lasting", "name", "start", "tensor")
@@ -50,6 +58,10 @@ class LocalPiece:
     def __init__(
         self, name: str, start: tuple[int, ...], tensor: torch.Tensor, *, lasting: bool = False
     ) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name!r}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if type(start) is not tuple or any(type(at) is not int for at in start):
+            start = _checked_start(name, start)
         self.name = name
         self.start = start
         self.tensor = tensor
@@ -186,6 +198,11 @@ class ModuleSource:
         Whether persistent buffers are published too.
     only : callable, optional
         By the module's names, which tensors are published, such as those of an adapter.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is none, such as a dtype without fractions.
     """
 
     def __init__(
@@ -198,8 +215,14 @@ class ModuleSource:
         buffers: bool = True,
         only: Callable[[str], bool] | None = None,
     ) -> None:
+        if not callable(getattr(model, "state_dict", None)):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        for name, function in (("rename", rename), ("only", only)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
+        check_flag("buffers", buffers)
         self._model = model
-        self._dtype = dtype
+        self._dtype = _checked_dtype(dtype)
         self._rename = rename
         self._slices: Final = dict(slices or {})
         self._buffers = buffers
@@ -223,22 +246,23 @@ class ModuleSource:
         found: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[object, str] = {}
+        taken: list[str] = []
         for own_name, tensor in state.items():
             if not isinstance(tensor, torch.Tensor) or (kept is not None and own_name in kept):
                 continue
             if self._only is not None and not self._only(own_name):
                 continue
             name = own_name if self._rename is None else self._rename(own_name)
-            if tensor.is_meta:
-                raise WeightsError(
-                    f"{name!r} is on the meta device and has no bytes; load the model before it is "
-                    "published. The weights that were published stay in force"
-                )
+            _require_bytes(name, tensor)
+            if name in found or name in aliases:
+                taken.append(f"{name!r} is what rename gives {own_name!r} and another tensor")
             known = first.setdefault(_identity(tensor), name)
             if known == name:
                 found[name] = tensor
             else:
                 aliases[name] = known
+        if taken:
+            raise ManifestError("each tensor needs a name of its own", taken)
         return found, aliases
 
     def _published_dtype(self, tensor: torch.Tensor) -> torch.dtype:
@@ -327,3 +351,39 @@ def _identity(tensor: torch.Tensor) -> object:
         return id(tensor)
     at = (local.data_ptr(), local.device, local.dtype)
     return (*at, tuple(local.shape), local.stride())
+
+
+def _checked_start(name: str, start: object) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(at) for at in start)  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(f"{name!r}: start: expected a tuple of ints, got {start!r}") from None
+
+
+def _checked_dtype(dtype: object) -> torch.dtype | None:
+    """Return what floating-point tensors are published as; whole numbers would lose them."""
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found is None:
+        return None
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    if not found.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point one, such as bfloat16, got {found}")
+    return found
+
+
+def _require_bytes(name: str, tensor: torch.Tensor) -> None:
+    problem = ""
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "has no shape before the model's first forward pass; make that"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no bytes; load the model"
+    elif tensor.layout != torch.strided:
+        problem = f"has the layout {tensor.layout}, expected torch.strided; call to_dense()"
+    elif not has_memory(tensor.to_local() if is_sharded(tensor) else tensor):
+        problem = "has no memory, as FSDP frees it between forward passes; gather it"
+    if problem:
+        raise WeightsError(
+            f"{name!r} {problem} before it is published. The weights that were published stay in "
+            "force"
+        )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import torch
 
 from shmbus import BusClosedError
+from trainer_adapter._checks import check_flag, check_int, check_int64, check_seconds, check_text
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
 from trainer_adapter.weights.carriers.exported_reader import PooledReader
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Verify", "WeightSubscriber", "Weights"]
+
+_FOR_EVER: Final = "waits for ever"
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -77,7 +80,7 @@ class WeightSubscriber:
         The device is not here.
     WeightsError
         The carrier cannot serve here.
-    ValueError
+    TypeError, ValueError
         An option is none, or is another carrier's.
 
     Examples
@@ -100,6 +103,8 @@ class WeightSubscriber:
     ) -> None:
         if verify not in ("off", "sample", "all"):
             raise ValueError(f"verify: expected 'off', 'sample' or 'all', got {verify!r}")
+        check_flag("patches", patches)
+        check_text("label", label)
         self.bus: Final = bus
         self.carrier: Final = choose(carrier, device, directory=directory)
         self._verify: Final[Verify] = verify
@@ -137,6 +142,7 @@ class WeightSubscriber:
         BusClosedError
             This subscriber is closed.
         """
+        check_seconds("timeout", timeout, none=_FOR_EVER)
         return self._open(0, timeout)
 
     def wait(self, *, newer_than: int | None = None, timeout: float | None = None) -> int:
@@ -161,6 +167,9 @@ class WeightSubscriber:
         ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
             As for `latest`.
         """
+        check_seconds("timeout", timeout, none=_FOR_EVER)
+        if newer_than is not None:
+            newer_than = check_int64("newer_than", newer_than)
         deadline = None if timeout is None else time.monotonic() + timeout
         after = 0
         while True:
@@ -195,6 +204,7 @@ class WeightSubscriber:
         ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
             As for `latest`.
         """
+        version = check_int64("version", version)
         self._require_open()
         return self._verified(self._reader.at(version))
 
@@ -426,9 +436,10 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
         reason : str
             For people.
         code : int
-            For programs.
+            For programs; 1 or more.
         """
-        self._open().refused(code, reason)
+        check_text("reason", reason)
+        self._open().refused(check_int("code", code, 1, (1 << 31) - 1), reason)
 
     def close(self) -> None:
         """Let go; views that are left keep the slot."""
