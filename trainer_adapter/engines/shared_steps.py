@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from trainer_adapter._checks import check_int
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.pauses import Pairs, Pauses, uninterrupted
 from trainer_adapter.engines.report import ServerReport, UpdateReport
@@ -60,7 +61,10 @@ class SharedSteps(Pauses):
             Load whole weights with another step, and heal=True.
         BlockingIOError
             Another process is updating servers of this bus.
+        TypeError, ValueError
+            The version is no int of 0 or more.
         """
+        version = check_int("version", version, 0, (1 << 63) - 1)
         async with self._busy:
             with PauseNote(self.bus) as note:
                 task = asyncio.ensure_future(self._step(note, shared, action, version, heal))

@@ -25,6 +25,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from trainer_adapter._checks import check_int64, check_text
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.source import ModuleSource
 
@@ -80,7 +81,7 @@ class AdapterFiles:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         The name is none, or `keep` is less than 1.
     WeightsError
         The config is none of PEFT's.
@@ -89,10 +90,14 @@ class AdapterFiles:
     def __init__(
         self, directory: Path | str, name: str, config: Mapping[str, Any], *, keep: int = 3
     ) -> None:
+        check_text("name", name)
         if not _NAME.fullmatch(name):
             raise ValueError(f"name: expected letters, digits, '.', '-' and '_', got {name!r}")
+        keep = check_int64("keep", keep)
         if keep < 1:
             raise ValueError(f"keep: expected at least 1 version, got {keep}")
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
         missing = [key for key in ("peft_type", "r", "target_modules") if key not in config]
         if missing:
             raise WeightsError(
@@ -123,21 +128,26 @@ class AdapterFiles:
 
         Raises
         ------
-        ValueError
-            The version is negative.
+        TypeError, ValueError
+            The version is no int64, or negative; or something is no tensor.
         WeightsError
             There are no tensors, or that version was written before.
         """
         from safetensors.torch import save_file
 
+        version = check_int64("version", version)
         if version < 0:
             raise ValueError(f"version: expected 0 or more, got {version}")
+        _require_tensors(state)
         name = f"{self._name}-v{version}"
         target = self._directory / name
         if not state or target.exists():
             what = "that version is there already" if state else "it has no tensors"
             raise WeightsError(f"adapter {name!r}: {what}; nothing was written")
-        tensors = {key: value.detach().to("cpu").contiguous() for key, value in state.items()}
+        # A file has each tensor's bytes once, and those of two that share memory are refused.
+        tensors = {
+            key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()
+        }
         fresh = self._directory / f".new-{secrets.token_hex(4)}"
         fresh.mkdir()
         try:
@@ -281,3 +291,19 @@ def _sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _require_tensors(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected tensors by name, got {type(state).__name__}")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"state: {name!r}: expected a tensor by a text, got {type(tensor).__name__}; "
+                "nothing was written"
+            )
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise WeightsError(
+                f"state: {name!r} is on {tensor.device} with the layout {tensor.layout}, expected "
+                "plain bytes; nothing was written"
+            )

@@ -304,7 +304,7 @@ def read_bridge(path: Path | str | None = None) -> BridgeConfig:
         raw = file.read(_MAX_BYTES + 1)
     try:
         said = msgspec.json.decode(raw, type=_File)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ManifestError(what, [str(error)]) from error
     if said.shmbus is not None and (not held or said.shmbus.boot_id != _boot_id()):
         why = "its writer has ended" if not held else "it is of another boot of this machine"

@@ -29,12 +29,15 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 
+from shmbus import BusClosedError
+from trainer_adapter._checks import check_flag, check_int64, check_seconds
 from trainer_adapter.weights.errors import (
     ManifestError,
     TornWeightsError,
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["SharedModel", "attach", "share"]
+
+_FOR_EVER: Final = "waits for ever"
 
 Locking: TypeAlias = Literal["lock", "none"]
 
@@ -89,6 +94,8 @@ class SharedModel:
         self._file = file
         self._writable = writable
         self._remove = False
+        #: Whose tensors these are, in the process that steps.
+        self._model: weakref.ref[torch.nn.Module] | None = None
         self._guard = StepGuard(file)
         self._stepping = False
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -137,7 +144,11 @@ class SharedModel:
             The step took longer.
         TornWeightsError
             The trainer ended in a step, or its step failed.
+        BusClosedError
+            This copy was closed.
         """
+        check_seconds("timeout", timeout, none=_FOR_EVER)
+        self._require_open()
         if not self._guard.enter(timeout):
             raise self._late("the trainer's step has not ended", timeout)
         try:
@@ -150,6 +161,28 @@ class SharedModel:
             yield self.version
         finally:
             self._guard.leave()
+
+    def _require_open(self) -> None:
+        if self._file < 0:
+            raise BusClosedError(f"shared weights of bus {self.bus!r} are closed; attach again")
+
+    def _require_in_place(self) -> None:
+        """Raise WeightsError where the model has a tensor that nobody else would see change."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return
+        state = model.state_dict(keep_vars=True)
+        moved = [
+            name
+            for name in self.manifest.by_name()
+            if name in state and state[name].data_ptr() != self[name].data_ptr()
+        ]
+        if moved:
+            raise WeightsError(
+                f"shared weights of bus {self.bus!r}: {', '.join(map(repr, moved[:4]))} of the "
+                f"model ({len(moved)} in all) is no longer the shared one, so servers would keep "
+                "the old; change parameters in place, or share the model anew. Nothing was changed"
+            )
 
     def _late(self, why: str, timeout: float | None) -> WeightsTimeoutError:
         return WeightsTimeoutError(
@@ -187,12 +220,22 @@ class SharedModel:
         Raises
         ------
         WeightsError
-            This process only reads, or steps already.
+            This process only reads, or steps already; or the model has a tensor that is not shared.
+        BusClosedError
+            This copy was closed.
+        TypeError, ValueError
+            The version is no int64, or an option is none.
         WeightsTimeoutError
             A reader did not leave; nothing was changed.
         TornWeightsError
             A step before was not ended.
         """
+        version = check_int64("version", version)
+        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_flag("heal", heal)
+        if guard not in ("lock", "none"):
+            raise ValueError(f"guard: expected 'lock' or 'none', got {guard!r}")
+        self._require_open()
         if not self._writable or self._stepping:
             what = "steps already" if self._writable else "only reads"
             raise WeightsError(f"shared weights of bus {self.bus!r}: this process {what}")
@@ -204,6 +247,7 @@ class SharedModel:
                     f"shared weights of bus {self.bus!r}: a step before was not ended, and the "
                     "model is a mix; load whole weights with heal=True"
                 )
+            self._require_in_place()
             self._stepping = True
             struct.pack_into("<Q", self._map, STEPPING_AT, 1)
             yield
@@ -278,6 +322,7 @@ def share(
     ManifestError
         Names or slices contradict each other.
     """
+    version = check_int64("version", version)
     source = ModuleSource(model, slices=slices)
     tensors, _ = source._named()
     strange = [
@@ -303,6 +348,7 @@ def share(
             tensor.data = view
         for alias in source.aliases():
             _tie(model, alias, shared)
+    shared._model = weakref.ref(model)
     return shared
 
 
@@ -351,6 +397,9 @@ def attach(
     ManifestError
         What does not fit, all of it; nothing was changed.
     """
+    check_seconds("timeout", timeout)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     file = open_file(bus, timeout)
     try:
         shared = SharedModel(bus, path_of(bus), file, writable=writable)
@@ -379,6 +428,8 @@ def attach(
         for leaf in list(module._buffers):
             if prefix + leaf in found:
                 module._buffers[leaf] = found[prefix + leaf]
+    if writable:
+        shared._model = weakref.ref(model)
     return shared
 
 
