@@ -396,6 +396,8 @@ def attach(
         It is to be writable, and the trainer lives.
     ManifestError
         What does not fit, all of it; nothing was changed.
+    TypeError, ValueError
+        The model or the timeout is none.
     """
     check_seconds("timeout", timeout)
     if not isinstance(model, torch.nn.Module):

@@ -443,10 +443,10 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Let go; views that are left keep the slot."""
-        self._tensors = None
-        if self._carried is not None:
-            self._carried.close()
-            self._carried = None
+        # Let go of first: whoever is interrupted after that leaves nothing that holds the slot.
+        carried, self._carried, self._tensors = self._carried, None, None
+        if carried is not None:
+            carried.close()
 
     def __enter__(self) -> Self:
         return self
