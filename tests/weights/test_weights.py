@@ -7,12 +7,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import Spawner, wait_until
-from weight_models import Odd, bits, many, same
+from weight_models import Odd, Unwritable, bits, many, same
 
 from shmbus import BusClosedError
 from shmbus.pool import read_pool
@@ -209,18 +208,6 @@ def test_a_model_that_does_not_fit_has_all_its_faults_named_and_no_byte_changed(
         (row,) = read_pool(bus_name, "weights").readers
         assert (row.applied_version, row.refused_version) == (4, None)
     assert replica["p2"].any() and not replica["extra"].any()
-
-
-class Unwritable(torch.Tensor):
-    """One whose copies fail, as those to a device do that has no memory left."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in (torch.Tensor.copy_, torch._foreach_copy_):
-            raise RuntimeError("injected: no memory")
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def test_a_copy_that_fails_says_that_the_model_is_torn(

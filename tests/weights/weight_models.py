@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -66,3 +68,15 @@ def step(model: torch.nn.Module, made: torch.Generator, share: float) -> None:
         flat.view(torch.uint8).view(-1, width)[at] = patch
         if not tensor.is_contiguous():
             tensor.t().copy_(flat.view(tensor.t().shape))
+
+
+class Unwritable(torch.Tensor):
+    """One whose copies fail, as those to a device do that has no memory left."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.Tensor.copy_, torch._foreach_copy_):
+            raise RuntimeError("injected: no memory")
+        return super().__torch_function__(function, types, args, kwargs or {})
