@@ -116,6 +116,7 @@ def test_a_truncated_segment_is_walked_as_far_as_it_goes(bus_name: str) -> None:
 def test_a_dead_owners_open_reservation_is_shown_as_what_it_is(
     bus_name: str, spawn: Spawner
 ) -> None:
+    shmbus.Bus.create(bus_name, "1MiB").close()
     child = spawn.script(
         "import sys, time, shmbus\n"
         "producer = shmbus.Producer(sys.argv[1])\n"
@@ -124,7 +125,6 @@ def test_a_dead_owners_open_reservation_is_shown_as_what_it_is(
         "time.sleep(600)",
         bus_name,
     )
-    shmbus.Bus.create(bus_name, "1MiB").close()
     child.expect("ready")
     child.kill()
     found = inspect(bus_name)
