@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -21,6 +21,9 @@ from shmbus_ext import _core
 
 # Longer than anything here takes on a loaded machine.
 DEADLINE_S = 30.0
+#: A daemon that breaks ends within this; one that did not grant in C goes on, and is tried again.
+ENDS_S = 10.0
+TRIES = 5
 SEED = 20261122
 ID = 7
 
@@ -66,7 +69,7 @@ class Service:
         return found == [True]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(name: str, portion: int = 1024, records: int = 1024) -> Iterator[Service]:
     with Bus.create(name, "4MiB"):
         service = Service(name, portion, records)
@@ -78,11 +81,11 @@ def serving(name: str, portion: int = 1024, records: int = 1024) -> Iterator[Ser
             service.theirs.close()
 
 
-def put(name: str, groups: int = 1, size: int = 1) -> None:
-    """Put g0, g1 and so on."""
+def put(name: str, groups: int = 1, size: int = 1, first: int = 0) -> None:
+    """Put g0, g1 and so on, or from another number on."""
     tokens = np.arange(4, dtype=np.int32)
     with Producer(name) as producer:
-        for number in range(groups):
+        for number in range(first, first + groups):
             for index in range(size):
                 producer.put(f"g{number}", group_size=size, index=index, tokens=tokens)
 
@@ -245,15 +248,24 @@ def test_a_daemon_that_ends_behind_a_grant_loses_nothing_and_doubles_nothing(
         broken = spawn.script(BROKEN, "serve", bus_name)
         wait_until(lambda: " serving " in broken.output(), what="the daemon to serve")
         with Consumer(bus_name) as consumer:
-            taker, groups = take_beside(consumer, DEADLINE_S)
-            put(bus_name)
-            assert broken.wait(DEADLINE_S) == 1
+            number, ended = -1, False
+            # Python grants where its thread has the lock: that group is acknowledged like any.
+            while not ended and number < TRIES:
+                number += 1
+                taker, groups = take_beside(consumer, DEADLINE_S)
+                put(bus_name, first=number)
+                with contextlib.suppress(TimeoutError):
+                    ended = broken.wait(ENDS_S) == 1
+                if not ended:
+                    taker.join(DEADLINE_S)
+                    consumer.ack(groups)
             assert "broken by a test" in broken.output()
             served = Daemon(spawn, bus_name, ())
             taker.join(DEADLINE_S)
-            assert [group.instance_id for group in groups] == ["g0"]
+            assert [group.instance_id for group in groups] == [f"g{number}"]
             consumer.ack(groups)
-            wait_until(lambda: consumer.stats().acknowledged == 1, what="the acknowledgement")
+            acked = number + 1
+            wait_until(lambda: consumer.stats().acknowledged == acked, what="acknowledgements")
             assert consumer.take(timeout=0) == []
             assert consumer.stats().balanced
         served.stop()
