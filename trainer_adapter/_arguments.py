@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 
 import shmbus
 from shmbus.batch.gather import FieldNames, GatherThreads
+from trainer_adapter._checks import checked_int
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "check_packing",
     "check_wait",
     "checked_budget",
-    "checked_int",
     "checked_max_wait",
     "checked_pack_threads",
     "score_error",
@@ -87,16 +87,6 @@ def check_wait(name: str, value: object) -> None:
         seconds = math.nan  # an int that no float can hold
     if not seconds >= 0:
         raise ValueError(f"{name}: expected 0 or more seconds, or None, got {value!r}")
-
-
-def checked_int(name: str, value: object) -> int:
-    """Return an int; NumPy's integers are ints, a bool is not. Raises TypeError for another."""
-    if isinstance(value, (bool, type)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    try:
-        return operator.index(value)
-    except TypeError as error:  # an array or a tensor of several numbers
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
 
 
 def check_device(device: object) -> torch.device:

@@ -1,4 +1,4 @@
-"""Checks of plain arguments of weights, engines and channels.
+"""Checks of plain arguments, wherever they are given.
 
 Invariant: an error names the argument, what was expected, and what was given; nothing was begun.
 """
@@ -7,21 +7,35 @@ from __future__ import annotations
 
 import operator
 from numbers import Real
-from typing import Final
 
 import torch
 
-__all__ = ["check_flag", "check_int", "check_int64", "check_seconds", "check_text", "known_device"]
+__all__ = [
+    "check_flag",
+    "check_int",
+    "check_int64",
+    "check_seconds",
+    "check_text",
+    "checked_int",
+    "known_device",
+]
 
-#: Types of a number; a bool is none here, whatever Python says.
-_NO_NUMBERS: Final = (bool, torch.Tensor)
+
+def checked_int(name: str, value: object) -> int:
+    """Return an int; NumPy's integers are ints, a bool is not. Raises TypeError for another."""
+    if isinstance(value, (bool, type)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    try:
+        return operator.index(value)
+    except TypeError as error:  # an array or a tensor of several numbers
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
 
 
 def check_int64(name: str, value: object) -> int:
-    """Return an int of 64 bits. NumPy's integers are ints, a bool is not."""
-    if isinstance(value, _NO_NUMBERS) or not hasattr(value, "__index__"):
+    """Return an int of 64 bits; a tensor is none here, since its value may be on a device."""
+    if isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    number = operator.index(value)
+    number = checked_int(name, value)
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"{name}: expected an int64, got {number}")
     return number

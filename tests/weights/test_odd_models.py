@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -215,6 +216,16 @@ def test_weights_that_were_removed_are_not_published_to_nobody(bus_name: str) ->
         unlink_pool(bus_name, "weights")
         with pytest.raises(BusRemovedError, match="make a new publisher"):
             publisher.publish(version=2)
+
+
+@pytest.mark.parametrize("version", [int, np.arange(2), torch.arange(2), "1", 1.0, True])
+def test_a_version_that_is_no_int_is_refused_by_its_name(version: Any, bus_name: str) -> None:
+    got = f"version: expected an int, got {type(version).__name__}"
+    with (
+        WeightPublisher(bus_name, ModuleSource(Holder(a=Q))) as publisher,
+        pytest.raises(TypeError, match=got),
+    ):
+        publisher.publish(version=version)
 
 
 @pytest.mark.parametrize(

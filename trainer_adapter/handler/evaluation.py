@@ -11,7 +11,8 @@ import numpy as np
 
 import shmbus
 from shmbus.batch.field_names import FieldNames
-from trainer_adapter._arguments import check_wait, checked_int
+from trainer_adapter._arguments import check_wait
+from trainer_adapter._checks import checked_int
 from trainer_adapter.handler.scoring import GroupScoring
 
 __all__ = ["EvaluatingHandler"]

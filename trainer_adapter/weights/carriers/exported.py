@@ -25,9 +25,9 @@ from trainer_adapter.device.streams import wake
 from trainer_adapter.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.carriers.exported_buffers import Buffers, LeadersBuffers, OwnBuffers
+from trainer_adapter.weights.carriers.pool_version import PoolVersion
 from trainer_adapter.weights.copies import Batch, Pair, settle_devices, target_of_piece
 from trainer_adapter.weights.errors import (
-    LOADING_CODE,
     TornWeightsError,
     WeightsError,
     translated,
@@ -370,7 +370,7 @@ class Borrowed:
         self.cache = LoadCache()
 
 
-class ExportedVersion:
+class ExportedVersion(PoolVersion):
     """A leased version in another process's memory.
 
     Parameters
@@ -446,21 +446,6 @@ class ExportedVersion:
                     "their digest; do not load it: publish again, and look for a process that "
                     "writes where it should not"
                 )
-
-    def loading(self) -> None:
-        """Say that this process has begun to load it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.loading(self._lease, LOADING_CODE)
-
-    def applied(self) -> None:
-        """Say that this process runs it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.applied(self._lease)
-
-    def refused(self, code: int, reason: str) -> None:
-        """Say that this process could not take it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.refused(self._lease, code, reason)
 
     def close(self) -> None:
         """Let go of the lease; views that are left keep the slot."""

@@ -17,10 +17,10 @@ import torch
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import PoolDamagedError, PoolReader, VersionLease
 from trainer_adapter.weights.carriers.base import CarriedVersion
+from trainer_adapter.weights.carriers.pool_version import PoolVersion
 from trainer_adapter.weights.carriers.shm import KIND, PROMISES
 from trainer_adapter.weights.carriers.shm_patch import ShmPatch
 from trainer_adapter.weights.errors import (
-    LOADING_CODE,
     MANIFEST_CODE,
     TORN_CODE,
     TornWeightsError,
@@ -42,7 +42,7 @@ SAMPLED_BLOCKS: Final = 4
 _RETRY_S: Final = 0.05
 
 
-class ShmVersion:
+class ShmVersion(PoolVersion):
     """A leased version.
 
     Parameters
@@ -116,21 +116,6 @@ class ShmVersion:
                 return
             for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
                 self._lease.check(block, 1)
-
-    def loading(self) -> None:
-        """Say that this process has begun to load it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.loading(self._lease, LOADING_CODE)
-
-    def applied(self) -> None:
-        """Say that this process runs it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.applied(self._lease)
-
-    def refused(self, code: int, reason: str) -> None:
-        """Say that this process could not take it, while it has a row."""
-        if not self._reader.pool.closed:
-            self._reader.refused(self._lease, code, reason)
 
     def close(self) -> None:
         """Let go of the lease; views that are left keep the slot."""
