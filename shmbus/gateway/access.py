@@ -41,6 +41,17 @@ def _host_of(origin: str) -> str:
         return ""
 
 
+def _bearer_of(given: str) -> bytes | None:
+    """Return the token of an Authorization; None for another scheme.
+
+    A scheme may be written in any case (RFC 9110, section 11.1).
+    """
+    scheme, space, token = given.partition(" ")
+    if not space or scheme.lower() != "bearer":
+        return None
+    return token.lstrip(" ").encode("utf-8", "surrogateescape")
+
+
 class Access:
     """What a request needs.
 
@@ -51,7 +62,7 @@ class Access:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._token = None if settings.token is None else f"Bearer {settings.token}".encode()
+        self._token = None if settings.token is None else settings.token.encode()
         self._loopback_only = _is_loopback(settings.host)
 
     def require(self, request: web.BaseRequest) -> None:
@@ -74,8 +85,9 @@ class Access:
             )
         if self._token is None or request.path in _OPEN:
             return
-        given = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._token):
+        given = headers.get("Authorization", "")
+        token = _bearer_of(given)
+        if token is None or not hmac.compare_digest(token, self._token):
             raise Refusal(
                 HTTPStatus.UNAUTHORIZED,
                 "Authorization: expected 'Bearer' and the token of this gateway, got "
