@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,13 +96,31 @@ def _may_unshare() -> bool:
     )
 
 
+#: What makes a segment of its kind, and the file of it.
+MAKING = {
+    "bus": ("shmbus.Bus.create({name!r}, '64KiB', max_producers=2)", "shmbus.{name}"),
+    "pool": (
+        "from shmbus.pool import *; create_pool({name!r}, 'things', PoolSpec(slot_bytes=4096))",
+        "shmbus-things.{name}",
+    ),
+    "channel": (
+        "from shmbus.channel import *; ChannelSender({name!r}, max_bytes=4096)",
+        "shmbus-channel.{name}",
+    ),
+}
+
+
 @pytest.mark.skipif(not _may_unshare(), reason="needs root and mount namespaces")
-def test_a_container_without_proc_says_what_it_lacks_and_leaves_no_segment(bus_name: str) -> None:
-    program = f"import shmbus; shmbus.Bus.create({bus_name!r}, '64KiB', max_producers=2)"
+@pytest.mark.parametrize("kind", MAKING)
+def test_a_container_without_proc_says_what_it_lacks_and_leaves_no_segment(
+    bus_name: str, kind: str
+) -> None:
+    making, file = (each.format(name=bus_name) for each in MAKING[kind])
     ended = subprocess.run(
         ["unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /proc && exec "$@"', "sh",
-         sys.executable, "-c", program],
+         sys.executable, "-c", f"import shmbus; {making}"],
         capture_output=True, text=True, timeout=2 * DEFAULT_DEADLINE_S,
     )  # fmt: skip
-    assert f"OSError: bus '{bus_name}': this process needs /proc/self/fd" in ended.stderr
-    assert not os.path.exists(f"/dev/shm/shmbus.{bus_name}")
+    said = rf"OSError: {kind} '{bus_name}[^']*': this process needs /proc/self/fd, to map a {kind} "
+    assert re.search(said, ended.stderr), ended.stderr
+    assert not os.path.exists(f"/dev/shm/{file}")

@@ -4,17 +4,12 @@
  * hands. */
 #include "python/channel/channel_messages.h"
 
-#include <errno.h>
 #include <sys/mman.h>
 
 #include "channel/messages.h"
 #include "python/channel/channel_object.h"
 #include "python/segment/segment_object.h"
 #include "ring/checksum.h"
-
-static PyObject *system_error(ChannelObject *self) {
-    return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
-}
 
 /* NULL where no byte of the slot is needed; -1 with an exception. */
 static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t **at) {
@@ -32,7 +27,7 @@ static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t 
         bool writable = self->c.side == CHANNEL_SENDER;
         uint8_t *mapped = channel_map_slot(&self->c, slot, needed, writable);
         if (mapped == NULL) {
-            system_error(self);
+            py_raise_system("channel", self->name);
             return -1;
         }
         self->slots[slot].at = mapped;
@@ -49,7 +44,7 @@ bool py_channel_end_memory(ChannelObject *self) {
     }
     if (memory->exports > 0 && memory->at != NULL) {
         if (!py_channel_memory_keep(memory, self->slots[self->memory_slot].mapped)) {
-            system_error(self);
+            py_raise_system("channel", self->name);
             return false;
         }
         self->slots[self->memory_slot].at = NULL;
@@ -92,7 +87,7 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
         Py_RETURN_NONE;
     }
     if (status == CHANNEL_SYSTEM_ERROR) {
-        return system_error(self);
+        return py_raise_system("channel", self->name);
     }
     if (status != CHANNEL_OK) {
         return PyLong_FromLong(status);
@@ -249,7 +244,8 @@ static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
         return NULL;
     }
     enum channel_status status = messages_begin_at(&self->c, step);
-    return status == CHANNEL_SYSTEM_ERROR ? system_error(self) : PyLong_FromLong(status);
+    return status == CHANNEL_SYSTEM_ERROR ? py_raise_system("channel", self->name)
+                                          : PyLong_FromLong(status);
 }
 
 static PyMethodDef functions[] = {

@@ -128,7 +128,7 @@ static PyObject *result_of(ChannelObject *self, enum channel_status status) {
                                                            : self->c.found_version;
     PyObject *result = NULL;
     if (status == CHANNEL_SYSTEM_ERROR) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+        py_raise_system("channel", self->name);
     } else {
         result = Py_BuildValue("(iK)", (int)status, found);
     }
@@ -195,7 +195,7 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
     enum channel_status status =
         sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
     return status == CHANNEL_SYSTEM_ERROR
-               ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name)
+               ? py_raise_system("channel", self->name)
                : PyBool_FromLong(status == CHANNEL_OK);
 }
 

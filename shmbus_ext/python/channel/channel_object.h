@@ -6,6 +6,7 @@
 #include "python/binding.h"
 #include "python/channel/channel_memory.h"
 #include "python/list.h"
+#include "python/system_error.h"
 
 typedef struct {
     PyObject_HEAD

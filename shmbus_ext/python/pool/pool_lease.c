@@ -33,7 +33,7 @@ static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum pool_statu
     if (status != POOL_OK) {
         Py_DECREF(self);
         return status == POOL_SYSTEM_ERROR
-                   ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, pool->name)
+                   ? py_raise_system("pool", pool->name)
                    : PyLong_FromLong(status);
     }
     self->pool = pool;

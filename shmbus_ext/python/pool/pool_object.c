@@ -98,7 +98,7 @@ static PyObject *result_of(PoolObject *self, enum pool_status status) {
                                                         : self->c.found_version;
     PyObject *result = NULL;
     if (status == POOL_SYSTEM_ERROR) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+        py_raise_system("pool", self->name);
     } else {
         result = Py_BuildValue("(iK)", (int)status, found);
     }
@@ -167,10 +167,6 @@ static PyObject *py_pool_close(PoolObject *self, PyObject *ignored) {
     Py_RETURN_NONE;
 }
 
-static PyObject *raise_system(PoolObject *self) {
-    return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
-}
-
 static bool has_no_role(PoolObject *self) {
     if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.read_only) {
         PyErr_Format(PyExc_RuntimeError,
@@ -201,7 +197,8 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
             rows_leave(&self->c);
         }
     }
-    return status == POOL_SYSTEM_ERROR ? raise_system(self) : PyBool_FromLong(status == POOL_OK);
+    return status == POOL_SYSTEM_ERROR ? py_raise_system("pool", self->name)
+                                       : PyBool_FromLong(status == POOL_OK);
 }
 
 static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
@@ -211,7 +208,8 @@ static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
         return NULL;
     }
     enum pool_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
-    return status == POOL_SYSTEM_ERROR ? raise_system(self) : PyBool_FromLong(status == POOL_OK);
+    return status == POOL_SYSTEM_ERROR ? py_raise_system("pool", self->name)
+                                       : PyBool_FromLong(status == POOL_OK);
 }
 
 /* True; False where all slots have their memory; raises where there is no memory. */
@@ -225,7 +223,7 @@ static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     status = pool_grow(&self->c);
     Py_END_ALLOW_THREADS
     if (status == POOL_NO_SPACE || status == POOL_SYSTEM_ERROR) {
-        return raise_system(self);
+        return py_raise_system("pool", self->name);
     }
     return PyBool_FromLong(status == POOL_OK);
 }

@@ -4,6 +4,7 @@
 
 #include "python/binding.h"
 #include "python/list.h"
+#include "python/system_error.h"
 #include "pool/pool.h"
 
 typedef struct {

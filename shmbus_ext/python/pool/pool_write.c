@@ -51,7 +51,7 @@ static PyObject *py_pool_write_new(PoolObject *pool, uint32_t slot, bool is_piec
 
 static PyObject *status_of(PoolObject *pool, enum pool_status status) {
     return status == POOL_SYSTEM_ERROR
-               ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, pool->name)
+               ? py_raise_system("pool", pool->name)
                : PyLong_FromLong(status);
 }
 

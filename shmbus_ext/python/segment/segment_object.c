@@ -6,6 +6,7 @@
 
 #include "python/hooks.h"
 #include "python/segment/locks_held.h"
+#include "python/system_error.h"
 #include "ring/clock.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"
@@ -146,15 +147,8 @@ static void raise_status(SegmentObject *self, enum segment_status status, uint64
     static const char *const names[] = {"ok",          "system",      "space",
                                         "memory",      "unfinished",  "magic",       "version",
                                         "hash",        "geometry",    "truncated"};
-    if (status == SEGMENT_SYSTEM_ERROR && errno == ENOENT && access("/proc/self/fd", F_OK) != 0) {
-        /* The file is open already: what is missing is the way to open it a second time. */
-        PyErr_Format(PyExc_OSError,
-                     "bus '%U': this process needs /proc/self/fd, to map a bus apart from its "
-                     "locks, and there is no /proc here; mount it (mount -t proc proc /proc), or "
-                     "start the container with it",
-                     self->name);
-    } else if (status == SEGMENT_SYSTEM_ERROR) {
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->name);
+    if (status == SEGMENT_SYSTEM_ERROR) {
+        py_raise_system("bus", self->name);
     } else if (status == SEGMENT_NO_SPACE) {
         py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
     } else if (status == SEGMENT_NO_MEMORY) {
