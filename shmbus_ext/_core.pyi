@@ -232,6 +232,13 @@ class GroupTable(Generic[_S]):
 
 ROW_LENGTHS: str
 
+class ClosedByBlock:
+    """The end of a with block calls `close()`, once more where an exception cut it short."""
+
+    def close(self) -> None: ...  # the subclass's
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+
 class RecursiveLock:
     """A recursive lock."""
 

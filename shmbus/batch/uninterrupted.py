@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shmbus_ext import _core
+from shmbus_ext._core import ClosedByBlock
 
-__all__ = ["call_uninterrupted"]
+__all__ = ["ClosedByBlock", "call_uninterrupted"]
 
 _T = TypeVar("_T")
 

@@ -257,7 +257,7 @@ class PoolReader:
         self.close()
 
 
-class VersionLease:
+class VersionLease(_core.ClosedByBlock):
     """One version, whole and unchanged for as long as this object or an array of it lives."""
 
     def __init__(self, reader: PoolReader, lease: _core.PoolLease) -> None:
@@ -349,14 +349,3 @@ class VersionLease:
     def close(self) -> None:
         """Let go of it; arrays that are left keep the slot until they are gone."""
         self._lease = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

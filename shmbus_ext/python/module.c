@@ -16,6 +16,7 @@
 #include "python/channel/channel_form.h"
 #include "python/channel/channel_messages.h"
 #include "python/channel/channel_object.h"
+#include "python/closing.h"
 #include "python/device/device_calls.h"
 #include "python/gateway/answer_functions.h"
 #include "python/gateway/lift_numbers.h"
@@ -107,6 +108,7 @@ static bool add_types(PyObject *module) {
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
         {"ChannelForm", &ChannelFormType},
+        {"ClosedByBlock", &ClosedByBlockType},
         {"DeclaredSchema", &DeclaredSchemaType}, {"GatherThreads", &GatherThreadsType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
@@ -222,7 +224,8 @@ static int execute(PyObject *module) {
     }
     import_array1(-1);
     if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_channel_init_fork() ||
-                      !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words())) {
+                      !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words() ||
+                      !py_closing_init())) {
         return -1;
     }
     prepared = true;

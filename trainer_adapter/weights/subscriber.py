@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import torch
 
 from shmbus import BusClosedError
+from shmbus.batch.uninterrupted import ClosedByBlock
 from trainer_adapter._checks import check_flag, check_int, check_int64, check_seconds, check_text
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
@@ -257,7 +258,7 @@ class WeightSubscriber:
         self.close()
 
 
-class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
+class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
     """One whole version: tensors by name, which are views of shared memory.
 
     A view is read-only, though torch has no such thing: a store into it ends the process. It stays
@@ -443,18 +444,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Let go; views that are left keep the slot."""
-        # Let go of first: whoever is interrupted after that leaves nothing that holds the slot.
-        carried, self._carried, self._tensors = self._carried, None, None
-        if carried is not None:
-            carried.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        # Called again by who was interrupted here, it has to find what holds the slot.
+        if self._carried is not None:
+            self._carried.close()
+        self._carried = self._tensors = None
