@@ -221,6 +221,11 @@ class Request:
         0 for the first time that it is asked for.
     reason : str
         Why it is asked for again; "" for the first time.
+
+    Raises
+    ------
+    TypeError
+        A user makes one: they come from `Producer.next_request`.
     """
 
     __slots__ = (
@@ -240,6 +245,9 @@ class Request:
     _claim: Claim | None
     _prompt: Prompt
     _retry: tuple[int, int, str] | None
+
+    def __init__(self) -> None:
+        raise TypeError("a Request is not made by its user; take one by Producer.next_request")
 
     @classmethod
     def _of(

@@ -14,6 +14,7 @@ __all__ = [
     "check_flag",
     "check_int",
     "check_int64",
+    "check_number",
     "check_seconds",
     "check_text",
     "checked_int",
@@ -64,11 +65,32 @@ def check_seconds(name: str, value: object, *, none: str = "") -> None:
     if value is None and none:
         return
     also = f", or None, which {none}" if none else ""
+    check_number(name, value, f"seconds{also}")
+    if not value >= 0:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected 0 or more seconds{also}, got {value}")
+
+
+def check_number(name: str, value: object, what: str = "a number") -> None:
+    """Raise TypeError or ValueError unless it is a number that a float can hold; inf and nan are.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument.
+    value : object
+        What was given.
+    what : str
+        What it is to be, for the message.
+    """
     # float and int first: the test for Real asks a registry.
     if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
-        raise TypeError(f"{name}: expected seconds{also}, got {type(value).__name__}")
-    if not float(value) >= 0:
-        raise ValueError(f"{name}: expected 0 or more seconds{also}, got {value}")
+        raise TypeError(f"{name}: expected {what}, got {type(value).__name__}")
+    try:
+        float(value)
+    except OverflowError as error:
+        raise ValueError(
+            f"{name}: expected {what} that a float can hold, got one beyond 1e308"
+        ) from error
 
 
 def check_flag(name: str, value: object) -> None:

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeGuard, overload
 
@@ -35,6 +36,9 @@ __all__ = ["advantages_for_groups", "check_kind", "group_advantages", "baseline_
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
 score in use; 1e-6 is what verl adds."""
+
+#: What a float holds: an int may be more.
+LARGEST_EPS: Final = sys.float_info.max
 
 MAX_SCORE: Final = MAX_SCORE_MAGNITUDE
 
@@ -145,9 +149,9 @@ def group_advantages(
         )
     flat = values.ravel()
     if group_ids is not None:
-        result = _by_ids(flat, np.asarray(group_ids), kind, std, eps)
+        result = _by_ids(flat, _as_array("group_ids", group_ids), kind, std, eps)
     else:
-        counts = np.asarray([len(flat)] if sizes is None else sizes)
+        counts = _as_array("sizes", [len(flat)] if sizes is None else sizes)
         result = _by_sizes(flat, counts, kind, std, eps)
     return _like(result.reshape(values.shape), scores, kept)
 
@@ -188,10 +192,11 @@ def advantages_for_groups(
         compared = relative_scores(scores, sizes, baseline)
         if compared is not None:
             return compared.astype(np.float32)
-    values, _ = _as_float64(np.asarray(scores))
+    values, _ = _as_float64(_as_array("scores", scores))
     if values.ndim != 1:
         raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
-    return _by_sizes(values, np.asarray(sizes), kind, std, eps, groups).astype(np.float32)
+    counts = _as_array("sizes", sizes)
+    return _by_sizes(values, counts, kind, std, eps, groups).astype(np.float32)
 
 
 def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
@@ -211,7 +216,7 @@ def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Ba
     formula = _BASELINES.get(kind) if isinstance(kind, str) else None
     if formula is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
         return None
-    return Baseline(formula, std == "bessel", eps) if 0 <= eps < math.inf else None
+    return Baseline(formula, std == "bessel", eps) if 0 <= eps <= LARGEST_EPS else None
 
 
 def check_kind(name: str, kind: object) -> None:
@@ -239,6 +244,24 @@ def check_kind(name: str, kind: object) -> None:
 # --- in and out
 
 
+def _as_array(name: str, given: object) -> npt.NDArray[Any]:
+    """Return what was given as an array; TypeError or ValueError, by its name, for what is none."""
+    # An array of NumPy itself needs no look at a module that few processes load.
+    is_subclass = isinstance(given, np.ndarray) and type(given) is not np.ndarray
+    if is_subclass and isinstance(given, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected an array, got a {type(given).__name__}, whose mask nothing here "
+            "reads; leave out what is masked: .compressed()"
+        )
+    try:
+        return np.asarray(given)
+    except ValueError:
+        more = " and pass sizes" if name == "scores" else ""
+        raise ValueError(
+            f"{name}: expected rows of one length, got a ragged list; flatten it{more}"
+        ) from None
+
+
 def _is_row(array: object, dtype: type[np.generic]) -> TypeGuard[npt.NDArray[Any]]:
     return (
         isinstance(array, np.ndarray)
@@ -256,12 +279,7 @@ def _as_float64(
     if isinstance(scores, Tensor):
         # numpy knows no bfloat16, and float64 holds every other floating type.
         host = scores.detach().to("cpu", torch.float64 if scores.is_floating_point() else None)
-    try:
-        array = np.asarray(host)
-    except ValueError:
-        raise ValueError(
-            "scores: expected rows of one length, got a ragged list; flatten it and pass sizes"
-        ) from None
+    array = _as_array("scores", host)
     if array.dtype.kind not in "fiub" and array.size:
         raise TypeError(f"scores: expected real numbers, got {array.dtype}; convert them to float")
     source = scores.dtype if isinstance(scores, Tensor) else array.dtype
@@ -331,7 +349,7 @@ def _by_sizes(
         raise ValueError(f"std: expected 'bessel' or 'biased', got {std!r}; torch.std is 'bessel'")
     if not isinstance(eps, (int, float)):
         raise TypeError(f"eps: expected a number, got {type(eps).__name__}; 1e-6 is usual")
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps <= LARGEST_EPS:
         raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
     check_kind("kind", kind)
     if callable(kind):

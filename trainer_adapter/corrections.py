@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_adapter._checks import check_number
 from trainer_adapter._masked import (
     LOG_RATIO_LIMIT,
     bounded_ratio,
@@ -131,6 +132,9 @@ def importance_correction(
             f"level and mode: expected one of {_LEVELS} and one of {_MODES}, got {level!r} and "
             f"{mode!r}; 'token' and 'truncate' are usual"
         )
+    check_number("high", high)
+    if low is not None:
+        check_number("low", low)
     if not high > 0 or (low is not None and not 0 <= low <= high):
         raise ValueError(
             f"high and low: expected high > 0 and 0 <= low <= high, got {high} and {low}; 2 and "
@@ -320,6 +324,8 @@ def cispo_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    check_number("low", low)
+    check_number("high", high)
     if not 0 <= low <= 1 <= high:
         raise ValueError(
             f"low and high: expected 0 <= low <= 1 <= high, got {low} and {high}; 0 and 5 are usual"
@@ -365,6 +371,8 @@ def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: floa
     ValueError
         For a buffer that does not lie below `longest`, or a scale that is not positive.
     """
+    for name, value in (("longest", longest), ("buffer", buffer), ("scale", scale)):
+        check_number(name, value)
     if not 0 < buffer <= longest or not scale > 0:
         raise ValueError(
             f"buffer and scale: expected 0 < buffer <= {longest} and scale > 0, got {buffer} and "
@@ -390,6 +398,8 @@ def _joined(
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
+    check_number("clip_low", clip_low)
+    check_number("clip_high", clip_high)
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(
             f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "

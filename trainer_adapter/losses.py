@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer_adapter._checks import check_number
 from trainer_adapter._masked import (
     LOG_RATIO_LIMIT,
     bounded_ratio,
@@ -99,6 +100,8 @@ def policy_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    check_number("clip_low", clip_low)
+    check_number("clip_high", clip_high)
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(
             f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
@@ -206,6 +209,7 @@ def importance_weights(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    check_number("cap", cap)
     if not cap > 0:
         raise ValueError(f"cap: expected more than 0, got {cap}; 2 is usual")
     inference_logprobs = sent("inference_logprobs", inference_logprobs)
@@ -287,6 +291,7 @@ def _check_denominator(denominator: float) -> None:
             f"denominator: expected a number or a tensor, got {type(denominator).__name__}; "
             "pass for instance part.batch_loss_tokens"
         )
+    check_number("denominator", denominator)
     if not (math.isfinite(denominator) and denominator >= 0):
         raise ValueError(
             f"denominator: expected a finite number from 0 on, got {denominator}; "

@@ -203,3 +203,8 @@ def test_a_copy_takes_finite_scores_and_names_what_it_refuses(
             copy.score = value
     copy.score = np.float32(0.5)  # type: ignore[assignment]
     assert copy.score == 0.5
+
+
+def test_a_request_is_made_by_the_bus_only() -> None:
+    with pytest.raises(TypeError, match="next_request"):
+        shmbus.Request()

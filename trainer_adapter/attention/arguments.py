@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ __all__ = [
     "checked_scale",
     "checked_window",
 ]
+
+#: Tokens of the longest sequence, and of the widest window: what an int32 of a border holds.
+MOST_TOKENS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         raise TypeError(
             f"scale: expected a number, got {type(scale).__name__}; None is head_dim ** -0.5"
         ) from None
+    except OverflowError:
+        given = math.inf  # an int that no float holds
     if not math.isfinite(given):
         raise ValueError(f"scale: expected a finite number, got {given}; None is head_dim ** -0.5")
     return given
@@ -148,9 +154,10 @@ def checked_window(window_size: tuple[int, int]) -> Window:
             f"window_size: expected two integers (left, right), got {window_size!r}; "
             "(-1, 0) is causal"
         ) from None
-    if min(left, right) < UNLIMITED:
+    if min(left, right) < UNLIMITED or max(left, right) > MOST_TOKENS:
         raise ValueError(
-            f"window_size: expected numbers from -1 on, got {(left, right)}; -1 is no limit"
+            f"window_size: expected numbers from -1 to {MOST_TOKENS}, got {(left, right)}; -1 is "
+            "no limit"
         )
     return left, right
 
@@ -164,9 +171,9 @@ def checked_max(value: int, name: str) -> int:
             f"{name}: expected an integer, got {type(value).__name__}; "
             "pass the longest length in tokens"
         ) from None
-    if length < 0:
+    if not 0 <= length <= MOST_TOKENS:
         raise ValueError(
-            f"{name}: expected 0 or more tokens, got {length}; pass the longest length"
+            f"{name}: expected 0 to {MOST_TOKENS} tokens, got {length}; pass the longest length"
         )
     return length
 
