@@ -20,7 +20,14 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 #: Dtypes of tensors that NumPy lacks, and what has as many bits.
-_STAND_INS: Final = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
+_STAND_INS: Final = {
+    "bfloat16": "<u2",
+    "float8_e4m3fn": "|u1",
+    "float8_e4m3fnuz": "|u1",
+    "float8_e5m2": "|u1",
+    "float8_e5m2fnuz": "|u1",
+    "float8_e8m0fnu": "|u1",
+}
 #: Where the dtype of a stand-in has the name of what it stands for.
 _STANDS_FOR: Final = "shmbus"
 
@@ -122,12 +129,12 @@ def decode_dtype(name: str, described: bytes) -> np.dtype[Any]:
 def _extension_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of ml_dtypes, or what stands in for it; one object for each name."""
     try:
-        ml_dtypes = importlib.import_module("ml_dtypes")
+        known = getattr(importlib.import_module("ml_dtypes"), name, None)
     except ImportError:
-        stand_in: np.dtype[Any] = np.dtype(_STAND_INS[name], metadata={_STANDS_FOR: name})
-        return stand_in
-    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return known
+        known = None
+    # An ml_dtypes from before a dtype was made lacks it.
+    stand_in = np.dtype(_STAND_INS[name], metadata={_STANDS_FOR: name})
+    return stand_in if known is None else np.dtype(known)
 
 
 def parse_dtype(what: str, given: object) -> np.dtype[Any]:
@@ -176,8 +183,10 @@ def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any
     """Take what exports an array (torch CPU tensor, memoryview, array.array) without a guess.
 
     One number under a name that is nearly one of put's arguments is refused where no schema
-    declares the field: it is meant for that.
+    declares the field: it is meant for that. A masked array is refused, since only its data would
+    come through.
     """
+    refuse_masked(name, value)
     if isinstance(value, np.generic) or (
         not isinstance(value, (bytes, bytearray, str, list, tuple, dict))
         and (hasattr(value, "__array__") or _exports_buffer(value))
@@ -197,6 +206,18 @@ def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any
     raise TypeError(
         f"{name}: expected an array, got {type(value).__name__}; {_value_advice(name, value)}"
     )
+
+
+def refuse_masked(name: str, value: object) -> None:
+    """Raise TypeError for a masked array: what is masked would count as data."""
+    # An array of NumPy itself needs no look at a module that most processes never load.
+    if type(value) is np.ndarray or not isinstance(value, np.ndarray):
+        return
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected an array, got a {type(value).__name__}, whose mask a field cannot "
+            "hold; fill it, as in value.filled(0), and put its mask into a field of its own"
+        )
 
 
 def unknown_field(name: str, names: tuple[str, ...]) -> TypeError:

@@ -173,7 +173,7 @@ def _sequence(number: int, name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return value
     try:
-        array = value if isinstance(value, np.ndarray) else as_array(name, value)
+        array = value if type(value) is np.ndarray else as_array(name, value)
     except TypeError as error:
         raise TypeError(f"rows: row {number}: {error}") from error
     if array.ndim == 0:

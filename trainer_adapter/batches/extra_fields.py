@@ -40,7 +40,7 @@ _BYTES_OF_BITS: Final = {
     getattr(torch, name): width
     for name, width in (
         ("bfloat16", 2), ("float8_e4m3fn", 1), ("float8_e4m3fnuz", 1), ("float8_e5m2", 1),
-        ("float8_e5m2fnuz", 1),
+        ("float8_e5m2fnuz", 1), ("float8_e8m0fnu", 1),
     )
     if hasattr(torch, name)
 }  # fmt: skip
@@ -387,16 +387,20 @@ def _column(
 
 def _bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | None:
     """Return the torch dtype of the same bytes; None where there is none."""
+    # What stands in for a dtype that NumPy lacks says its name; a dtype of ml_dtypes has it.
+    said: Mapping[str, Any] = dtype.metadata or {}
+    name = said.get("shmbus", dtype.name if dtype.kind == "V" else None)
+    known = None if name is None else getattr(torch, name, None)
+    if known in _BYTES_OF_BITS:
+        return known
     if (
         target in _BYTES_OF_BITS
         and dtype.itemsize == _BYTES_OF_BITS[target]
         and dtype.kind in "iuV"
     ):
         return target
-    if dtype.kind == "V":
-        # A dtype of ml_dtypes has the name that torch has for it.
-        known = getattr(torch, dtype.name, None)
-        return known if known in _BYTES_OF_BITS else None
+    if name is not None:
+        return None
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except (TypeError, ValueError):

@@ -23,7 +23,13 @@ _SIGNED: Final = {
     torch.uint64: torch.int64,
     **{
         getattr(torch, name): torch.int8
-        for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+        for name in (
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        )
         if hasattr(torch, name)
     },
 }

@@ -139,11 +139,12 @@ static PyObject *tuple_of_sizes(const uint64_t *sizes, int ndim) {
 
 /* "uint8 rows of shape (48, 8)"; NULL with an exception. */
 static PyObject *describe_rows(PyArray_Descr *dtype, const uint64_t *sizes, int ndim) {
-    PyObject *tuple = tuple_of_sizes(sizes, ndim);
-    PyObject *text =
-        tuple == NULL ? NULL
-                      : PyUnicode_FromFormat("%S rows of shape %S", (PyObject *)dtype, tuple);
+    PyObject *tuple = tuple_of_sizes(sizes, ndim), *name = py_dtype_text(dtype);
+    PyObject *text = tuple == NULL || name == NULL
+                         ? NULL
+                         : PyUnicode_FromFormat("%U rows of shape %S", name, tuple);
     Py_XDECREF(tuple);
+    Py_XDECREF(name);
     return text;
 }
 
@@ -182,7 +183,7 @@ static bool look_up(struct extras *self, struct extra *extra, const TrajectoryOb
             extra->ndim = ndim;
             memcpy(extra->sizes, sizes, (size_t)ndim * sizeof *sizes);
             count_row_bytes(extra);
-        } else if (ndim != extra->ndim || !PyArray_EquivTypes(dtype, extra->dtype)) {
+        } else if (ndim != extra->ndim || !py_same_dtype(dtype, extra->dtype)) {
             return rows_differ(t, extra, dtype, sizes, ndim);
         }
     } else if (!extra->optional) {

@@ -93,7 +93,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
                                f == FIELD_TOKENS ? "an integer dtype"
                                : f == FIELD_MASK ? "a boolean or numeric dtype"
                                                  : "float32 or float64",
-                               Py_NewRef((PyObject *)t->schema->dtypes[at]));
+                               py_dtype_text(t->schema->dtypes[at]));
         }
         if (t->schema->ndim[at] != 1) {
             return py_field_error(t, names[f], "one dimension",

@@ -5,6 +5,7 @@
 #include "python/put/convert_lists.h"
 
 #include "python/hooks.h"
+#include "python/record/schema.h"
 
 /* A conversion under way: where it is, and where its elements go. */
 struct conversion {
@@ -48,16 +49,25 @@ static bool refuse_element(const struct conversion *self, PyObject *value) {
                          : self->kind == STORED_BOOL       ? "a bool, 0 or 1"
                          : stored_takes_bool(self->kind) ? "an int or a bool"
                                                            : "an int";
-    return refuse(self, self->ndim, PyExc_TypeError,
-                  PyUnicode_FromFormat("%s for %S, got %.100s%s", wanted, self->dtype,
-                                       value == Py_None ? "None" : Py_TYPE(value)->tp_name,
-                                       advice));
+    PyObject *dtype = py_dtype_text(self->dtype);
+    PyObject *expected =
+        dtype == NULL
+            ? NULL
+            : PyUnicode_FromFormat("%s for %U, got %.100s%s", wanted, dtype,
+                                   value == Py_None ? "None" : Py_TYPE(value)->tp_name, advice);
+    Py_XDECREF(dtype);
+    return refuse(self, self->ndim, PyExc_TypeError, expected);
 }
 
 static bool refuse_range(const struct conversion *self, PyObject *value) {
-    return refuse(self, self->ndim, PyExc_ValueError,
-                  PyUnicode_FromFormat("a number that %S holds, got %S; declare a wider dtype",
-                                       self->dtype, value));
+    PyObject *dtype = py_dtype_text(self->dtype);
+    PyObject *expected =
+        dtype == NULL
+            ? NULL
+            : PyUnicode_FromFormat("a number that %U holds, got %S; declare a wider dtype", dtype,
+                                   value);
+    Py_XDECREF(dtype);
+    return refuse(self, self->ndim, PyExc_ValueError, expected);
 }
 
 /* Whatever float() or int() said of an element, unless it has nothing to do with it. */
@@ -149,9 +159,14 @@ static bool refuse_array_element(struct conversion *self, int depth, PyArrayObje
 }
 
 static bool refuse_array(const struct conversion *self, int depth, PyArrayObject *array) {
-    return refuse(self, depth, PyExc_TypeError,
-                  PyUnicode_FromFormat("an array of %S, got one of %S; convert it first",
-                                       self->dtype, PyArray_DESCR(array)));
+    PyObject *wanted = py_dtype_text(self->dtype), *got = py_dtype_text(PyArray_DESCR(array));
+    PyObject *expected =
+        wanted == NULL || got == NULL
+            ? NULL
+            : PyUnicode_FromFormat("an array of %U, got one of %U; convert it first", wanted, got);
+    Py_XDECREF(wanted);
+    Py_XDECREF(got);
+    return refuse(self, depth, PyExc_TypeError, expected);
 }
 
 /* Whether each number of one kind may stand for one of another. */

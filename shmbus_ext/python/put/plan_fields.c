@@ -62,10 +62,14 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
         self->dtypes[i] = declared->dtypes[field];
         self->kinds[i] = declared->kinds[field];
         if (self->kinds[i] == STORED_OTHER) {
-            PyErr_Format(PyExc_TypeError,
-                         "%U: expected an array of %S, got %.100s; lists become integers, floats "
-                         "and bools only",
-                         name, self->dtypes[i], Py_TYPE(self->values[i])->tp_name);
+            PyObject *wanted = py_dtype_text(self->dtypes[i]);
+            if (wanted != NULL) {
+                PyErr_Format(PyExc_TypeError,
+                             "%U: expected an array of %U, got %.100s; lists become integers, "
+                             "floats and bools only",
+                             name, wanted, Py_TYPE(self->values[i])->tp_name);
+                Py_DECREF(wanted);
+            }
             return false;
         }
         return true;
@@ -136,8 +140,8 @@ static bool take_array(struct put_arguments *self, uint32_t i,
                        const DeclaredSchemaObject *declared, uint8_t field) {
     PyObject *value = self->values[i];
     PyObject *array;
-    /* The hook refuses one number under a name that is nearly an argument's. */
-    if (PyArray_Check(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
+    /* The hook refuses one number under a name that is nearly an argument's, and masked arrays. */
+    if (PyArray_CheckExact(value) && PyArray_NDIM((PyArrayObject *)value) > 0) {
         array = Py_NewRef(value);
     } else {
         array = as_array(self->names[i], value, declared != NULL);

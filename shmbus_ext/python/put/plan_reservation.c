@@ -52,8 +52,14 @@ bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *na
             continue;
         }
         if (!py_declared_has_dtype(declared, fields[i], dtypes[i])) {
-            PyErr_Format(PyExc_TypeError, "%U: expected %S, as the schema has it, got %S", names[i],
-                         declared->dtypes[fields[i]], dtypes[i]);
+            PyObject *wanted = py_dtype_text(declared->dtypes[fields[i]]);
+            PyObject *got = py_dtype_text(dtypes[i]);
+            if (wanted != NULL && got != NULL) {
+                PyErr_Format(PyExc_TypeError, "%U: expected %U, as the schema has it, got %U",
+                             names[i], wanted, got);
+            }
+            Py_XDECREF(wanted);
+            Py_XDECREF(got);
             return false;
         }
         if (!py_declared_fits(declared, &bindings, fields[i], ndim[i], shape + 1)) {

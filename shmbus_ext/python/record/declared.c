@@ -5,6 +5,7 @@
 #include "python/record/declared.h"
 
 #include "python/hooks.h"
+#include "python/record/schema.h"
 #include "python/segment/segment_object.h"
 
 /* ---- dtypes ---- */
@@ -168,13 +169,7 @@ int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int n
 
 bool py_declared_has_dtype(const DeclaredSchemaObject *self, uint32_t field,
                            PyArray_Descr *dtype) {
-    PyArray_Descr *declared = self->dtypes[field];
-    if (dtype == declared) {
-        return true;
-    }
-    /* Where uint16 stands in for bfloat16, NumPy takes the two for the same. */
-    bool stands_in = self->kinds[field] == STORED_BF16 && declared->kind == 'u';
-    return !stands_in && PyArray_EquivTypes(dtype, declared);
+    return py_same_dtype(dtype, self->dtypes[field]);
 }
 
 /* ---- the type ---- */

@@ -127,9 +127,48 @@ PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *s
     return Py_NewRef(found->encoded);
 }
 
+/* ---- Dtypes ---- */
+
+/* As it travels; NULL without an exception for a dtype that cannot, and so is like no other. */
+static PyObject *described(PyArray_Descr *dtype) {
+    PyObject *text = PyObject_CallFunction(hooks.encode_dtype, "sO", "dtype", (PyObject *)dtype);
+    if (text == NULL) {
+        PyErr_Clear();
+    }
+    return text;
+}
+
+PyObject *py_dtype_text(PyArray_Descr *dtype) {
+    PyObject *name = PyDataType_METADATA(dtype) == NULL ? NULL : described(dtype);
+    PyObject *text = name != NULL && PyBytes_Check(name)
+                         ? PyUnicode_FromString(PyBytes_AS_STRING(name))
+                         : PyObject_Str((PyObject *)dtype);
+    Py_XDECREF(name);
+    return text;
+}
+
+bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other) {
+    if (one == other) {
+        return true;
+    }
+    if (PyDataType_METADATA(one) == NULL && PyDataType_METADATA(other) == NULL) {
+        return PyArray_EquivTypes(one, other);
+    }
+    PyObject *first = described(one), *second = described(other);
+    bool same = first != NULL && second != NULL && PyBytes_Check(first) && PyBytes_Check(second) &&
+                strcmp(PyBytes_AS_STRING(first), PyBytes_AS_STRING(second)) == 0;
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return same;
+}
+
 /* ---- Schemas that this process reads ---- */
 
 enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype) {
+    /* Integers that stand in for bfloat16 are no numbers. */
+    if (PyDataType_METADATA(dtype) != NULL) {
+        return ELEMENT_OTHER;
+    }
     if (dtype->byteorder != '=' && dtype->byteorder != '|' && dtype->byteorder != '<') {
         return ELEMENT_OTHER;
     }

@@ -43,5 +43,9 @@ SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t c
 int py_schema_find(const SchemaObject *self, PyObject *name);
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
 enum element_kind py_kind_of_dtype(const PyArray_Descr *dtype);
+/* Whether they are one dtype; those that stand in for what NumPy lacks are so by their names. */
+bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
+/* As people read it, so that what stands in for bfloat16 is called that; NULL with an exception. */
+PyObject *py_dtype_text(PyArray_Descr *dtype);
 
 #endif
