@@ -5,6 +5,7 @@ Invariants:
 - What bodies occupy together stays below the budget; who comes later waits unread, first come first
   served. Compressed bodies have a budget of their own, so that none waits for room that only
   itself could free.
+- While others wait for room, a body that has some and does not come ends.
 - A gzip stream that is truncated, damaged or longer than the limit is refused before it is used.
 """
 
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import cast
 
@@ -22,6 +23,7 @@ from aiohttp import web
 from isal import igzip_lib, isal_zlib
 
 from shmbus.gateway import settings
+from shmbus.gateway.arrivals import Arrival, Arrivals
 from shmbus.gateway.connection import connection_of
 from shmbus.gateway.heads import Request
 from shmbus.gateway.incoming import Incoming
@@ -50,6 +52,9 @@ class Budget:
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
+        self._arrivals = Arrivals()
+        #: When the next look at them is due; None while nobody waits.
+        self._check_due_s: float | None = None
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
@@ -71,6 +76,9 @@ class Budget:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (count, turn)
         self._queue.append(entry)
+        if self._check_due_s is None:
+            self._arrivals.begin_windows(time.monotonic())
+            self._check_soon()
         try:
             await turn
         except asyncio.CancelledError:
@@ -86,6 +94,31 @@ class Budget:
         """Give `count` bytes back."""
         self.used -= count
         self._admit()
+
+    @contextlib.contextmanager
+    def arriving(self, came: Callable[[], int], end: Callable[[], None]) -> Iterator[None]:
+        """Have a body ended that comes too slowly in the block, while others wait."""
+        arrival = Arrival(came, end, time.monotonic())
+        self._arrivals.begin(arrival)
+        try:
+            yield
+        finally:
+            self._arrivals.forget(arrival)
+
+    def _check_soon(self) -> None:
+        self._check_due_s = time.monotonic() + settings.STALL_CHECK_S
+        asyncio.get_running_loop().call_later(settings.STALL_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        now_s, due_s = time.monotonic(), self._check_due_s
+        if not self._queue:
+            self._check_due_s = None
+            return
+        if due_s is None or now_s - due_s > settings.STALL_CHECK_S:
+            self._arrivals.begin_windows(now_s)  # it is this process that did not come to it
+        else:
+            self._arrivals.end_slow(now_s)
+        self._check_soon()
 
     def _admit(self) -> None:
         while self._queue and self.used + self._queue[0][0] <= self.total:
@@ -192,12 +225,17 @@ class Bodies:
         await self._acquire(budget, reserved, deadline_s)
         try:
             if incoming is not None:
-                body: bytes | bytearray | memoryview = await _receive(incoming)
+                with budget.arriving(incoming.came, lambda: incoming.fail(_stalled())):
+                    body: bytes | bytearray | memoryview = await _receive(incoming)
             else:
                 assert isinstance(request, web.BaseRequest)
+                content = request.content
                 connection.admitted = True
                 try:
-                    body = await self._read(request, limit, too_large)
+                    with budget.arriving(
+                        lambda: content.total_bytes, lambda: content.set_exception(_stalled())
+                    ):
+                        body = await self._read(request, limit, too_large)
                 finally:
                     connection.admitted = False
             if said is None:
@@ -277,6 +315,15 @@ def _too_slow(seconds: float) -> Refusal:
     return Refusal(
         HTTPStatus.REQUEST_TIMEOUT,
         f"body: expected all of it within {seconds:g} s; send it faster, or in parts",
+        close=True,
+    )
+
+
+def _stalled() -> Refusal:
+    return Refusal(
+        HTTPStatus.REQUEST_TIMEOUT,
+        f"body: expected {settings.SLOWEST_BYTES_PER_S} bytes a second of it while others wait for "
+        "room, got fewer; send it again",
         close=True,
     )
 

@@ -14,9 +14,12 @@ Invariants:
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import socket
+import termios
 
 import numpy as np
 
@@ -55,6 +58,14 @@ class Incoming:
     def is_whole(self) -> bool:
         """Whether all of it has come."""
         return self._count == self.length
+
+    def came(self) -> int:
+        """Return how many bytes have come, those too that the kernel still has."""
+        waits = array.array("i", [0])
+        found = self._transport.get_extra_info("socket")
+        with contextlib.suppress(OSError, ValueError):  # it is closed: nothing more comes
+            fcntl.ioctl(found.fileno(), termios.FIONREAD, waits)
+        return self._count + waits[0]
 
     @property
     def rest(self) -> memoryview | None:
