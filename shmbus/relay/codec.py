@@ -58,6 +58,9 @@ class _Frame(msgspec.Struct, array_like=True):
     body: msgspec.Raw
 
 
+#: What decoding raises: beside msgspec's own errors, for text that is no UTF-8, and for lists within
+#: lists within lists.
+_NOT_ONE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FRAME: Final = msgspec.msgpack.Decoder(_Frame)
 
 
@@ -100,7 +103,7 @@ def unpack(
     """
     try:
         frame = _FRAME.decode(packed)
-    except msgspec.MsgspecError as error:
+    except _NOT_ONE as error:
         raise errors.ProtocolError(
             f"relay: expected a message, got other bytes: {error}"
         ) from error
@@ -116,7 +119,7 @@ def unpack(
         raise errors.ProtocolError(f"relay: {frame.sender} sent a message of kind {frame.kind}")
     try:
         message = cast("Message", _DECODERS[frame.kind].decode(frame.body))
-    except msgspec.MsgspecError as error:
+    except _NOT_ONE as error:
         raise errors.ProtocolError(
             f"relay: {frame.sender} sent a {_KINDS[frame.kind].__name__} that is none: {error}"
         ) from error

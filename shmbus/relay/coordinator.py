@@ -35,7 +35,7 @@ from shmbus.relay.messages import (
 from shmbus.relay.origin_head import OriginHead, unpack_heads
 from shmbus.relay.origins import bus_of, by_bus, is_of
 from shmbus.relay.retry_requests import RetryRequests
-from shmbus.relay.sink_view import SinkView
+from shmbus.relay.sink_view import SinkView, choose_dropper, journal_parts
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext._core import GroupEntry
 
@@ -246,15 +246,12 @@ class Coordinator(GroupedHeads):
 
     def _drop(self, origins: list[Origin], reason: str) -> list[Message]:
         """Drop a group, or a sample alone, through the journal of a sink."""
-        whole = tuple(sorted(origins))
-        for origin in whole:
+        for origin in origins:
             self.known.pop(origin, None)
             self._take(origin, None)
-        self.dropped[whole] = reason
-        return self._drop_at(self._dropper(), [whole])
-
-    def _dropper(self) -> str | None:
-        return next((name for name in sorted(self.sinks) if self.sinks[name].heard), None)
+        wholes = journal_parts(self.sinks, sorted(origins))
+        self.dropped.update(dict.fromkeys(wholes, reason))
+        return self._drop_at(choose_dropper(self.sinks), wholes)
 
     def _drop_at(self, sink: str | None, wholes: Iterable[tuple[Origin, ...]]) -> list[Message]:
         if sink is None:
@@ -264,7 +261,7 @@ class Coordinator(GroupedHeads):
 
     def drop_again(self) -> list[Message]:
         """Say once more what is dropped: a sink ignores what it has, and what has gone is gone."""
-        return self._drop_at(self._dropper(), sorted(self.dropped))
+        return self._drop_at(choose_dropper(self.sinks), sorted(self.dropped))
 
     def _written_down(self, origins: frozenset[Origin]) -> None:
         """Note that a sink's journal has these, so that they need not be dropped again."""

@@ -109,6 +109,8 @@ class CoordinatorParty:
         self.settled: dict[str, int] = {}
         self._assignments: dict[str, Patience] = {}
         self._drops = Patience()
+        #: What each source was told last: policy version, and why the trainers' bus is paused.
+        self._steered: dict[str, tuple[int, str | None]] = {}
         self._news: dict[str, Patience] = {}
         self._releases = Patience()
         self.refused = 0
@@ -295,7 +297,9 @@ class CoordinatorParty:
             if found is None:
                 continue
             shown = found[0]
-            if shown.policy_version != version or (shown.paused is None) != (why is None):
+            new = self._steered.get(address) != (version, why)
+            if new or shown.policy_version != version or (shown.paused is None) != (why is None):
+                self._steered[address] = (version, why)
                 self._mailbox.send(address, Steering(version, why))
 
     # -- messages --------------------------------------------------------------------------------

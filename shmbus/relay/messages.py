@@ -11,11 +11,13 @@ one judges it by its numbers alone:
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
+from shmbus.ledger import REASONS
 from shmbus.relay.origins import Origin
+from shmbus_ext import _core
 
 __all__ = [
     "Announcement",
@@ -44,6 +46,22 @@ __all__ = [
     "Wanted",
 ]
 
+#: More than anything that is counted, and what the segment's words of 64 bits hold.
+_LARGEST = 2**62
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+#: Of a coordinator, or -1 of who has heard none. The next one is greater, and as valid: honest ones
+#: never come near the end.
+Epoch: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST // 2)]
+#: Of the ledger, for a record's end.
+Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})$")]
+#: The identity of a bus: 128 bits.
+Identity: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=_core.MAX_ID_BYTES)]
+_Place: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_GROUP_SIZE)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_GROUP_SIZE)]
+#: Of one block.
+_Records: TypeAlias = Annotated[tuple[Origin, ...], msgspec.Meta(max_length=_core.MAX_GROUP_SIZE)]
+
 #: Where a source's announcements have come to: its incarnation, and the number of the last one.
 Mark: TypeAlias = tuple[int, int]
 
@@ -55,8 +73,8 @@ class Subscription(NamedTuple):
     """
 
     bus: str
-    epoch: int = 0
-    question: int = 0
+    epoch: Epoch = 0
+    question: Count = 0
 
 
 class Announcement(NamedTuple):
@@ -77,7 +95,7 @@ class SinkStateWanted(NamedTuple):
     """A coordinator to a sink: say what you have, and take no assignment of an earlier epoch."""
 
     sink: str
-    epoch: int
+    epoch: Epoch
 
 
 class SinkState(NamedTuple):
@@ -97,12 +115,12 @@ class SinkState(NamedTuple):
 class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample that failed, or never came: of which group, and why. `attempt` is the next one."""
 
-    instance_id: str
-    epoch: int | None
-    group_size: int
-    need: int
-    index: int
-    attempt: int
+    instance_id: _Id
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None
+    group_size: _Size
+    need: _Size
+    index: _Place
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     reason: str
 
     @property
@@ -121,8 +139,8 @@ class Assignment(NamedTuple):
     sink: str
     incarnation: int
     epoch: int
-    origins: tuple[Origin, ...]
-    nbytes: int = 0
+    origins: _Records
+    nbytes: Count = 0
     checks: tuple[int, ...] = ()
     missing: tuple[MissingSample, ...] = ()
 
@@ -143,7 +161,7 @@ class Drop(NamedTuple):
     sink: str
     incarnation: int
     epoch: int
-    reason: str
+    reason: Reason
     origins: tuple[Origin, ...]
 
 
@@ -153,7 +171,7 @@ class Fetch(NamedTuple):
     bus: str
     sink: str
     incarnation: int
-    origins: tuple[Origin, ...]
+    origins: _Records
     number: int = 0
 
 
@@ -195,7 +213,7 @@ class Release(NamedTuple):
     bus: str
     sink: str
     origins: frozenset[Origin]
-    reason: str
+    reason: Reason
 
 
 class Released(NamedTuple):
@@ -218,7 +236,7 @@ class Confirmation(NamedTuple):
 class HelloWanted(NamedTuple):
     """A coordinator to all: say who you are. One that begins has epoch 0: it will be the newest."""
 
-    epoch: int = 0
+    epoch: Epoch = 0
 
 
 class Hello(NamedTuple):
@@ -236,28 +254,28 @@ class Hello(NamedTuple):
     address: str
     is_sink: bool
     name: str
-    bus: str
-    incarnation: int
-    epoch: int
+    bus: Identity
+    incarnation: Count
+    epoch: Epoch
     coordinator: str
-    policy_version: int
+    policy_version: Count
     paused: str | None
-    largest_record: int
-    largest_group: int
-    largest_count: int
-    clock_ns: int
-    held: int
-    moving: int
-    settled: int
+    largest_record: Count
+    largest_group: Count
+    largest_count: Count
+    clock_ns: Count
+    held: Count
+    moving: Count
+    settled: Count
     asked: tuple[int, int] = (0, 0)
     mark: Mark = (-1, -1)
-    oldest_ns: int = 0
+    oldest_ns: Count = 0
 
 
 class Steering(NamedTuple):
     """The coordinator to a source: what its producers are to see of the trainers' buses."""
 
-    policy_version: int
+    policy_version: Count
     paused: str | None
 
 
@@ -268,8 +286,8 @@ class Wanted(NamedTuple):
     """
 
     bus: str
-    epoch: int
-    number: int
+    epoch: Epoch
+    number: Count
     samples: tuple[MissingSample, ...]
 
 

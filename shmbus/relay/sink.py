@@ -115,6 +115,8 @@ class Sink:
         When a source lets go: once the trainer is done with a record, or once it is on the bus.
     block_bytes : int
         Groups are fetched together until they are as many bytes.
+    block_records : int
+        The same of records: no more than the journal has room for beside what it says already.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Sink:
         journal: Journal,
         release: str = "acknowledged",
         block_bytes: int = BLOCK_BYTES,
+        block_records: int = BLOCK_RECORDS,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -153,6 +156,10 @@ class Sink:
         #: Of the last block.
         self._number = 0
         self._block_bytes = block_bytes
+        self._block_records = block_records
+        #: Put for sources that have gone, and not ended: nobody is to be told of their end, but a
+        #: record on the bus names its entry of the journal.
+        self.left_behind: set[Origin] = set()
 
     @property
     def journal(self) -> Journal:
@@ -241,7 +248,7 @@ class Sink:
         nbytes = count = taken = 0
         for group in self.waiting:
             count += len(group.origins)
-            if taken and (nbytes + group.nbytes > self._block_bytes or count > BLOCK_RECORDS):
+            if taken and (nbytes + group.nbytes > self._block_bytes or count > self._block_records):
                 break
             nbytes += group.nbytes
             taken += 1
@@ -379,15 +386,17 @@ class Sink:
 
     def bus_gone(self, bus: str) -> list[Message]:
         """Forget a source that will not come back: no answer of it can be awaited."""
-        self._forget([origin for origin in self.settled if is_of(origin, bus)])
+        theirs = {origin for origin in self.settled if is_of(origin, bus)}
+        self.left_behind |= theirs - self.ended.keys()
+        self._forget(theirs)
         lost = [group for group in self.waiting if any(is_of(each, bus) for each in group.origins)]
         self._wait([group for group in self.waiting if group not in lost])
         said: list[Message] = []
         for group in lost:
             self.owed.difference_update(group.origins)
-            theirs = frozenset((each, _LONG_AGO) for each in group.origins if is_of(each, bus))
-            rest = frozenset(group.origins).difference(each for each, _ in theirs)
-            said.append(Returned(self.name, theirs, rest))
+            gone = frozenset((each, _LONG_AGO) for each in group.origins if is_of(each, bus))
+            rest = frozenset(group.origins).difference(each for each, _ in gone)
+            said.append(Returned(self.name, gone, rest))
         awaited = {origin for origin in self.wanted if is_of(origin, bus)}
         if awaited:
             self._gone.update(dict.fromkeys(awaited, _LONG_AGO))

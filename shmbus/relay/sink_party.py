@@ -35,7 +35,7 @@ from shmbus.relay.messages import (
 )
 from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
 from shmbus.relay.patience import Patience
-from shmbus.relay.sink import BLOCK_BYTES, Batch, Sink
+from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -56,7 +56,8 @@ ENDS_S = 0.05
 #: Seconds after which a release that no source has confirmed is asked for again.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
-#: A block is at most this part of the bus, so that the trainer has room for what it holds.
+#: A block is at most this part of the bus, and of the journal's entries, so that there is room for
+#: what the trainer holds.
 _BLOCK_SHARE = 8
 #: The same of a group: it is put whole, beside what the trainer holds.
 _GROUP_SHARE = 2
@@ -148,8 +149,9 @@ class SinkParty:
         self._coordinator = coordinator
         block_bytes = min(block_bytes, self._bus.capacity // _BLOCK_SHARE)
         self.sink = Sink(
-            mailbox.address, self.journal.incarnation, self.journal.found, release, block_bytes
-        )
+            mailbox.address, self.journal.incarnation, self.journal.found, release, block_bytes,
+            min(BLOCK_RECORDS, self.journal.capacity // _BLOCK_SHARE),
+        )  # fmt: skip
         self.sink.epoch = self.journal.epoch
         self._tracks_ends = release == "acknowledged"
         #: Where each source is, by its bus's identity.
@@ -320,7 +322,8 @@ class SinkParty:
 
     def _write(self) -> None:
         """Free what the journal need not say any more."""
-        self.journal.keep(self.sink.settled.union(self.sink.intent))
+        sink = self.sink
+        self.journal.keep(sink.settled.union(sink.intent, sink.left_behind))
 
     # -- doing -----------------------------------------------------------------------------------
 
@@ -359,6 +362,10 @@ class SinkParty:
             new = frozenset([each for each in origins if each in settled and each not in ended])
             if new:
                 self._say(self.sink.end(new, reason))
+            if self.sink.left_behind:
+                over = self.sink.left_behind.intersection(origins)
+                self.sink.left_behind -= over
+                self.journal.forget(over)
 
     def _step(self) -> float:
         """Put what can be put of the next block; return the seconds until more may be put."""

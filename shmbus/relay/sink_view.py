@@ -5,7 +5,7 @@ Invariant: `bytes` is what `leases` weigh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from shmbus.relay.origin_head import OriginHead
 from shmbus.relay.origins import Origin
 from shmbus_ext._core import GroupEntry
 
-__all__ = ["SinkView"]
+__all__ = ["SinkView", "choose_dropper", "journal_parts"]
 
 #: More than any bus takes.
 _ALL = 1 << 30
@@ -55,3 +55,17 @@ class SinkView(msgspec.Struct):
         """Whether its bus ever has room for a group of records of so many bytes, and all of it."""
         record, whole, count = self.largest
         return len(sizes) <= count and weight <= whole and max(sizes) <= record
+
+
+def choose_dropper(sinks: Mapping[str, SinkView]) -> str | None:
+    """Return the sink that writes down what is dropped: of those that were heard the one whose
+    journal has the most entries.
+    """
+    heard = [name for name in sorted(sinks) if sinks[name].heard]
+    return max(heard, key=lambda name: sinks[name].largest[2], default=None)
+
+
+def journal_parts(sinks: Mapping[str, SinkView], whole: Sequence[Origin]) -> list[tuple[Origin, ...]]:
+    """Cut a group into parts that such a journal has room for: nearly always it is one."""
+    most = max([1, *(view.largest[2] for view in sinks.values())])
+    return [tuple(whole[at : at + most]) for at in range(0, len(whole), most)]

@@ -229,10 +229,14 @@ class SourceParty:
         if steering.policy_version != self.reader.policy_version:
             self.reader.policy_version = steering.policy_version
         paused = self._bus.paused
-        if steering.paused is not None and paused is None:
-            self._bus.pause(PAUSED_BY_RELAY + steering.paused)
-        elif steering.paused is None and paused is not None and paused.startswith(PAUSED_BY_RELAY):
-            self._bus.resume()
+        relayed = paused is not None and paused.startswith(PAUSED_BY_RELAY)
+        if steering.paused is None:
+            if relayed:
+                self._bus.resume()
+        elif paused is None or relayed:
+            why = _cut(PAUSED_BY_RELAY + steering.paused)
+            if why != paused:
+                self._bus.pause(why)
 
     def close(self) -> None:
         """Leave the bus; what was not released stays for the next relay."""
@@ -243,3 +247,9 @@ class SourceParty:
 
 def _read_heads(held: Mapping[Origin, _core.Trajectory]) -> bytes:
     return _core.read_heads(held.values(), reason_of)
+
+
+def _cut(why: str) -> str:
+    """Return a reason as a bus has room for it, cut between characters."""
+    encoded = why.replace("\0", "").encode("utf-8", "replace")
+    return encoded[: _core.PAUSE_REASON_BYTES].decode("utf-8", "ignore")
