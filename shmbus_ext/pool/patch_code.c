@@ -14,7 +14,8 @@
 
 #define BLOCK_SPANS PATCH_BLOCK_SPANS
 #define BLOCK_ELEMENTS (BLOCK_SPANS * PATCH_SPAN)
-/* How far ahead of comparing memory is asked for: what passes while it answers. */
+/* How far ahead of comparing memory is asked for: what passes while it answers, and a block more,
+ * all of which is caught up before any of it is compared. */
 #define AHEAD_BYTES 1024u
 #define LINE_BYTES 64u
 /* Places that are found at a time in 64 elements, and read at a time of a span: more are rare where
@@ -187,7 +188,7 @@ INLINE void find_changes(struct changes *found, const uint8_t *now, const uint8_
     found->dense = false;
     for (uint32_t span = 0; span < spans_of(elements); span++) {
         uint32_t before = done, start = span * PATCH_SPAN, end = start + span_at(elements, span);
-        uint64_t ahead = (uint64_t)start * width + AHEAD_BYTES;
+        uint64_t ahead = (uint64_t)(start + BLOCK_ELEMENTS) * width + AHEAD_BYTES;
         ask_for(now + ahead, base + ahead, PATCH_SPAN * width);
         uint64_t bits[PATCH_SPAN / WORD_BITS] = {0}, any = 0;
         for (uint32_t at = start, word = 0; at < end; at += WORD_BITS, word++) {

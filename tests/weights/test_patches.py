@@ -18,6 +18,7 @@ from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import open_pool, pool_path
 from trainer_adapter.weights import (
     Manifest,
+    ManifestError,
     ModuleSource,
     ParamMeta,
     PatchBaseError,
@@ -131,6 +132,93 @@ def test_a_model_that_was_written_since_loads_the_whole_version(
         assert [follow(2), follow(3)] == ["whole", "patch"]
         replica = many(20, 2)
         assert [follow(4), follow(5)] == ["whole", "patch"]
+
+
+def _write(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model.p3.add_(1)  # type: ignore[operator, union-attr]
+
+
+def _move(model: torch.nn.Module) -> None:
+    # The same parameter, in other memory; torch counts no write.
+    model.p3.data = torch.zeros_like(model.p3)  # type: ignore[arg-type, union-attr]
+
+
+def _turn(model: torch.nn.Module) -> None:
+    # The same memory, seen in another order.
+    value: torch.Tensor = model.p3.data  # type: ignore[union-attr, assignment]
+    rows, columns = value.shape
+    strides = (1, rows) if value.is_contiguous() else (columns, 1)
+    model.p3.data = value.as_strided((rows, columns), strides)  # type: ignore[union-attr]
+
+
+def _replace(model: torch.nn.Module) -> None:
+    model.p3 = torch.nn.Parameter(torch.zeros_like(model.p3))  # type: ignore[arg-type]
+
+
+CHANGES = (_write, _move, _turn, _replace)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_changed_between_patches_gets_the_whole_version(
+    change: Callable[[torch.nn.Module], None], publishers: MakePublisher, bus_name: str, seed: int
+) -> None:
+    made = torch.Generator().manual_seed(seed)
+    model, replica = many(20, 1), many(20, 2)
+    publisher = publishers(model)
+    how = []
+    with WeightSubscriber(bus_name, patches=True) as subscriber:
+        for version in range(8):
+            step(model, made, 0.01)
+            publisher.publish(version=version)
+            if version in (3, 6):
+                change(replica)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(replica)
+                how.append(weights.loaded)
+            assert same(model, replica), f"version {version}"
+    expected = ["patch"] * 8
+    for version in (0, 3, 6):
+        expected[version] = "whole"
+    assert how == expected
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_trainer_whose_tensors_changed_between_patches_publishes_them_as_they_are(
+    change: Callable[[torch.nn.Module], None], publishers: MakePublisher, bus_name: str, seed: int
+) -> None:
+    made = torch.Generator().manual_seed(seed)
+    model, replica = many(20, 1), many(20, 2)
+    publisher = publishers(model)
+    with WeightSubscriber(bus_name, patches=True) as subscriber:
+        for version in range(8):
+            step(model, made, 0.01)
+            if version in (3, 6):
+                change(model)
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(replica)
+            assert same(model, replica), f"version {version}"
+
+
+def test_a_model_that_is_loaded_in_another_way_is_compared_again(
+    publishers: MakePublisher, bus_name: str, seed: int
+) -> None:
+    made = torch.Generator().manual_seed(seed)
+    model, replica = many(20, 1), many(20, 2)
+    some = {name: value for name, value in replica.named_parameters() if name != "p3"}
+    publisher = publishers(model)
+    with WeightSubscriber(bus_name, patches=True) as subscriber:
+        for version in range(6):
+            step(model, made, 0.01)
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=5) as weights:
+                if version == 3:
+                    with pytest.raises(ManifestError, match="p3"):
+                        weights.load_into(some)
+                    weights.load_into(some, strict=False)
+                weights.load_into(replica)
+            assert same(model, replica), f"version {version}"
 
 
 def test_what_torch_does_not_see_is_found_where_the_patch_writes(

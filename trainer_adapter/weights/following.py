@@ -19,7 +19,13 @@ from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.errors import TORN_CODE, PatchBaseError, TornWeightsError
 from trainer_adapter.weights.loading import Loading, Targets, targets_of
 from trainer_adapter.weights.manifest import Manifest, Slice
-from trainer_adapter.weights.patched_load import LoadedModel, apply_changes, compare
+from trainer_adapter.weights.patched_load import (
+    LoadedModel,
+    PlainModel,
+    apply_changes,
+    compare,
+    plain_model,
+)
 
 __all__ = ["FollowingWeights"]
 
@@ -58,19 +64,53 @@ class FollowingWeights(ABC):
     ) -> dict[str, Pair]: ...
 
     def _follow(
-        self, carried: PatchedVersion, known: LoadedModel, pairs: Mapping[str, Pair]
+        self,
+        carried: CarriedVersion,
+        patch: CarriedPatch | None,
+        origin: object,
+        known: LoadedModel,
+        named: Mapping[str, object],
+        *,
+        strict: bool,
+        cast: bool,
+        slices: Mapping[str, Slice] | None,
     ) -> int:
         """Change what changed, if that is enough; else copy everything."""
-        written = None
-        patch = carried.patch()
-        usable = patch is not None and known.has(carried.origin, patch.base_sequence, pairs)
+        how = strict, cast
+        if patch is not None and not slices and self._compares == "off":
+            plain = known.plain(origin, patch.base_sequence, self.manifest, how, named)
+            if plain is not None:
+                written = self._follow_plain(carried, known, plain, patch)
+                if written is not None:
+                    return written
+        targets = targets_of(named)
+        pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
+        carried.prepare({target.device for target in targets.values()})
+        carried.loading()
+        usable = patch is not None and known.has(origin, patch.base_sequence, pairs)
         known.forget()
-        if patch is not None and usable:
-            written = self._apply(patch, pairs)
+        written = self._apply(patch, pairs) if patch is not None and usable else None
         self.loaded = "whole" if written is None else "patch"
         if written is None:
             written = Loading(pairs).copy(self.version)
-        known.remember(carried.origin, self.sequence, pairs)
+        plain = None if slices else plain_model(self.manifest, how, named, pairs)
+        known.remember(origin, self.sequence, pairs, plain)
+        return written
+
+    def _follow_plain(
+        self,
+        carried: CarriedVersion,
+        known: LoadedModel,
+        plain: PlainModel,
+        patch: CarriedPatch,
+    ) -> int | None:
+        """Apply a patch to a model that was checked before; None where all has to be copied."""
+        carried.loading()
+        known.forget()
+        written = plain.apply(patch)
+        if written is not None:
+            known.followed(self.sequence)
+            self.loaded = "patch"
         return written
 
     def _apply(self, patch: CarriedPatch, pairs: Mapping[str, Pair]) -> int | None:

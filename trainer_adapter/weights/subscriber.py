@@ -240,6 +240,7 @@ class WeightSubscriber:
     def close(self) -> None:
         """Leave; weights that are out keep what they need."""
         self._closed = True
+        self._loaded = None
         self._reader.close()
 
     def __repr__(self) -> str:
@@ -341,11 +342,16 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         named = named_of(model)
         try:
             if self._known is not None and isinstance(carried, PatchedVersion):
-                targets = targets_of(named)
-                pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
-                carried.prepare({target.device for target in targets.values()})
-                carried.loading()
-                written = self._follow(carried, self._known, pairs)
+                written = self._follow(
+                    carried,
+                    carried.patch(),
+                    carried.origin,
+                    self._known,
+                    named,
+                    strict=strict,
+                    cast=cast,
+                    slices=slices,
+                )
             else:
                 prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
                 try:

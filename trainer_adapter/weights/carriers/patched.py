@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["CarriedPatch", "PatchedVersion", "PatchingSink"]
@@ -23,8 +25,8 @@ class CarriedPatch(Protocol):
     def changed(self, name: str) -> bool:
         """Whether anything of a tensor changed."""
 
-    def apply(self, name: str, target: torch.Tensor) -> bool:
-        """Change a contiguous CPU tensor that has the base's elements; False where it did not."""
+    def apply(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
+        """Change a tensor's bytes, which are the base's; False where they were not."""
 
     def same(self, name: str, target: torch.Tensor) -> bool:
         """Compare a contiguous CPU tensor with what was published."""

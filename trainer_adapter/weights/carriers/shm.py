@@ -22,21 +22,19 @@ from shmbus.pool import (
 )
 from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.carriers.shm_lasting import LastingCopies, LastingPieces
-from trainer_adapter.weights.carriers.shm_patch import contiguous_parts
+from trainer_adapter.weights.carriers.shm_patch import (
+    ComparedPieces,
+    PlacedBytes,
+    contiguous_parts,
+    placed_bytes,
+)
 from trainer_adapter.weights.copies import target_of_piece
-from trainer_adapter.weights.errors import (
-    translated,
-)
+from trainer_adapter.weights.errors import translated
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
-from trainer_adapter.weights.memory import (
-    byte_view,
-    copy_tensor,
-    payload_tensor,
-    tensor_at,
-    unowned,
-)
-from trainer_adapter.weights.patches import PatchPolicy, patch_capacity, pieces_of
+from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at, unowned
+from trainer_adapter.weights.patches import PatchPolicy, patch_capacity
 from trainer_adapter.weights.registered import RegisteredSlots
+from trainer_adapter.weights.seen import are_same
 from trainer_adapter.weights.source import LocalPiece
 from trainer_adapter.weights.staging import cross
 
@@ -114,6 +112,8 @@ class ShmWriter:
         self.registered = RegisteredSlots()
         #: By slot, what was found out of the pieces that a source gives again.
         self.known: dict[int, LastingPieces] = {}
+        #: The same of pieces that are compared, in whichever slot.
+        self.compared: ComparedPieces | None = None
         spec = PoolSpec(
             slot_bytes=manifest.total,
             slots=slots,
@@ -152,7 +152,7 @@ class ShmWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave the pool."""
-        self.known = {}
+        self.known, self.compared = {}, None
         self.registered.close()
         self._publisher.close(remove=remove)
 
@@ -190,7 +190,7 @@ class _ShmSink:
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
         """Copy pieces that their source gives again, those of a device together."""
         if self._compared:
-            return sum(self.put(piece) for piece in pieces)
+            return self._put_compared(pieces)
         assert self._payload is not None
         # Their own views of the slot: the payload's would keep it from being finished.
         whole = unowned(self._payload)
@@ -201,6 +201,22 @@ class _ShmSink:
             ),
             self._register,
         )
+
+    def _put_compared(self, pieces: Sequence[LocalPiece]) -> int:
+        """Compare pieces that their source gives again."""
+        assert self._payload is not None
+        known = self._writer.compared
+        if known is None or not are_same(known.pieces, pieces):
+            for piece in pieces:
+                self._target(self._payload, piece)  # raises where it is not inside its place
+            known = self._writer.compared = ComparedPieces(pieces, self._writer._places)
+        for piece, parts in zip(pieces, known.parts, strict=True):
+            if parts is None:
+                self.put(piece)
+            else:
+                for part in parts:
+                    self._put_part(part)
+        return known.nbytes
 
     def _register(self) -> None:
         assert self._payload is not None
@@ -234,15 +250,16 @@ class _ShmSink:
         """Copy a piece, and pack what differs from the version before."""
         own = getattr(torch, place.dtype)
         for start, part in contiguous_parts(own, piece, self._writer.scratch):
-            flat, at = byte_view(part), 0
-            for where in pieces_of(place, start, part.shape):
-                end = at + where.rows * where.row_bytes
-                changes = put_piece(self._write, where, flat[at:end])
-                at = end
-                if changes is None:
-                    self._compared = False
-                else:
-                    self._changes += changes
+            for placed in placed_bytes(place, start, part):
+                self._put_part(placed)
+
+    def _put_part(self, part: PlacedBytes) -> None:
+        """Write bytes to their place, and pack what differs where the version has a patch."""
+        changes = put_piece(self._write, *part)
+        if changes is None:
+            self._compared = False
+        else:
+            self._changes += changes
 
     def settle(self) -> None:
         """Wait until all pieces are copied."""

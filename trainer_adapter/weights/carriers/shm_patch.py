@@ -1,22 +1,29 @@
 """Patches of the carrier ``shm``: pieces as they are compared, and a patch by tensors.
 
-Invariant: a piece is cut the same way each time, whatever it is cast from.
+Invariant: a piece is cut the same way each time, whatever it is cast from, and pieces come in the
+same order, so that what a slot has of them is found where it is looked for first.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from shmbus.pool import PatchRun, VersionLease, VersionPatch, same_bytes
-from trainer_adapter.weights.manifest import Manifest
+from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch, same_bytes
+from trainer_adapter.weights.manifest import Manifest, TensorPlace
 from trainer_adapter.weights.memory import byte_view
+from trainer_adapter.weights.patches import pieces_of
 from trainer_adapter.weights.source import LocalPiece
 
-__all__ = ["ShmPatch", "contiguous_parts"]
+__all__ = ["ComparedPieces", "PlacedBytes", "ShmPatch", "contiguous_parts", "placed_bytes"]
+
+#: Where elements lie in a version, and those elements.
+PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
 
 #: Bytes that are cast at once before they are compared: they stay in a cache.
 _SCRATCH_BYTES: Final = 1 << 20
@@ -44,8 +51,7 @@ def contiguous_parts(
     tensor = piece.tensor
     if tensor.numel() == 0:
         return
-    plain = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
-    if plain and not (tensor.is_conj() or tensor.is_neg()):
+    if _is_plain(dtype, tensor):
         yield piece.start, tensor
         return
     row = tensor[:1].numel() if tensor.dim() else 1
@@ -56,6 +62,63 @@ def contiguous_parts(
         part = scratch[: source.numel()].view(source.shape)
         part.copy_(source)
         yield (piece.start[0] + first, *piece.start[1:]) if tensor.dim() else (), part
+
+
+def _is_plain(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is what is published of it."""
+    plain = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return plain and not (tensor.is_conj() or tensor.is_neg())
+
+
+def placed_bytes(
+    place: TensorPlace, start: tuple[int, ...], part: torch.Tensor
+) -> Iterator[PlacedBytes]:
+    """Cut a contiguous part of a tensor by where its rows lie in a version.
+
+    Parameters
+    ----------
+    place : TensorPlace
+        Of the whole tensor.
+    start : tuple of int
+        Where the part begins in it.
+    part : Tensor
+        In host memory, of the published dtype.
+
+    Yields
+    ------
+    (Piece, uint8 [bytes])
+        A place, and what belongs there.
+    """
+    flat, at = byte_view(part), 0
+    for where in pieces_of(place, start, part.shape):
+        end = at + where.rows * where.row_bytes
+        yield where, flat[at:end]
+        at = end
+
+
+class ComparedPieces:
+    """Pieces that a source gives again, cut once: that takes longer than to begin to compare them.
+
+    Parameters
+    ----------
+    pieces : sequence of LocalPiece
+        Kept, so that no other ones are the same objects. Each is inside its place.
+    places : mapping of TensorPlace
+        By name.
+    """
+
+    def __init__(self, pieces: Sequence[LocalPiece], places: Mapping[str, TensorPlace]) -> None:
+        self.pieces: Final = pieces
+        #: None for those that have to be cast or put together anew for each version.
+        self.parts: Final[list[list[PlacedBytes] | None]] = []
+        self.nbytes = 0
+        for piece in pieces:
+            place = places[piece.name]
+            own: torch.dtype = getattr(torch, place.dtype)
+            tensor = piece.tensor
+            self.nbytes += tensor.numel() * own.itemsize
+            plain = tensor.numel() == 0 or _is_plain(own, tensor)
+            self.parts.append([*placed_bytes(place, piece.start, tensor)] if plain else None)
 
 
 class ShmPatch:
@@ -85,14 +148,11 @@ class ShmPatch:
         place = self._places[name]
         return place.size > 0 and any(run.changes for run in self._runs[place.offset])
 
-    def apply(self, name: str, target: torch.Tensor) -> bool:
-        """Change a contiguous CPU tensor that has the base's elements; False where it did not."""
-        place = self._places[name]
-        memory = byte_view(target)
+    def apply(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
+        """Change a tensor's bytes, which are the base's; False where they were not."""
+        offset = self._places[name].offset
         return all(
-            self._patch.apply(run, memory, place.offset)
-            for run in self._runs[place.offset]
-            if run.changes
+            self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
         )
 
     def same(self, name: str, target: torch.Tensor) -> bool:
