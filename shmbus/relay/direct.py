@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -46,6 +47,10 @@ _MOST_PAYLOAD: Final = 1 << 30
 _MOST_WAITING: Final = 256 << 20
 #: Seconds for a connection and its proofs.
 _MEET_S: Final = 5.0
+#: A wait that is over at once; 0 would be none, and no timeout.
+_LEAST_S: Final = 1e-6
+#: Connections that have not proved who they are, each with a thread; more wait in the system's queue.
+_MOST_MEETING: Final = 32
 #: Seconds between attempts to connect: at first, and at most.
 _RETRY_S: Final = 0.2
 _MOST_RETRY_S: Final = 15.0
@@ -82,19 +87,22 @@ def _proof(key: bytes, who: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, who + nonces, "sha256")
 
 
-def _receive(connection: socket.socket, room: memoryview) -> None:
-    """Fill a room; ConnectionError at the end of the connection."""
+def _receive(connection: socket.socket, room: memoryview, deadline_s: float | None = None) -> None:
+    """Fill a room; ConnectionError at the end of the connection, TimeoutError at the deadline."""
     done = 0
     while done < len(room):
+        if deadline_s is not None:
+            # One that sends byte by byte gets no more time than others.
+            connection.settimeout(max(deadline_s - time.monotonic(), _LEAST_S))
         count = connection.recv_into(room[done:], len(room) - done, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionError("it was closed")
         done += count
 
 
-def _receive_bytes(connection: socket.socket, count: int) -> bytes:
+def _receive_bytes(connection: socket.socket, count: int, deadline_s: float | None = None) -> bytes:
     room = bytearray(count)
-    _receive(connection, memoryview(room))
+    _receive(connection, memoryview(room), deadline_s)
     return bytes(room)
 
 
@@ -115,6 +123,10 @@ def _require_open(connection: socket.socket) -> None:
     except BlockingIOError:
         return
     raise ConnectionError("it said something" if said else "it was closed")
+
+
+def _size(packed: list[bytes], payload: bytes | bytearray | memoryview) -> int:
+    return sum(map(len, packed)) + len(payload)
 
 
 class _Link:
@@ -149,9 +161,13 @@ class _Link:
                 return False
             if self._nbytes > _MOST_WAITING:
                 return True  # lost: the peer takes nothing
-            self._nbytes += len(payload)
+            self._nbytes += _size(packed, payload)
             self._waiting.put((packed, payload))
             return True
+
+    def _note_sent(self, packed: list[bytes], payload: bytes | bytearray | memoryview) -> None:
+        with self._lock:
+            self._nbytes -= _size(packed, payload)
 
     def _work(self) -> None:
         retry_s = _RETRY_S
@@ -183,11 +199,13 @@ class _Link:
         try:
             _tune(connection)
             own = msgspec.msgpack.encode(self._own)
-            nonces = _receive_bytes(connection, _NONCE_BYTES) + secrets.token_bytes(_NONCE_BYTES)
+            until_s = time.monotonic() + _MEET_S
+            nonces = _receive_bytes(connection, _NONCE_BYTES, until_s)
+            nonces += secrets.token_bytes(_NONCE_BYTES)
             proof = _proof(self.to.key, b"from", nonces)
             length = len(own).to_bytes(4, "little")
             _send(connection, [nonces[_NONCE_BYTES:], proof, length, own])
-            answer = _receive_bytes(connection, _PROOF_BYTES)
+            answer = _receive_bytes(connection, _PROOF_BYTES, until_s)
             if not hmac.compare_digest(answer, _proof(self.to.key, b"to", nonces)):
                 raise ConnectionError("somebody else listens there")
             connection.settimeout(None)
@@ -208,7 +226,7 @@ class _Link:
                 self._otherwise(self.to.address, packed, payload)
                 raise
             finally:
-                self._nbytes -= len(payload)
+                self._note_sent(packed, payload)
                 # The room is to be free once the block has gone, and not with the next one.
                 del item, packed, payload
 
@@ -220,7 +238,7 @@ class _Link:
             while True:
                 item = self._waiting.get_nowait()
                 if item is not None:
-                    self._nbytes -= len(item[1])
+                    self._note_sent(*item)
                     self._otherwise(self.to.address, *item)
 
     def cut(self) -> None:
@@ -275,6 +293,8 @@ class Direct:
         self._links: dict[str, _Link] = {}
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._meeting = threading.Semaphore(_MOST_MEETING)
+        self._over = threading.Event()
         threading.Thread(target=self._accept, name="shmbus relay listen", daemon=True).start()
 
     def learn(self, endpoint: Endpoint) -> None:
@@ -296,19 +316,31 @@ class Direct:
             self._otherwise(to, packed, payload)
 
     def _accept(self) -> None:
-        while True:
+        while not self._over.is_set():
+            if not self._meeting.acquire(timeout=_RETRY_S):
+                continue
+            connection = None
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # it was closed
-            threading.Thread(
-                target=self._read, args=(connection,), name="shmbus relay receive", daemon=True
-            ).start()
+                threading.Thread(
+                    target=self._read, args=(connection,), name="shmbus relay receive", daemon=True
+                ).start()
+            except (OSError, RuntimeError) as error:
+                self._meeting.release()
+                if connection is not None:
+                    connection.close()
+                if not self._over.wait(_RETRY_S):
+                    # No file descriptor, or no thread, is free; one will be.
+                    _log.warning("relay: %s takes no connection: %s", self.endpoint.address, error)
 
     def _read(self, connection: socket.socket) -> None:
         self._connections.add(connection)
         try:
-            self.learn(self._greet(connection))
+            try:
+                endpoint = self._greet(connection)
+            finally:
+                self._meeting.release()
+            self.learn(endpoint)
             self._read_all(connection)
         except (OSError, ValueError) as error:
             _log.debug("relay: a connection to %s ended: %s", self.endpoint.address, error)
@@ -318,19 +350,21 @@ class Direct:
 
     def _greet(self, connection: socket.socket) -> Endpoint:
         """Prove both ends of a connection that has come, and return whose it is."""
+        until_s = time.monotonic() + _MEET_S
         connection.settimeout(_MEET_S)
         _tune(connection)
         nonce, key = secrets.token_bytes(_NONCE_BYTES), self.endpoint.key
         _send(connection, [nonce])
-        nonces = nonce + _receive_bytes(connection, _NONCE_BYTES)
-        proof = _receive_bytes(connection, _PROOF_BYTES)
+        nonces = nonce + _receive_bytes(connection, _NONCE_BYTES, until_s)
+        proof = _receive_bytes(connection, _PROOF_BYTES, until_s)
         if not hmac.compare_digest(proof, _proof(key, b"from", nonces)):
             self.refused += 1
             raise ConnectionError("whoever connects does not know the key")
-        length = int.from_bytes(_receive_bytes(connection, 4), "little")
+        length = int.from_bytes(_receive_bytes(connection, 4, until_s), "little")
         if length > _MOST_ENDPOINT_BYTES:
             raise ConnectionError(f"an endpoint of {length} bytes")
-        endpoint = msgspec.msgpack.decode(_receive_bytes(connection, length), type=Endpoint)
+        said = _receive_bytes(connection, length, until_s)
+        endpoint = msgspec.msgpack.decode(said, type=Endpoint)
         _send(connection, [_proof(key, b"to", nonces)])
         connection.settimeout(None)
         return endpoint
@@ -364,6 +398,7 @@ class Direct:
 
     def close(self) -> None:
         """End all connections, and listen no more."""
+        self._over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -58,7 +58,8 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})
 Identity: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=_core.MAX_ID_BYTES)]
 _Place: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_GROUP_SIZE)]
-_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_GROUP_SIZE)]
+#: 0 where a failure was reported by one who does not know it.
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_core.MAX_GROUP_SIZE)]
 #: Of one block.
 _Records: TypeAlias = Annotated[tuple[Origin, ...], msgspec.Meta(max_length=_core.MAX_GROUP_SIZE)]
 
@@ -122,6 +123,19 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     index: _Place
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     reason: str
+
+    def __post_init__(self) -> None:
+        """Refuse what fits no row of a bus."""
+        size = len(self.instance_id.encode())
+        if size > _core.MAX_ID_BYTES:
+            raise ValueError(
+                f"instance_id: expected at most {_core.MAX_ID_BYTES} bytes of UTF-8, got {size}"
+            )
+        if self.need > self.group_size or (self.group_size and self.index >= self.group_size):
+            raise ValueError(
+                f"expected need and index within group_size={self.group_size}, got "
+                f"need={self.need} and index={self.index}"
+            )
 
     @property
     def id(self) -> tuple[str, int | None, int, int]:

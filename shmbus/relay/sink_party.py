@@ -410,7 +410,8 @@ class SinkParty:
                 try:
                     self.producer.fail(
                         sample.instance_id, sample.index, sample.reason, epoch=sample.epoch,
-                        group_size=sample.group_size, need=sample.need, timeout=0.0,
+                        group_size=sample.group_size or None, need=sample.need or None,
+                        timeout=0.0,
                     )  # fmt: skip
                 except errors.BusFullError:
                     return False

@@ -65,7 +65,9 @@ def choose_dropper(sinks: Mapping[str, SinkView]) -> str | None:
     return max(heard, key=lambda name: sinks[name].largest[2], default=None)
 
 
-def journal_parts(sinks: Mapping[str, SinkView], whole: Sequence[Origin]) -> list[tuple[Origin, ...]]:
+def journal_parts(
+    sinks: Mapping[str, SinkView], whole: Sequence[Origin]
+) -> list[tuple[Origin, ...]]:
     """Cut a group into parts that such a journal has room for: nearly always it is one."""
     most = max([1, *(view.largest[2] for view in sinks.values())])
     return [tuple(whole[at : at + most]) for at in range(0, len(whole), most)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from conftest import wait_until
 from relay.local import COORDINATOR, put_group, take
 
@@ -236,3 +239,67 @@ def test_a_relay_over_connections_that_are_cut_loses_doubles_and_tears_nothing(
         made.stop()
         for bus in buses:
             bus.unlink()
+
+
+def test_whoever_connects_and_says_nothing_keeps_nobody_else_out() -> None:
+    with pair() as both:
+        host, port = both.right.endpoint.host, both.right.endpoint.port
+        silent = [socket.create_connection((host, port), 5.0) for _ in range(40)]
+        wait_until(lambda: len(both.right._connections) >= 32)
+        assert len(both.right._connections) == 32
+        for each in silent:
+            each.close()
+        both.meet()
+        both.left("right", [b"one"], b"payload")
+        wait_until(lambda: both.came)
+
+
+def test_whoever_greets_byte_by_byte_gets_no_more_time_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shmbus.relay.direct._MEET_S", 0.3)
+    with pair() as both:
+        slow = socket.create_connection((both.right.endpoint.host, both.right.endpoint.port), 5.0)
+        slow.settimeout(30.0)
+        assert len(slow.recv(16, socket.MSG_WAITALL)) == 16
+        sent = 0
+        with pytest.raises(OSError):
+            while True:
+                slow.send(b"x")
+                sent += 1
+                time.sleep(0.02)
+        assert sent < 16 + 32
+        slow.close()
+
+
+SHORT = """
+import logging, os, resource, sys, threading
+from shmbus.relay.direct import Direct
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+came = threading.Event()
+end = Direct("right", "127.0.0.1", lambda *said: None, lambda *said: came.set())
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+print(end.endpoint.port, end.endpoint.key.hex(), flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print("came" if came.wait(60.0) else "nothing came", flush=True)
+"""
+
+
+def test_a_process_that_had_no_descriptor_left_takes_connections_again() -> None:
+    with pair() as both, subprocess.Popen(
+        [sys.executable, "-c", SHORT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:  # fmt: skip
+        assert child.stdin is not None and child.stdout is not None
+        port, key = child.stdout.readline().split()
+        many = [socket.create_connection((HOST, int(port)), 30.0) for _ in range(8)]
+        assert "takes no connection: [Errno 24]" in child.stdout.readline()
+        for each in many:
+            each.close()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        both.left.learn(Endpoint("right", HOST, int(port), bytes.fromhex(key)))
+        wait_until(lambda: both.left._links["right"]._connection is not None)
+        both.left("right", [b"one"], b"")
+        wait_until(lambda: "came" in child.stdout.readline())  # type: ignore[union-attr]

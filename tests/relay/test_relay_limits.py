@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import wait_until
 from relay.local import COORDINATOR, put_group, relay, stats, take
 
 import shmbus
+from shmbus.relay import codec
 from shmbus.relay import messages as m
+from shmbus.relay.mailbox import Opener
 from shmbus.stash.stash import StashPolicy
+from shmbus_ext import _core
 
 pytest_plugins = ["relay.relay_fixtures"]
 
@@ -86,3 +91,87 @@ def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(
         held.ack()
         wait_until(lambda: stats(buses["b"]).acknowledged == 4)
         wait_until(lambda: not sink.journal._entries)
+
+
+def test_a_reason_of_a_pause_in_any_script_is_cut_and_follows_the_trainers(
+    buses: dict[str, str],
+) -> None:
+    with (
+        relay([buses["a"]], [buses["t"]]),
+        shmbus.Bus.open(buses["t"]) as bus,
+        shmbus.Bus.open(buses["a"]) as source,
+    ):
+        bus.pause("\u754c" * 39)
+        wait_until(lambda: (source.paused or "").endswith("\u754c"))
+        bus.pause("evaluation")
+        wait_until(lambda: (source.paused or "").endswith("evaluation"))
+        bus.resume()
+        wait_until(lambda: source.paused is None)
+
+
+SAMPLE = m.MissingSample("q", None, 2, 2, 1, 1, "gone")
+HELLO = m.Hello("a", False, "a", "a" * 32, 1, 0, COORDINATOR, 0, None, 0, 0, 0, 1, 0, 0, 0)
+
+
+def of_another(kind: type[Any], message: Any) -> bytes:
+    """A message as a sender packs it that checks nothing."""
+    body = msgspec.Raw(msgspec.msgpack.encode(list(message)))
+    number = codec._NUMBER_OF[kind]
+    frame = codec._Frame(codec.PROTOCOL, _core.LAYOUT_VERSION, "x", number, body)
+    return msgspec.msgpack.encode(frame)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Steering(-1, None),
+        m.Steering(2**64 - 1, None),
+        m.SinkStateWanted("t", 2**62),
+        m.Subscription("b", 2**64 - 1),
+        m.HelloWanted(-5),
+        m.Release("b", "t", frozenset(), "no reason"),
+        m.Drop("t", 1, 1, "no reason", ()),
+        m.Fetch("b", "t", 1, (bytes(32),) * 16_385),
+        m.Assignment("t", 1, 1, (), -5),
+        HELLO._replace(clock_ns=2**64 - 1),
+        HELLO._replace(clock_ns=-1),
+        HELLO._replace(epoch=2**63 - 1),
+        HELLO._replace(policy_version=-1),
+        HELLO._replace(largest_count=-1),
+        HELLO._replace(bus="no identity"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_message_with_a_number_that_nothing_has_is_refused_by_its_sender(message: Any) -> None:
+    with pytest.raises(shmbus.ProtocolError, match="x sent a"):
+        codec.unpack(of_another(type(message), message))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("instance_id", ""), ("instance_id", "\u754c" * 200), ("epoch", -1), ("epoch", 2**63),
+        ("group_size", -1), ("group_size", 20_000), ("need", 3), ("need", -1), ("index", 2),
+        ("index", -1), ("attempt", -1), ("attempt", 2**40),
+    ],
+)  # fmt: skip
+def test_a_sample_that_no_bus_has_a_row_for_is_refused(name: str, wrong: Any) -> None:
+    sample = [wrong if each == name else getattr(SAMPLE, each) for each in SAMPLE.__struct_fields__]
+    with pytest.raises(shmbus.ProtocolError, match="x sent a Wanted that is none"):
+        codec.unpack(of_another(m.Wanted, ("b", 1, 1, [sample])))
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\x95\x03\x05\xa1x\x00" + b"\x91" * 1_000_000,
+        of_another(m.Peers, ())[:-1] + b"\x91" * 1_000_000,
+        b"\x95\x03\x05\xa2\xff\xfe\x00\xc0",
+        b"\xdd\xff\xff\xff\xff",
+        b"",
+    ],
+    ids=["deep", "deep-body", "no-text", "long", "nothing"],
+)
+def test_bytes_that_are_no_message_are_refused_and_end_nobody(packed: bytes) -> None:
+    opener = Opener("here")
+    assert opener.open(packed, b"") == [] and opener.refused == 1
