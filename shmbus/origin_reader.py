@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from shmbus import errors, limits
 from shmbus._arguments import check_wait
@@ -93,6 +93,7 @@ class OriginReader:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
+        self._require_open()
         self._segment.policy_version = version
         self._lead.follow(0)
 
@@ -333,6 +334,12 @@ class OriginReader:
             self._reader.close()
             self._held.clear()
             self._of_group.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"bus {self.name!r}: a {type(self).__name__} cannot be copied or pickled: it is its "
+            "process's place at the bus; make another one where this one was closed"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from shmbus import limits
-from shmbus._arguments import check_count, check_timeout
+from shmbus import errors, limits
+from shmbus._arguments import check_int, check_timeout, clamp_request
 from shmbus.origin_reader import OriginReader
 from shmbus_ext import _core
 
@@ -134,10 +134,12 @@ class RecordReader(OriginReader):
         ------
         BusClosedError
             It is closed, or was made before a fork.
+        BusRemovedError
+            The bus was removed; what is held can still be exported.
         TypeError, ValueError
             A bad number or time.
         """
-        check_count("max_records", max_records, 1)
+        max_records = clamp_request("max_records", max_records)
         check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -147,7 +149,12 @@ class RecordReader(OriginReader):
             left = limits.SWEEP_INTERVAL_S if deadline is None else deadline - now
             if heads or left <= 0:
                 return heads
-            self._reader.wait(min(left, max(1e-4, self._next_sweep_s - now)))
+            self.require_bus()
+            try:
+                self._reader.wait(min(left, max(1e-4, self._next_sweep_s - now)))
+            except errors.BusClosedError:
+                self._require_open()  # it was closed by another thread; this says of what kind
+                raise
 
     def heads(self) -> list[RecordHead]:
         """Return the heads of all records that are held, in the order in which they were polled.
@@ -156,8 +163,14 @@ class RecordReader(OriginReader):
         -------
         list[RecordHead]
             What was polled and not released.
+
+        Raises
+        ------
+        BusClosedError
+            It is closed, or was made before a fork.
         """
         with self._lock:
+            self._require_open()
             return _heads(list(self._held.values()))
 
     def export(
@@ -171,7 +184,7 @@ class RecordReader(OriginReader):
             Producer id and sequence of records that are held, 1 to 16384.
         into : bytearray or memoryview, optional
             Room for the block, to be used again and again; a new one each time costs as much as
-            the copy.
+            the copy. Contiguous and writable.
 
         Returns
         -------
@@ -183,7 +196,10 @@ class RecordReader(OriginReader):
         KeyError
             A record is not held.
         ValueError
-            There are too few or too many, they do not fit `into`, or one is damaged in the ring.
+            There are too few or too many, they do not fit `into`, or one is damaged in the ring;
+            or an id that no record has.
+        TypeError
+            An id is no pair of ints, or `into` is no room for bytes.
         BusClosedError
             It is closed, or was made before a fork.
         """
@@ -191,14 +207,16 @@ class RecordReader(OriginReader):
             self._require_open()
             origins = self._origins(ids)
             if into is not None:
-                return self.export_records(origins, into)
+                return self.export_records(origins, _check_room(into))
             size = sum(t.nbytes for t in self._find(origins))
             room = bytearray(_core.BLOCK_HEADER_BYTES + size)
             return bytes(self.export_records(origins, room))
 
     def _origins(self, ids: Iterable[RecordId]) -> list[bytes]:
         identity = bytes.fromhex(self.identity)
-        return [identity + _ID.pack(*id_) for id_ in ids]
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+            raise TypeError(f"ids: expected pairs of ints, got {type(ids).__name__}")
+        return [identity + _pack_id(id_) for id_ in ids]
 
     def release(self, ids: Sequence[RecordId], reason: str = "acknowledged") -> None:
         """End records: their space is the producers' again.
@@ -215,15 +233,51 @@ class RecordReader(OriginReader):
         KeyError
             A record is not held; then none is released.
         ValueError
-            There is no such reason, or an id is named twice.
+            There is no such reason, an id is named twice, or no record has it.
+        TypeError
+            An id is no pair of ints.
         BusClosedError
             It is closed, or was made before a fork.
         """
-        if len(set(ids)) != len(ids):
-            raise ValueError("release: expected each record once")
         with self._lock:
             self._require_open()
-            self.release_records(self._origins(ids), reason)
+            origins = self._origins(ids)
+            if len(set(origins)) != len(origins):
+                raise ValueError(
+                    f"release: expected each record once, got {len(origins)} ids of "
+                    f"{len(set(origins))} records"
+                )
+            self.release_records(origins, reason)
+
+
+def _pack_id(id_: object) -> bytes:
+    """Return the second half of an origin; `poll` and `heads` tell ids."""
+    try:
+        producer_id, sequence = id_  # type: ignore[misc]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"id: expected producer id and sequence, got {id_!r}") from error
+    numbers = check_int("producer id", producer_id), check_int("sequence", sequence)
+    try:
+        return _ID.pack(*numbers)
+    except struct.error as error:
+        raise ValueError(f"id: expected two numbers of 0 to 2**64 - 1, got {numbers}") from error
+
+
+def _check_room(into: object) -> memoryview:
+    """Return room for a block as bytes, whatever kind of numbers it had."""
+    try:
+        view = memoryview(into)  # type: ignore[arg-type]
+        if "O" in view.format:
+            raise TypeError("it holds references to objects")
+        room = view.cast("B")
+    except TypeError as error:
+        raise TypeError(
+            f"into: expected a contiguous bytearray or memoryview, got {type(into).__name__}: "
+            f"{error}"
+        ) from error
+    if room.readonly:
+        raise TypeError(f"into: expected room that can be written, got {type(into).__name__}")
+    return room
 
 
 def _heads(found: list[_core.Trajectory]) -> list[RecordHead]:

@@ -70,7 +70,7 @@ def start(
     BusNotFoundError
         No node has such a bus; the message has the names of those that were asked.
     TypeError, ValueError
-        A bad name or policy.
+        A bad name or policy, or a bus that is named twice.
     """
     from shmbus.relay.on_ray import start as start_on_ray
 

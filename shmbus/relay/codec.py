@@ -58,8 +58,8 @@ class _Frame(msgspec.Struct, array_like=True):
     body: msgspec.Raw
 
 
-#: What decoding raises: beside msgspec's own errors, for text that is no UTF-8, and for lists within
-#: lists within lists.
+#: What decoding raises: beside msgspec's own errors, for text that is no UTF-8, and for lists that
+#: are too deep.
 _NOT_ONE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FRAME: Final = msgspec.msgpack.Decoder(_Frame)
 

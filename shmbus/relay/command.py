@@ -11,7 +11,15 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from shmbus.cli._show import add_command, print_json, printable, show_count, show_duration, table
+from shmbus.cli._show import (
+    add_command,
+    bus_name,
+    print_json,
+    printable,
+    show_count,
+    show_duration,
+    table,
+)
 
 if TYPE_CHECKING:
     from shmbus.relay.notes import RelayNote
@@ -20,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run", "show_nodes"]
 
-#: Of what happens to groups before they cross: option, its type, and what it says.
+#: Of what happens to groups before they cross: option, its kind, and what it says.
 _POLICY: Final = (
-    ("group-timeout", float, "seconds that a group may stay incomplete"),
-    ("max-policy-lag", int, "versions that a group may be behind"),
-    ("sample-retries", int, "how often producers are asked again for a sample that failed"),
-    ("retry-timeout", float, "seconds that they may take for it"),
+    ("group-timeout", "SECONDS", "seconds that a group may stay incomplete"),
+    ("max-policy-lag", "COUNT", "versions that a group may be behind"),
+    ("sample-retries", "COUNT", "how often producers are asked again for a sample that failed"),
+    ("retry-timeout", "SECONDS", "seconds that they may take for it"),
 )
 
 
@@ -49,15 +57,17 @@ def add_parser(commands: Commands) -> None:
         json=True,
     )
     parser.add_argument(
-        "name", metavar="NAME[@RESOURCE]", help="the rollout workers' bus, and its nodes' resource"
-    )
+        "name", metavar="NAME[@RESOURCE]", type=_spec,
+        help="the rollout workers' bus, and its nodes' resource",
+    )  # fmt: skip
     parser.add_argument(
-        "--trainer", metavar="NAME[@RESOURCE]", action="append", default=[],
+        "--trainer", metavar="NAME[@RESOURCE]", action="append", default=[], type=_spec,
         help="a trainer's bus; once for each",
     )  # fmt: skip
     parser.add_argument("--ray", metavar="ADDRESS", help="of the cluster (default: this node's)")
     for option, kind, meaning in _POLICY:
-        parser.add_argument(f"--{option}", type=kind, metavar=kind.__name__.upper(), help=meaning)
+        type_ = _seconds if kind == "SECONDS" else _count
+        parser.add_argument(f"--{option}", type=type_, metavar=kind, help=meaning)
     for option in ("on-timeout", "on-failure"):
         choices = ("wait", "drop", "partial") if option == "on-timeout" else ("drop", "partial")
         parser.add_argument(
@@ -83,6 +93,29 @@ def add_parser(commands: Commands) -> None:
     )
 
 
+def _spec(text: str) -> str:
+    """Take a bus and its nodes' resource; an impossible one is a usage error."""
+    bus, at, resource = text.partition("@")
+    bus_name(bus)
+    if at and not resource:
+        raise argparse.ArgumentTypeError(f"expected NAME or NAME@RESOURCE, got {text!r}")
+    return text
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, got {text}")
+    return seconds
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return count
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Do it; 1 with a hint where the extra is not installed, 2 where a trainer is missing."""
     if not _has_ray():
@@ -100,7 +133,11 @@ def run(arguments: argparse.Namespace) -> int:
         on_ray.find(name, arguments.ray).stop()
         print(f"relay of bus {name} has ended; what it had not released is in its sources' rings")
     elif arguments.forget:
-        on_ray.find(name, arguments.ray).forget(arguments.forget)
+        try:
+            on_ray.find(name, arguments.ray).forget(arguments.forget)
+        except KeyError as error:
+            print(f"shmbus relay: {error.args[0]}", file=sys.stderr)
+            return 1
         print(f"relay of bus {name} goes on without {arguments.forget}")
     elif not arguments.trainer:
         print("shmbus relay: expected --trainer NAME, where groups go", file=sys.stderr)
@@ -109,11 +146,15 @@ def run(arguments: argparse.Namespace) -> int:
         names = [each.replace("-", "_") for each, _, _ in _POLICY]
         names += ["on_timeout", "on_failure", "skip_zero_variance"]
         given = {each: getattr(arguments, each) for each in names}
-        relay = on_ray.start(
-            arguments.name, arguments.trainer, release=arguments.release,
-            transport=arguments.transport, address=arguments.ray,
-            **{each: value for each, value in given.items() if value is not None},
-        )  # fmt: skip
+        try:
+            relay = on_ray.start(
+                arguments.name, arguments.trainer, release=arguments.release,
+                transport=arguments.transport, address=arguments.ray,
+                **{each: value for each, value in given.items() if value is not None},
+            )  # fmt: skip
+        except ValueError as error:
+            print(f"shmbus relay: {error}", file=sys.stderr)
+            return 2
         print(f"relay of bus {name} relays by {len(relay.addresses)} actors:")
         print("\n".join(f"  {address}" for address in relay.addresses))
     return 0

@@ -217,6 +217,8 @@ class Host:
 
     def forget(self, address: str) -> bool:
         """Have a coordinator go on without a peer that will not come back."""
+        if self._party is None:
+            return False
         known = address in (*self._party.sources, *self._party.sinks)
         if known:
             self._party.forgotten.append(address)

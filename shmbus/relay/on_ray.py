@@ -10,8 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import gc
+import math
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,10 +21,11 @@ import msgspec
 import numpy as np
 
 from shmbus import errors
+from shmbus._arguments import check_choice, check_count, check_flag, check_seconds
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
 from shmbus.relay.notes import RelayNote
-from shmbus.segment.names import bus_names
+from shmbus.segment.names import bus_names, check_name
 from shmbus.stash.stash import StashPolicy
 
 try:
@@ -45,6 +48,9 @@ _MOST_PENDING: Final = 10_000
 _ABSENT_S: Final = 0.5
 #: Seconds that a question to an actor may take.
 _ANSWER_S: Final = 10.0
+#: Seconds that count as for ever, and attempts likewise.
+_LONGEST_S: Final = 1e9
+_MOST_RETRIES: Final = 1 << 20
 _PREFIX: Final = "relay"
 #: Objects that are made until circles of them are looked for: as many as a full bus has records.
 _GC_THRESHOLDS: Final = (100_000, 20, 100)
@@ -191,7 +197,7 @@ def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
 
 
 def _policy(options: dict[str, Any]) -> StashPolicy:
-    names = {"group_timeout": "group_timeout_s", "retry_timeout": "retry_timeout_s"}
+    """Check what happens to groups, as a Consumer does."""
     known = {
         "group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance", "sample_retries",
         "retry_timeout", "on_failure",
@@ -199,8 +205,54 @@ def _policy(options: dict[str, Any]) -> StashPolicy:
     unknown = options.keys() - known
     if unknown:
         raise TypeError(f"relay: expected options among {sorted(known)}, got {sorted(unknown)}")
-    given = {names.get(name, name): value for name, value in options.items()}
-    return msgspec.convert(given, StashPolicy)
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        match name:
+            case "group_timeout":
+                seconds = None if value is None else check_seconds(name, value)
+                given["group_timeout_s"] = None if seconds == math.inf else seconds
+            case "retry_timeout":
+                # JSON has no infinite number.
+                given["retry_timeout_s"] = min(check_seconds(name, value), _LONGEST_S)
+            case "max_policy_lag":
+                given[name] = None if value is None else check_count(name, value, 0)
+            case "sample_retries":
+                given[name] = min(check_count(name, value, 0), _MOST_RETRIES)
+            case "skip_zero_variance":
+                given[name] = check_flag(name, value)
+            case _:
+                partial_or_drop = ("drop", "partial")
+                choices = ("wait", *partial_or_drop) if name == "on_timeout" else partial_or_drop
+                check_choice(name, value, choices)
+                given[name] = value
+    return StashPolicy(**given)
+
+
+def _check_specs(what: str, given: object) -> list[str]:
+    """Return names of buses, each with its resource; TypeError or ValueError for what is none."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise TypeError(f"{what}: expected a list of bus names, got {type(given).__name__}")
+    if not given:
+        raise ValueError(f"{what}: expected the name of a bus, got none")
+    for spec in given:
+        if not isinstance(spec, str):
+            raise TypeError(f"{what}: expected names of buses, got {type(spec).__name__}")
+        bus, at, resource = spec.partition("@")
+        check_name(bus)
+        if at and not resource:
+            raise ValueError(f"{what}: expected NAME or NAME@RESOURCE, got {spec!r}")
+    return list(given)
+
+
+def _check_places(places: Sequence[_Place]) -> None:
+    """Refuse a bus that is named twice: it has one relay, and records would go in circles."""
+    double = [each for each, count in Counter(places).items() if count > 1]
+    if double:
+        bus, node = double[0]
+        raise ValueError(
+            f"relay: bus {bus!r} at {node} is named twice; expected each bus once, as a source or "
+            "as a trainer's: give the trainer a bus of its own"
+        )
 
 
 def start(
@@ -213,17 +265,17 @@ def start(
     **policy: Any,
 ) -> Relay:
     """Start a relay, as `shmbus.relay.start` says."""
-    sources = [source] if isinstance(source, str) else list(source)
-    if isinstance(trainers, str) or not sources or not trainers:
-        raise TypeError("relay: expected a bus of rollout workers, and a list of trainers' buses")
-    if release not in ("acknowledged", "put"):
-        raise ValueError(f"release: expected 'acknowledged' or 'put', got {release!r}")
-    if transport not in ("ray", "direct"):
-        raise ValueError(f"transport: expected 'ray' or 'direct', got {transport!r}")
+    sources = _check_specs("source", [source] if isinstance(source, str) else source)
+    sinks = _check_specs("trainers", trainers)
+    check_choice("release", release, ("acknowledged", "put"))
+    check_choice("transport", transport, ("ray", "direct"))
     stash_policy = _policy(policy)
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"address: expected a str or None, got {type(address).__name__}")
     _connect(address)
     from_places = _find_all("rollout workers' bus", sources)
-    to_places = _find_all("trainer's bus", list(trainers))
+    to_places = _find_all("trainer's bus", sinks)
+    _check_places([*from_places, *to_places])
     name = sources[0].partition("@")[0]
     coordinator = f"{_PREFIX}.{name}.coordinator"
     plans = [
@@ -314,7 +366,8 @@ class Relay:
                 asked[address] = actor.describe.remote()
             except (ValueError, ray.exceptions.RayError) as error:
                 said.append({"address": address, "error": str(error).splitlines()[0]})
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout)
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout)
         for address, answer in asked.items():
             try:
                 said.append(ray.get(answer, timeout=0.1))
@@ -379,9 +432,13 @@ class Relay:
             except (ValueError, ray.exceptions.RayError) as error:
                 why = type(error).__name__
             time.sleep(_ABSENT_S)
-        raise errors.DaemonUnavailableError(
+        raise self._unavailable(timeout, why)
+
+    def _unavailable(self, timeout: float, why: str) -> errors.DaemonUnavailableError:
+        return errors.DaemonUnavailableError(
             f"relay {self.name!r}: its coordinator does not answer within {timeout:g} s ({why}); "
-            "Ray starts it again by itself, so ask again"
+            "Ray starts it again by itself, so ask again; a relay that was stopped is started by "
+            "shmbus.relay.start"
         )
 
     def forget(self, address: str) -> None:
@@ -399,9 +456,15 @@ class Relay:
         ------
         KeyError
             The relay has no such peer.
+        DaemonUnavailableError
+            The coordinator does not answer.
         """
-        actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
-        if not ray.get(actor.forget.remote(address), timeout=_ANSWER_S):
+        try:
+            actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
+            known = ray.get(actor.forget.remote(address), timeout=_ANSWER_S)
+        except (ValueError, ray.exceptions.RayError) as error:
+            raise self._unavailable(_ANSWER_S, type(error).__name__) from error
+        if not known:
             raise KeyError(f"relay {self.name!r} has no peer {address!r}; status() names them")
         self._kill(address)
 

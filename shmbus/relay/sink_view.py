@@ -58,9 +58,7 @@ class SinkView(msgspec.Struct):
 
 
 def choose_dropper(sinks: Mapping[str, SinkView]) -> str | None:
-    """Return the sink that writes down what is dropped: of those that were heard the one whose
-    journal has the most entries.
-    """
+    """Return the sink that writes down what is dropped: the one with the largest journal."""
     heard = [name for name in sorted(sinks) if sinks[name].heard]
     return max(heard, key=lambda name: sinks[name].largest[2], default=None)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,3 +191,79 @@ def test_a_killed_reader_leaves_its_records_to_the_next(bus: str, spawn: Spawner
     with RecordReader(bus) as reader:
         assert len(reader.poll(100, timeout=5)) == 5
         assert reader.stats().acknowledged == 5
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        (None, TypeError), (5, TypeError), ("ab", TypeError), ([5], TypeError), ([(1,)], TypeError),
+        ([(1, 2, 3)], TypeError), ([("a", 1)], TypeError), ([(1.5, 1)], TypeError),
+        ([(True, False)], TypeError), ([(-1, 0)], ValueError), ([(2**70, 0)], ValueError),
+        ([(9, 9)], KeyError),
+    ],
+)  # fmt: skip
+def test_an_id_that_no_record_has_is_an_error_of_its_own(
+    bus: str, ids: Any, error: type[Exception]
+) -> None:
+    with shmbus.RecordReader(bus) as reader:
+        for call in (reader.export, reader.release):
+            with pytest.raises(error) as told:
+                call(ids)
+            assert type(told.value) is error
+            assert ("is not held" if error is KeyError else "expected") in str(told.value)
+
+
+def test_ids_and_counts_may_be_numbers_of_numpy(bus: str) -> None:
+    with shmbus.Producer(bus) as producer, shmbus.RecordReader(bus) as reader:
+        for index in range(3):
+            producer.put("q", group_size=3, index=index, score=1.0)
+        heads = reader.poll(np.int64(3)) + reader.poll(2**70)
+        ids = np.array([head.id for head in heads])
+        assert len(heads) == 3 and len(reader.export(ids)) > 0
+        reader.release(ids)
+        assert reader.heads() == []
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        b"x" * 4096, memoryview(bytearray(8192))[::2], np.zeros(4096, object), "text", 5,
+        memoryview(bytes(4096)),
+    ],
+)  # fmt: skip
+def test_room_that_bytes_cannot_be_written_to_is_refused(bus: str, into: Any) -> None:
+    with shmbus.Producer(bus) as producer, shmbus.RecordReader(bus) as reader:
+        producer.put("q", group_size=1, index=0, score=1.0)
+        (head,) = reader.poll()
+        with pytest.raises(TypeError, match="into: expected"):
+            reader.export([head.id], into)
+        room = np.zeros(1024, np.float32)
+        assert len(bytes(reader.export([head.id], room))) < room.nbytes  # type: ignore[arg-type]
+
+
+def test_a_reader_that_waits_learns_that_its_bus_was_removed(bus_name: str) -> None:
+    bus = shmbus.Bus.create(bus_name, "1MiB")
+    told: list[BaseException] = []
+    with shmbus.RecordReader(bus_name) as reader:
+
+        def wait() -> None:
+            try:
+                reader.poll(timeout=None)
+            except BaseException as error:
+                told.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        bus.unlink()
+        thread.join(60.0)
+        assert [type(each) for each in told] == [shmbus.BusRemovedError]
+    bus.close()
+    with pytest.raises(shmbus.BusClosedError, match="this RecordReader is closed"):
+        reader.heads()
+
+
+def test_a_reader_is_not_copied(bus: str) -> None:
+    with shmbus.RecordReader(bus) as reader:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(reader)
