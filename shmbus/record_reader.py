@@ -11,7 +11,7 @@ import math
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -214,9 +214,10 @@ class RecordReader(OriginReader):
 
     def _origins(self, ids: Iterable[RecordId]) -> list[bytes]:
         identity = bytes.fromhex(self.identity)
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-            raise TypeError(f"ids: expected pairs of ints, got {type(ids).__name__}")
-        return [identity + _pack_id(id_) for id_ in ids]
+        given: object = ids
+        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+            raise TypeError(f"ids: expected pairs of ints, got {type(given).__name__}")
+        return [identity + _pack_id(id_) for id_ in given]
 
     def release(self, ids: Sequence[RecordId], reason: str = "acknowledged") -> None:
         """End records: their space is the producers' again.
@@ -250,10 +251,10 @@ class RecordReader(OriginReader):
             self.release_records(origins, reason)
 
 
-def _pack_id(id_: object) -> bytes:
+def _pack_id(id_: Any) -> bytes:
     """Return the second half of an origin; `poll` and `heads` tell ids."""
     try:
-        producer_id, sequence = id_  # type: ignore[misc]
+        producer_id, sequence = id_
     except (TypeError, ValueError) as error:
         raise TypeError(f"id: expected producer id and sequence, got {id_!r}") from error
     numbers = check_int("producer id", producer_id), check_int("sequence", sequence)

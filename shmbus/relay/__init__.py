@@ -69,6 +69,8 @@ def start(
         Ray is not installed.
     BusNotFoundError
         No node has such a bus; the message has the names of those that were asked.
+    BusBusyError
+        This relay runs already, with other buses or options. With the same ones it is returned.
     TypeError, ValueError
         A bad name or policy, or a bus that is named twice.
     """

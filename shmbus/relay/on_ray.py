@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import re
 import time
@@ -37,6 +38,8 @@ except ImportError as error:
     ) from error
 
 __all__ = ["Relay", "RelayActor", "find", "start"]
+
+_log = logging.getLogger("shmbus.relay")
 
 #: Ray's namespace of all relays; an actor's name has the relay's.
 NAMESPACE: Final = "shmbus"
@@ -102,7 +105,10 @@ class RelayActor:
     """
 
     def __init__(self, plan: bytes) -> None:
+        self._plan = plan
         made = msgspec.json.decode(plan, type=PartyPlan)
+        if made.kind == "coordinator":
+            made = _without_forgotten(made)
         # Many objects that are long there and in no circles: looking for some took a tenth.
         gc.collect()
         gc.freeze()
@@ -128,12 +134,30 @@ class RelayActor:
         self._host.deliver(packed, b"" if block is None else memoryview(block))
 
     def describe(self) -> dict[str, Any]:
-        """Say what it is and does."""
-        return self._host.describe()
+        """Say what it is and does, and what it was started with."""
+        return {**self._host.describe(), "plan": self._plan.decode()}
 
     def forget(self, address: str) -> bool:
         """Go on without a peer that will not come back."""
         return self._host.forget(address)
+
+
+def _without_forgotten(plan: PartyPlan) -> PartyPlan:
+    """Return a coordinator's plan without peers that were forgotten before it was restarted.
+
+    All peers are registered before their coordinator, and keep their names while Ray starts them
+    again or their node is away: one without a name was killed for good.
+    """
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    named = {each["name"] for each in listed if each["namespace"] == NAMESPACE}
+    gone = [each for each in [*plan.sources, *plan.sinks] if each not in named]
+    if gone:
+        _log.warning("relay: %s goes on without %s", plan.address, ", ".join(gone))
+    return msgspec.structs.replace(
+        plan,
+        sources=[each for each in plan.sources if each in named],
+        sinks=[each for each in plan.sinks if each in named],
+    )
 
 
 class _Place(NamedTuple):
@@ -290,10 +314,27 @@ def start(
         [place.address(name) for place in from_places],
         [place.address(name) for place in to_places], stash_policy,
     )  # fmt: skip
+    _require_same(name, msgspec.structs.replace(lead, transport=transport))
     for place, plan in plans:
         _start_actor(plan, transport, {place.resource: _A_LITTLE})
     _start_actor(lead, transport, {to_places[0].resource: _A_LITTLE})
     return Relay(name, [plan.address for _, plan in plans] + [coordinator])
+
+
+def _require_same(name: str, plan: PartyPlan) -> None:
+    """Raise BusBusyError where this relay runs already, and was started with something else."""
+    try:
+        actor = ray.get_actor(plan.address, namespace=NAMESPACE)
+        runs = ray.get(actor.describe.remote(), timeout=_ANSWER_S)["plan"]
+    except (ValueError, ray.exceptions.RayError):
+        return  # there is none, or it has just ended
+    ours = msgspec.json.encode(plan).decode()
+    if runs != ours:
+        raise errors.BusBusyError(
+            f"relay {name!r} runs already, with other buses or options: {runs}; expected what was "
+            f"asked for: {ours}. Leave it, or end it first: shmbus relay {name} --stop. What it "
+            "has not released stays in its sources' rings"
+        )
 
 
 def _connect(address: str | None) -> None:

@@ -166,6 +166,12 @@ def test_a_trainers_node_that_will_not_come_back_is_forgotten_and_its_groups_go_
             take(consumer, 0, 40)
         with pytest.raises(KeyError, match="no peer"):
             relay.forget(lost)
+        (coordinator,) = [each for each in relay.describe() if each.get("kind") == "coordinator"]
+        os.kill(coordinator["pid"], signal.SIGKILL)
+        put([buses["left"], buses["right"]], 40, 20)
+        with shmbus.Consumer(buses["trainer"]) as consumer:
+            take(consumer, 40, 20)
+        assert relay.status().missing == []
     finally:
         relay.stop()
 
@@ -175,6 +181,33 @@ def test_a_bus_that_no_node_has_is_named(cluster: Any, buses: dict[str, str]) ->
         shmbus.relay.start(f"{buses['left']}@left", ["nowhere"])
     with pytest.raises(TypeError, match="max_policy_lag"):
         shmbus.relay.start(f"{buses['left']}@left", ["nowhere"], max_lag=3)
+
+
+def test_a_bus_that_is_source_and_trainers_too_is_refused(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    left, trainer = f"{buses['left']}@left", f"{buses['trainer']}@trainer"
+    for source, trainers in ((left, [left]), (left, [trainer, trainer]), ([left, left], [trainer])):
+        with pytest.raises(ValueError, match="is named twice"):
+            shmbus.relay.start(source, trainers)
+
+
+def test_a_relay_that_runs_is_returned_or_refused_and_one_that_ended_says_so(
+    cluster: Any, buses: dict[str, str]
+) -> None:
+    left, trainer = f"{buses['left']}@left", f"{buses['trainer']}@trainer"
+    relay = shmbus.relay.start(left, [trainer])
+    try:
+        assert shmbus.relay.start(left, [trainer]).addresses == relay.addresses
+        with pytest.raises(shmbus.BusBusyError, match="runs already, with other"):
+            shmbus.relay.start(left, [trainer], release="put")
+    finally:
+        relay.stop()
+    wait_until(lambda: all("error" in each for each in relay.describe()), "all to end")
+    assert not any(each["balanced"] for each in relay.ledgers())
+    with pytest.raises(shmbus.DaemonUnavailableError, match="does not answer"):
+        relay.forget(relay.addresses[0])
+    relay.stop()
 
 
 def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, str]) -> None:

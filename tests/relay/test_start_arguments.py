@@ -1,0 +1,90 @@
+"""Arguments of `shmbus.relay.start` and of the command: refused before a cluster is looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmbus.relay
+from shmbus.cli import main
+
+pytest.importorskip("ray")
+
+
+@pytest.mark.parametrize(
+    ("source", "trainers", "error"),
+    [
+        (None, ["t"], TypeError), (5, ["t"], TypeError), (b"run1", ["t"], TypeError),
+        ([5], ["t"], TypeError), ([None], ["t"], TypeError), ({"run1"}, ["t"], TypeError),
+        ([], ["t"], ValueError), ("", ["t"], ValueError), ("a/b", ["t"], ValueError),
+        ("run1@", ["t"], ValueError), ("@rollout", ["t"], ValueError),
+        ("x" * 300, ["t"], ValueError),
+        ("run1", None, TypeError), ("run1", "t", TypeError), ("run1", [b"t"], TypeError),
+        ("run1", [], ValueError), ("run1", [""], ValueError),
+    ],
+)  # fmt: skip
+def test_what_names_no_bus_is_refused(source: Any, trainers: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="expected"):
+        shmbus.relay.start(source, trainers, address="nowhere:1")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"release": "never"}, ValueError), ({"release": None}, TypeError),
+        ({"transport": "tcp"}, ValueError), ({"transport": 5}, TypeError),
+        ({"group_timeout": "x"}, TypeError), ({"group_timeout": -1}, ValueError),
+        ({"group_timeout": 0}, ValueError), ({"group_timeout": float("nan")}, ValueError),
+        ({"group_timeout": True}, TypeError), ({"on_timeout": "never"}, ValueError),
+        ({"on_timeout": None}, TypeError), ({"on_failure": "wait"}, ValueError),
+        ({"max_policy_lag": -1}, ValueError), ({"max_policy_lag": 1.5}, TypeError),
+        ({"max_policy_lag": True}, TypeError), ({"skip_zero_variance": "no"}, TypeError),
+        ({"sample_retries": -1}, ValueError), ({"sample_retries": None}, TypeError),
+        ({"retry_timeout": None}, TypeError), ({"retry_timeout": -1}, ValueError),
+        ({"retries": 1}, TypeError), ({"address": 5}, TypeError),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_none_is_refused_by_its_name(
+    wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    (name,) = wrong
+    with pytest.raises(error, match=rf"{name}.*expected|expected.*{name}"):
+        shmbus.relay.start("run1", ["t"], **{"address": "nowhere:1", **wrong})
+
+
+def test_options_may_be_numbers_of_numpy_and_without_end() -> None:
+    import msgspec
+
+    from shmbus.relay.on_ray import _policy
+    from shmbus.stash.stash import StashPolicy
+
+    made = _policy(
+        {
+            "group_timeout": np.float32(3), "max_policy_lag": np.int64(4), "sample_retries": 2**70,
+            "retry_timeout": float("inf"), "skip_zero_variance": np.True_,
+        }
+    )  # fmt: skip
+    assert (made.group_timeout_s, made.max_policy_lag, made.skip_zero_variance) == (3.0, 4, True)
+    assert msgspec.json.decode(msgspec.json.encode(made), type=StashPolicy) == made
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["", "--trainer", "t"], ["a/b", "--trainer", "t"], ["run1@", "--trainer", "t"],
+        ["run1", "--trainer", ""], ["run1", "--trainer", "t", "--group-timeout", "-1"],
+        ["run1", "--trainer", "t", "--group-timeout", "nan"],
+        ["run1", "--trainer", "t", "--retry-timeout", "x"],
+        ["run1", "--trainer", "t", "--sample-retries", "-1"],
+        ["run1", "--trainer", "t", "--max-policy-lag", "1.5"],
+    ],
+)  # fmt: skip
+def test_a_word_that_the_command_does_not_take_is_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["relay", *words])
+    assert ended.value.code == 2
+    assert "usage: shmbus relay" in capsys.readouterr().err
