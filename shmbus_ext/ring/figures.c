@@ -42,6 +42,7 @@ bool figure_find_bucket(struct figure_tally *tally, enum shmbus_figure figure, d
     bucket += (unsigned)(value > own[bucket + 3]) << 2;
     bucket += (unsigned)(value > own[bucket + 1]) << 1;
     bucket += (unsigned)(value > own[bucket]);
+    tally->touched[figure] |= UINT32_C(1) << bucket;
     tally->last[figure] = value;
     tally->at[figure] = (uint8_t)bucket;
     return true;
@@ -49,10 +50,8 @@ bool figure_find_bucket(struct figure_tally *tally, enum shmbus_figure figure, d
 
 /* There is one writer, so a load and a store do. */
 static void add_count(_Atomic uint64_t *count, uint64_t more) {
-    if (more > 0) {
-        atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + more,
-                              memory_order_relaxed);
-    }
+    atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + more,
+                          memory_order_relaxed);
 }
 
 static void add_to_sum(_Atomic uint64_t *sum, double more) {
@@ -66,9 +65,12 @@ static void add_to_sum(_Atomic uint64_t *sum, double more) {
 
 void figures_add(struct delivery_figures *self, const struct figure_tally *tally) {
     for (int f = 0; f < SHMBUS_FIGURES; f++) {
-        for (unsigned i = 0; i < SHMBUS_FIGURE_BUCKETS; i++) {
-            add_count(&self->figures[f].buckets[i], tally->buckets[f][i]);
+        for (uint32_t left = tally->touched[f]; left != 0; left &= left - 1) {
+            const int bucket = __builtin_ctz(left);
+            add_count(&self->figures[f].buckets[bucket], tally->buckets[f][bucket]);
         }
-        add_to_sum(&self->figures[f].sum, tally->sums[f]);
+        if (tally->touched[f] != 0) {
+            add_to_sum(&self->figures[f].sum, tally->sums[f]);
+        }
     }
 }

@@ -7,14 +7,17 @@
 #include "layout.h"
 
 /* What one call counts, before it is added to the segment: taking samples is the hot path, and most
- * values fall into the same few buckets. */
+ * values fall into the same few buckets. A call is often about one group, and looks only at buckets
+ * that it has touched. */
 struct figure_tally {
     uint64_t buckets[SHMBUS_FIGURES][SHMBUS_FIGURE_BUCKETS];
     double sums[SHMBUS_FIGURES];
     /* The last value of each figure and its bucket: siblings mostly have equal ones. */
     double last[SHMBUS_FIGURES];
+    uint32_t touched[SHMBUS_FIGURES]; /* a bit a bucket */
     uint8_t at[SHMBUS_FIGURES];
 };
+_Static_assert(SHMBUS_FIGURE_BUCKETS <= 32, "touched has a bit for each bucket");
 
 /* An upper bound of a bucket; they ascend, and a value belongs to the first that it does not exceed.
  * Versions, seconds, tokens, scores. */

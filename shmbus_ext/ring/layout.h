@@ -211,39 +211,44 @@ enum shmbus_slot_state { SHMBUS_SLOT_FREE = 0, SHMBUS_SLOT_ACTIVE = 1, SHMBUS_SL
  * the same extent: generation << 32 | index + 1, low half 0 for none yet, LINK_END for never. */
 #define SHMBUS_LINK_END 0xFFFFFFFFu
 
-/* Offset  Size  Field        Written by  Read by  Order
+/* The intent of a commit lies by itself: a reader that polls takes the line of the counters from its
+ * owner again and again, and no store of a commit but the last one has to wait for that line.
+ *
+ * Offset  Size  Field        Written by  Read by  Order
  *      0     8  committed    owner       reader   release / acquire: commits of all owners so far
  *      8     8  aborted      owner       reader   release / acquire
- *     16     8  committing   owner       successor  committed + 1 while one commit is under way
- *     24     8  commit_ref   owner       successor  the record of that commit
- *     32     4  commit_generation        successor  of its extent
- *     36     4  state        owner       reader   release / acquire
- *     40     8  first        owner       reader   release / acquire: link that starts a chain
- *     48     8  current      owner, freer reader   release / acquire: link to the chain's last
- *     56     8  next_order   owner       reader   release / acquire
- *     64     8  producer_id  owner       reader   release / acquire
- *     72     4  pid          owner       all      for messages
- *     76    52  label        owner       all      for messages
+ *     16     8  first        owner       reader   release / acquire: link that starts a chain
+ *     24     8  current      owner, freer reader   release / acquire: link to the chain's last
+ *     32     8  next_order   owner       reader   release / acquire
+ *     40     8  producer_id  owner       reader   release / acquire
+ *     48     4  state        owner       reader   release / acquire
+ *     52     4  pid          owner       all      for messages
+ *     56    48  label        owner       all      for messages
+ *    128     8  committing   owner       successor  committed + 1 while one commit is under way
+ *    136     8  commit_ref   owner       successor  the record of that commit
+ *    144     4  commit_generation        successor  of its extent
  */
 struct producer_slot {
     alignas(128) _Atomic uint64_t committed;
     _Atomic uint64_t aborted;
-    _Atomic uint64_t committing;
-    _Atomic uint64_t commit_ref;
-    _Atomic uint32_t commit_generation;
-    _Atomic uint32_t state;
     _Atomic uint64_t first;
     _Atomic uint64_t current;
     _Atomic uint64_t next_order;
     _Atomic uint64_t producer_id;
+    _Atomic uint32_t state;
     _Atomic uint32_t pid;
     char label[SHMBUS_LABEL_BYTES];
-    uint32_t reserved0;
+    /* Lines are fetched in pairs. */
+    alignas(128) _Atomic uint64_t committing;
+    _Atomic uint64_t commit_ref;
+    _Atomic uint32_t commit_generation;
 };
-_Static_assert(sizeof(struct producer_slot) == 128, "two cache lines a slot");
-_Static_assert(offsetof(struct producer_slot, state) == 36, "layout");
-_Static_assert(offsetof(struct producer_slot, producer_id) == 64, "layout");
-_Static_assert(offsetof(struct producer_slot, label) == 76, "layout");
+_Static_assert(sizeof(struct producer_slot) == 256, "two pairs of cache lines a slot");
+_Static_assert(offsetof(struct producer_slot, producer_id) == 40, "layout");
+_Static_assert(offsetof(struct producer_slot, state) == 48, "layout");
+_Static_assert(offsetof(struct producer_slot, label) == 56, "layout");
+_Static_assert(offsetof(struct producer_slot, committing) == 128, "layout");
+_Static_assert(offsetof(struct producer_slot, commit_generation) == 144, "layout");
 
 /* Who leases an extent, or a run of them: the first one states the span, the others have none. A
  * span counts only with the generation of the lease it was written in, so nothing needs to be wiped

@@ -109,12 +109,12 @@ void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry) 
     enter(self, ENTRY_READY, &self->ready[entry->split].entries, entry);
 }
 
-PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit) {
+PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit,
+                                     uint64_t now_ns) {
     struct entry_list *from = &self->ready[split];
     uint64_t ready = from->groups;
     Py_ssize_t count = limit < 0 ? 0 : (uint64_t)limit < ready ? limit : (Py_ssize_t)ready;
     PyObject *leased = PyList_New(count);
-    uint64_t now_ns = ready > 0 ? clock_monotonic_ns() : 0;
     for (Py_ssize_t i = 0; leased != NULL && i < count; i++) {
         GroupEntryObject *entry = entry_at(from->entries.next);
         leave(entry);
@@ -185,7 +185,7 @@ PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "n|I", &limit, &split) || !is_split(split)) {
         return NULL;
     }
-    return py_group_lists_lease_ready(self, split, limit);
+    return py_group_lists_lease_ready(self, split, limit, clock_monotonic_ns());
 }
 
 /* count_ready(split) -> int: groups of that split that are ready. */

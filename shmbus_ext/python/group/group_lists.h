@@ -61,9 +61,10 @@ void py_group_lists_clear(GroupListsObject *self);
 GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key);
 /* One that is in no list becomes the last that is ready. */
 void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry);
-/* What has been ready longest of a split is under lease from then on: a list of at most `limit`
+/* What has been ready longest of a split is under lease since `now_ns`: a list of at most `limit`
  * entries. NULL with an exception, and then nothing is leased. */
-PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit);
+PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit,
+                                     uint64_t now_ns);
 /* A leased entry is the next to be leased. */
 void py_group_entry_give_back(GroupEntryObject *entry);
 /* A leased entry is in no list any more. */

@@ -132,7 +132,7 @@ static Py_ssize_t write_some(int fd, const uint8_t *bytes, size_t size) {
 
 /* Leases what is ready and writes the reply: a list of the entries. `rest` becomes what the socket
  * did not take. NULL with an exception. */
-static PyObject *give(GranterObject *self, PyObject **rest) {
+static PyObject *give(GranterObject *self, PyObject **rest, uint64_t now_ns) {
     const struct entry_list *ready = &self->table->lists.ready[self->split];
     const size_t head = self->head == NULL ? 0 : (size_t)PyBytes_GET_SIZE(self->head);
     const size_t room = head + FRAME_HEAD_BYTES + LEASES_BYTES + ready->groups * GRANTED_BYTES +
@@ -142,7 +142,7 @@ static PyObject *give(GranterObject *self, PyObject **rest) {
         return PyErr_NoMemory();
     }
     PyObject *entries =
-        py_group_lists_lease_ready(&self->table->lists, self->split, self->groups);
+        py_group_lists_lease_ready(&self->table->lists, self->split, self->groups, now_ns);
     if (entries != NULL) {
         /* A client that has its groups finds all counts as they are then. */
         if (self->split == SHMBUS_SPLIT_TRAIN) {
@@ -174,7 +174,7 @@ static PyObject *look(GranterObject *self) {
         bool plain = count >= 0 && count < self->portion && PyList_GET_SIZE(left) == 0 &&
                      ready->groups > 0 && ready->samples <= self->records;
         if (count >= 0) {
-            entries = plain ? give(self, &rest) : PyList_New(0);
+            entries = plain ? give(self, &rest, now_ns) : PyList_New(0);
         }
     }
     PyObject *result = entries == NULL ? NULL : PyTuple_Pack(3, left, entries, rest);

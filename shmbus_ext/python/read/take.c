@@ -148,13 +148,13 @@ static PyObject *call_lease(IntakeObject *self, const struct take_request *reque
 }
 
 /* A list of groups, each under lease; NULL with an exception. */
-static PyObject *lease(IntakeObject *self, const struct take_request *request) {
+static PyObject *lease(IntakeObject *self, const struct take_request *request, uint64_t now_ns) {
     if (self->table->lists.ready[request->split].groups == 0) {
         return PyList_New(0);
     }
     const bool plain = self->lease == NULL || self->lease == Py_None;
     PyObject *list = plain ? py_group_lists_lease_ready(&self->table->lists, request->split,
-                                                        request->groups)
+                                                        request->groups, now_ns)
                            : call_lease(self, request);
     if (list != NULL && plain && request->split == SHMBUS_SPLIT_TRAIN) {
         py_delivery_count(self->reader->segment, list);
@@ -183,7 +183,7 @@ static PyObject *look(IntakeObject *self, const struct take_request *request, bo
         py_reader_note_seen(self->reader, now_ns);
         *state = pump(self, request, now_s);
     }
-    PyObject *groups = *state == TAKE_FAILED ? NULL : lease(self, request);
+    PyObject *groups = *state == TAKE_FAILED ? NULL : lease(self, request, now_ns);
     if (groups != NULL &&
         (self->reader->c.delivered != delivered || PyList_GET_SIZE(groups) > 0)) {
         /* The caller may not come back before a producer asks who holds the space. */

@@ -64,16 +64,16 @@ static const struct field_note header_fields[] = {
 static const struct field_note slot_fields[] = {
     FIELD(producer_slot, committed, 'u'),
     FIELD(producer_slot, aborted, 'u'),
-    FIELD(producer_slot, committing, 'u'),
-    FIELD(producer_slot, commit_ref, 'u'),
-    FIELD(producer_slot, commit_generation, 'u'),
-    FIELD(producer_slot, state, 'u'),
     FIELD(producer_slot, first, 'u'),
     FIELD(producer_slot, current, 'u'),
     FIELD(producer_slot, next_order, 'u'),
     FIELD(producer_slot, producer_id, 'u'),
+    FIELD(producer_slot, state, 'u'),
     FIELD(producer_slot, pid, 'u'),
     FIELD(producer_slot, label, 'S'),
+    FIELD(producer_slot, committing, 'u'),
+    FIELD(producer_slot, commit_ref, 'u'),
+    FIELD(producer_slot, commit_generation, 'u'),
     {NULL, 0, 0, 0},
 };
 
