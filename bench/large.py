@@ -7,6 +7,9 @@ and the sample behind it take.
 
 Targets: at least as fast where that fits the last-level cache, at most 1.1 times slower where it
 does not. The clock starts when every place between the processes has been written once.
+
+A quiet hour is seldom long enough for all points: those of a run are added to the file, which keeps
+the others of this machine. `bench.report` makes the table of them.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from bench.contenders import contenders, module
 from bench.contest import environments, moving
 from bench.fitness import TWO, Need
 from bench.processes import MeasurementError, use_template
+from bench.report.fold import MACHINE
 from bench.rows.row import Row, table
 from bench.rows.targets import HARDLY_SLOWER, NO_SLOWER, Target
 from bench.workload import PAYLOADS, Workload
@@ -108,10 +112,15 @@ def last_level_cache(caches: Path = CACHES) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     if options.tiny:
         use_template("bench.contest.child")
     facts = machine.describe()
+    try:
+        kept = _kept(options, facts)
+    except (OSError, ValueError) as error:
+        parser.error(f"--output: {error}; name another file")
     print(machine.summary(facts), flush=True)
     chosen = points(options.payload or list(PAYLOADS), options.group or GROUPS)
     cache = last_level_cache()
@@ -131,11 +140,37 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"large: {point.name}: {error}", file=sys.stderr)
             return 1
         print(table(rows[-1:]).splitlines()[-1], flush=True)
+        if options.output:
+            # Point by point, so that a run that is cut short keeps those that it has measured.
+            result = {"machine": facts, "cache_bytes": cache, "rows": _joined(kept, rows, facts)}
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{table(rows)}")
-    if options.output:
-        result = {"machine": facts, "cache_bytes": cache, "rows": [row.as_json() for row in rows]}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _kept(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read the points that the file has already; ValueError if these here cannot join them."""
+    path: Path | None = options.output
+    if path is None or not path.exists():
+        return []
+    if options.tiny:
+        raise ValueError(f"{path} is there, and figures of --tiny belong to none that is kept")
+    found = json.loads(path.read_text())
+    there, here = ({what: one[what] for what in MACHINE} for one in (found["machine"], facts))
+    if there != here:
+        raise ValueError(f"{path} has points of {there}, and this machine is {here}")
+    kept: list[dict[str, Any]] = found["rows"]
+    return kept
+
+
+def _joined(
+    kept: Sequence[dict[str, Any]], rows: Sequence[Row], facts: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Put measured points among those kept, each with its time and commit, in the table's order."""
+    when = {what: facts[what] for what in ("date_utc", "commit")}
+    known = {row["name"]: row for row in kept} | {row.name: row.as_json() | when for row in rows}
+    order = [point.name for point in points(list(PAYLOADS), GROUPS)]
+    return [known[name] for name in order if name in known]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +179,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Move large payloads by shmbus and by iceoryx2, beside copies of one core.",
         epilog="example: python -m bench.large --payload '16 MiB' --group 64",
     )
-    parser.add_argument("--output", type=Path, metavar="PATH", help="write the figures as JSON")
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH",
+        help="write the figures as JSON; a file that is there keeps its other points",
+    )  # fmt: skip
     parser.add_argument(
         "--payload", action="append", choices=list(PAYLOADS), metavar="SIZE",
         help=f"only this size; may be repeated: {', '.join(PAYLOADS)}",

@@ -2,7 +2,8 @@
 
 Of the folded reports beside a run (``folded.json``; of the run alone where there is none) a few
 rows (``short``) and all rows of shmbus itself (``rows``); of the run the contenders beside each
-other (``contest``).
+other (``contest``). Large payloads (``large``) are those of `bench.large`, of every machine that
+has them beside its reports.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ BEGIN: Final = "<!-- bench {}: made by python -m bench.report; do not edit -->"
 END: Final = "<!-- bench: end -->"
 #: Beside a run: what it came to together with others.
 FOLDED: Final = "folded.json"
+#: The block of large payloads, and the file beside a machine's reports that it is made of.
+LARGE: Final = "large"
+LARGE_FILE: Final = "large.json"
 #: Rows of the short table: the two rates, what a daemon and a sleeping reader cost, the three ways
 #: that a bus replaces, and a death. Missed targets belong here too.
 SHORT_ROWS: Final = (
@@ -42,11 +46,12 @@ def replace_blocks(result: dict[str, Any], directory: Path, page: Path) -> None:
     """Replace the blocks that a page has marks for."""
     where = os.path.relpath(directory, page.resolve().parent)
     text = page.read_text()
-    present = [name for name in BLOCKS if BEGIN.format(name) in text]
+    present = [name for name in (*BLOCKS, LARGE) if BEGIN.format(name) in text]
     if not present:
         begin = BEGIN.format("NAME")
         raise SystemExit(
-            f"{page}: expected the line {begin!r}, NAME one of {', '.join(BLOCKS)}; found none"
+            f"{page}: expected the line {begin!r}, NAME one of {', '.join((*BLOCKS, LARGE))}; "
+            "found none"
         )
     for name in present:
         before, begin, rest = text.partition(BEGIN.format(name))
@@ -90,6 +95,8 @@ def _folded_table(rows: Sequence[fold.FoldedRow]) -> str:
 
 def block(name: str, result: dict[str, Any], directory: Path, where: str) -> str:
     """Make a block: of the folded reports where there are some, else of the run."""
+    if name == LARGE:
+        return _large_block(directory, where)
     folded = _folded(directory)
     if folded is None or name not in FOLDED_BLOCKS:
         return BLOCKS[name](result, where)
@@ -150,6 +157,23 @@ def _contest_block(result: dict[str, Any], where: str) -> str:
         f"![How costs grow]({where}/scaling.svg)\n" if result["open_groups"] else "",
     ]  # fmt: skip
     return "\n".join(filter(None, block))
+
+
+def _large_block(directory: Path, where: str) -> str:
+    """Lay out large payloads, machine by machine."""
+    beside = os.path.dirname(where)
+    parts = []
+    for path in sorted(directory.resolve().parent.glob(f"*/{LARGE_FILE}")):
+        found = json.loads(path.read_text())
+        facts, rows = found["machine"], found["rows"]
+        days = sorted({row["date_utc"][:10] for row in rows})
+        parts += [
+            f"{len(rows)} points of `python -m bench.large` on {facts['cores']} cores of an "
+            f"{facts['cpu']}, last-level cache {found['cache_bytes'] >> 20} MiB, of "
+            f"{' and '.join(days)};\n[all figures]({beside}/{path.parent.name}/{LARGE_FILE}).\n",
+            judged(rows),
+        ]
+    return "\n".join(parts) or "Not measured yet.\n"
 
 
 #: What a block of each name holds.

@@ -22,6 +22,7 @@ import gc
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
@@ -121,8 +122,10 @@ def _scrambled(open_groups: int) -> Iterator[tuple[int, int]]:
     generator = random.Random(SEED)
     # One slot in eight waits for the first sample of its next group.
     slots = open_groups * GROUP_SIZE // (GROUP_SIZE - 1)
-    numbers = list(range(slots))
-    levels = [number % GROUP_SIZE for number in numbers]
+    # Arrays, which a garbage collection does not go through as it would through lists of millions:
+    # what it takes is the stash's.
+    numbers = array("q", range(slots))
+    levels = array("q", (number % GROUP_SIZE for number in numbers))
     for number in numbers:
         for index in range(levels[number]):
             yield number, index
