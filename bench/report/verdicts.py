@@ -126,12 +126,23 @@ def _large(contest: dict[str, Any]) -> Iterator[Row]:
             name=name,
             title=f"{kind}, against {contest['contenders'][LENDER]['title']}",
             measured=f"{ours['rate']:,.0f} trajectories/s"
-            + (f", {theirs['rate']:,.0f} there" if theirs else ""),
+            + (f", {theirs['rate']:,.0f} there" if theirs else "")
+            + _readers(ours, theirs),
             value=ours["rate"] / theirs["rate"] if theirs else None,
             target=TARGETS[name],
             skipped="" if theirs else _skipped(contest, LENDER),
             figures={"ours_per_s": ours["rate"], "theirs_per_s": theirs and theirs["rate"]},
         )
+
+
+def _readers(ours: dict[str, Any], theirs: dict[str, Any] | None) -> str:
+    """Say what the readers spent: one sleeps between records, and the other never does."""
+    us = [
+        one["consumer_cpu_s"] / one["trajectories"] * 1e6
+        for one in (ours, theirs)
+        if one is not None
+    ]
+    return f"; the reader's processor time {', there '.join(f'{each:.0f} us' for each in us)}"
 
 
 def _latency(contest: dict[str, Any]) -> Iterator[Row]:

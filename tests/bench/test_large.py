@@ -11,7 +11,7 @@ import pytest
 from conftest import Spawner
 
 from bench import large
-from bench.report import blocks
+from bench.report import blocks, verdicts
 from bench.rows.row import Row
 from bench.workload import PAYLOADS
 
@@ -113,3 +113,18 @@ def test_a_page_shows_the_points_of_every_machine(here: dict[str, Any], tmp_path
     text = page.read_text()
     assert all(f"(results/{machine}/large.json)" in text for machine in ("one", "two"))
     assert text.count("| 64 KiB, groups of 8 | some |") == 2 and "Not measured" not in text
+
+
+def test_a_row_beside_iceoryx2_says_what_either_reader_spent() -> None:
+    def point(contender: str, rate: float, consumer_cpu_s: float) -> dict[str, Any]:
+        one = {"contender": contender, "point": "an image, groups of 1", "trajectories": 1000}
+        return one | {"rate": rate, "consumer_cpu_s": consumer_cpu_s}
+
+    series: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("size", "latency", "producers", "capacity", "survival")
+    }
+    series["kind"] = [point("shmbus", 4000.0, 0.017), point("iceoryx2", 5000.0, 0.24)]
+    titles = {"shmbus": {"title": "ours"}, "iceoryx2": {"title": "theirs", "skipped": ""}}
+    (row,) = verdicts.rows({**series, "contenders": titles}, (12.0, 12.0))
+    assert row.name == "large-image-1" and row.value == 0.8
+    assert row.measured.endswith("the reader's processor time 17 us, there 240 us")
