@@ -1,13 +1,14 @@
 """Makes the site of what is not in docs/: README, benchmarks, layouts, API reference, examples.
 
 `mkdocs.yml` names this file as a hook. Invariants: every public name has its entry in the API
-reference, since the entries are made from `__all__`; a link to a file that the site has leads to
-its page there, and a link to any other file of the repository stays as text.
+reference, and no second one, since the entries are made from `__all__`; a link to a file that the
+site has leads to its page there, and a link to any other file of the repository stays as text.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import posixpath
 import re
 from pathlib import Path
@@ -155,7 +156,7 @@ LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made, and the pictures that they show."""
     made = {uri: (ROOT / source).read_text() for source, uri in ELSEWHERE.items()}
-    made |= {f"api/{page}.md": _reference_page(*what) for page, what in REFERENCE.items()}
+    made |= {f"api/{page}.md": _reference_page(page) for page in REFERENCE}
     made |= {
         f"examples/{path.stem}.md": _example_page(path)
         for path in sorted((ROOT / "examples").glob("*.py"))
@@ -203,12 +204,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def lead(match: re.Match[str]) -> str:
         label, target = match.groups()
+        sign, _, shown = label.partition("[")
+        label = f"{sign}[{LINK.sub(lead, shown[:-1])}]"  # a picture may be the label of a link
         path, hash_, anchor = target.partition("#")
         if not path or re.match(r"[a-z]+:", path):
             return match.group()
         there = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if not (ROOT / there).exists():
-            return match.group()  # a broken link: mkdocs says so
+            return f"{label}({target})"  # a broken link: mkdocs says so
         found = _site_uri(there, files)
         if found is None:
             return label.lstrip("!")[1:-1]
@@ -236,14 +239,40 @@ def _section_of(uri: str) -> str:
     return "Inside" if uri in INSIDE else "Guides"
 
 
-def _reference_page(title: str, sentence: str, modules: list[str]) -> str:
+def _reference_page(page: str) -> str:
+    title, sentence, modules = REFERENCE[page]
     entries = [f"# {title}", "", sentence, ""]
-    for module in modules:
-        stubs = _names_of_stubs()
-        for name in _public_names(module):
-            home = stubs.get(name) or _home(module, name)
-            entries += [f"::: {home}.{name}", ""]
+    others: list[str] = []
+    for entry in _entries(modules):
+        if _pages()[entry] == page:
+            entries += [f"::: {entry}", ""]
+        else:
+            others.append(f"[`{entry.rpartition('.')[2]}`][{entry}]")
+    if others:
+        entries += [f"Imported from here too, and on another page: {', '.join(others)}.", ""]
     return "\n".join(entries)
+
+
+def _entries(modules: list[str]) -> list[str]:
+    """Return the public names of modules, each with the module that defines it."""
+    stubs = _names_of_stubs()
+    return [
+        f"{stubs.get(name) or _home(module, name)}.{name}"
+        for module in modules
+        for name in _public_names(module)
+    ]
+
+
+@functools.cache
+def _pages() -> dict[str, str]:
+    """Return the page of each name: of those that list it, the one that is nearest to its home."""
+    nearest: dict[str, tuple[int, str]] = {}
+    for page, (_, _, modules) in REFERENCE.items():
+        for entry in _entries(modules):
+            shared = max(len(posixpath.commonprefix([each, entry])) for each in modules)
+            if shared > nearest.get(entry, (0, ""))[0]:
+                nearest[entry] = shared, page
+    return {entry: page for entry, (_, page) in nearest.items()}
 
 
 def _source(module: str) -> Path:
@@ -259,6 +288,7 @@ def _public_names(module: str) -> list[str]:
     raise LookupError(f"{module} has no __all__")
 
 
+@functools.cache
 def _names_of_stubs() -> dict[str, str]:
     """Return which stub has each class."""
     return {

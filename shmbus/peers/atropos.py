@@ -138,7 +138,7 @@ def records_of(
     ----------
     group : mapping
         With the keys of `KEYS`; tokens, masks and scores must be there. Lists or arrays:
-        tokens and masks [sequence][position], int64; scores [sequence], float64.
+        tokens and masks [sequence, position], int64; scores [sequence], float64.
     instance_id : str
         The group's key on the bus, unique.
     policy_version : int

@@ -1,9 +1,15 @@
-"""Every public module has its names in the API reference of the site."""
+"""Every public module has its names in the API reference of the site, each on one page."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
+from collections import Counter
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,3 +75,39 @@ def test_every_public_module_is_in_the_reference() -> None:
 
 def test_the_reference_has_public_modules_only() -> None:
     assert modules_of_the_reference() <= public_modules()
+
+
+def site() -> ModuleType:
+    """The hook that makes the site's pages."""
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("site_of_the_docs", ROOT / "docs" / "site.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_each_public_name_is_described_on_one_page_and_named_on_the_others() -> None:
+    made = site()
+    described: Counter[str] = Counter()
+    named: set[str] = set()
+    for page in made.REFERENCE:
+        text = made._reference_page(page)
+        described.update(re.findall(r"^::: (\S+)$", text, re.M))
+        named.update(re.findall(r"\]\[([\w.]+)\]", text))
+    assert {entry for entry, count in described.items() if count > 1} == set()
+    assert named - described.keys() == set()
+    assert "shmbus.channel.errors.ChannelError" in named
+
+
+def test_a_picture_that_is_a_link_leads_to_both_of_its_pages() -> None:
+    made = site()
+
+    class Files:
+        def get_file_from_path(self, path: str) -> str | None:
+            return path if path in ("page.md", "page-readme.png") else None
+
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    given = "[![A page](docs/page-readme.png)](docs/page.md#top), [code](setup.py)"
+    found = made.on_page_markdown(given, page, None, Files())
+    assert found == "[![A page](page-readme.png)](page.md#top), code"
