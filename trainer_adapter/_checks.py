@@ -1,14 +1,20 @@
 """Checks of plain arguments, wherever they are given.
 
-Invariant: an error names the argument, what was expected, and what was given; nothing was begun.
+Invariants:
+
+- An error names the argument, what was expected, and what was given; nothing was begun.
+- Importing this loads no torch: adapters of stacks that have none check by it, too.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from numbers import Real
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "check_flag",
@@ -34,7 +40,8 @@ def checked_int(name: str, value: object) -> int:
 
 def check_int64(name: str, value: object) -> int:
     """Return an int of 64 bits; a tensor is none here, since its value may be on a device."""
-    if isinstance(value, torch.Tensor):
+    torch = sys.modules.get("torch")  # who gives a tensor has loaded it
+    if torch is not None and isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     number = checked_int(name, value)
     if not -(1 << 63) <= number < 1 << 63:
@@ -107,6 +114,8 @@ def check_text(name: str, value: object) -> None:
 
 def known_device(device: object) -> torch.device:
     """Return a device that torch knows; TypeError or ValueError for another."""
+    import torch
+
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
     try:

@@ -163,14 +163,14 @@ def records_of(
     that `OnlineDataHandler` can train on it.
     """
     numbers = _typed if typed else _numbers
-    rows = _listed("tokens", group["tokens"])
+    rows = _listed("tokens", group.get("tokens"))
     count = len(rows)
-    masks = _listed("masks", group["masks"])
+    masks = _listed("masks", group.get("masks"))
     if len(masks) != count:
         raise ValueError(
             f"masks: expected {count}, one for each sequence of tokens, got {len(masks)}"
         )
-    scores = _scores(group["scores"], count)
+    scores = _scores(group.get("scores"), count)
     whole = {key: group[key] for key in _OF_THE_GROUP if group.get(key) is not None}
     records: list[dict[str, Any]] = []
     metas: list[dict[str, Any]] = [{} for _ in range(count)]

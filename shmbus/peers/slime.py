@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +30,8 @@ _ARRAYS: Final = (
     ("loss_mask", np.int64),
     ("rollout_log_probs", np.float64),
 )
+#: Ints have no end; NaN and infinity are beyond it, too.
+_LARGEST_SCORE: Final = sys.float_info.max
 
 
 class Sample(NamedTuple):
@@ -84,9 +86,13 @@ def record_of(
 
     Raises
     ------
+    TypeError
+        It is no mapping.
     ValueError
         There is no instance_id of str or int, or the reward is no finite number.
     """
+    if not isinstance(item, Mapping):
+        raise TypeError(f"item: expected a mapping, got {type(item).__name__}")
     key = item.get("instance_id")
     if not isinstance(key, (str, int)) or isinstance(key, bool):
         raise ValueError(
@@ -97,7 +103,7 @@ def record_of(
     if isinstance(reward, dict):
         # With several rewards the trainer chooses one by its own option.
         score = 0.0
-    elif isinstance(reward, (int, float)) and math.isfinite(reward):
+    elif isinstance(reward, (int, float)) and abs(reward) <= _LARGEST_SCORE:
         score = float(reward)
     else:
         raise ValueError(f"reward: expected a finite number, got {reward!r}; correct the item")

@@ -192,7 +192,8 @@ def _row(group: GroupCells, waits_for: int | None, now_s: float) -> Picture:
     cells = [cell for cell in group.cells if cell.index < settings.CELLS]
     return {
         "id": group.instance_id,
-        "epoch": group.epoch,
+        # As text: an epoch of 63 bits is no number of a browser's.
+        "epoch": None if group.epoch is None else str(group.epoch),
         "split": None if group.split == "train" else group.split,
         "size": group.size,
         "need": None if group.need in (0, group.size) else group.need,

@@ -27,6 +27,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from shmbus._format import unprinted
 from shmbus.web import settings as limits
 from shmbus.web.access import Access, Refusal
 from shmbus.web.history import GroupName, fits
@@ -225,6 +226,9 @@ class Server:
         name = request.query.get("bus", "")
         if not name and len(self._settings.buses) == 1:
             name = self._settings.buses[0]
+        if name and not self.looks.may_watch(name):
+            # The overview names a bus as it is shown, with escapes for what does not print.
+            name = unprinted(name)
         if name and not self.looks.may_watch(name):
             raise Refusal(HTTPStatus.NOT_FOUND, "this server shows no such bus")
         return name

@@ -1,4 +1,4 @@
-"""Groups that were asked for and never come: the bus has dropped them.
+"""Groups that have ended: those that were asked for and never come, those that a call has ended.
 
 Invariants:
 
@@ -14,12 +14,29 @@ from typing import Final
 
 import shmbus
 
-__all__ = ["EndedGroups", "Key"]
+__all__ = ["EndedGroups", "Key", "still_leased"]
 
 #: Instance id and epoch.
 Key = tuple[str, int | None]
 #: Seconds after a drop in which a request may still be on its way to its end.
 _SETTLE_S: Final = 10.0
+
+
+def still_leased(groups: Iterable[shmbus.Group]) -> list[shmbus.Group]:
+    """Return the groups that no call has ended yet.
+
+    An exception of a signal's handler, as Ctrl-C's, may come right behind a call that has ended
+    groups: the same call, made again, is for those that are left.
+
+    Parameters
+    ----------
+    groups : iterable of Group
+
+    Returns
+    -------
+    list of Group
+    """
+    return [group for group in groups if group.state == "leased"]
 
 
 class EndedGroups:

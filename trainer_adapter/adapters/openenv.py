@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.parted import float32s, int32s
 from trainer_adapter.adapters.place import Unusable, place_of
 
 __all__ = ["TESTED", "EpisodeRecord", "put_episode"]
@@ -76,7 +77,7 @@ class EpisodeRecord:
         Parameters
         ----------
         prompt_ids : sequence of int, [p]
-            The whole prompt of this turn.
+            The whole prompt of this turn; a list, an array or a tensor, as all three.
         output_ids : sequence of int, [n]
             What was sampled.
         logprobs : sequence of float, [n]
@@ -86,17 +87,21 @@ class EpisodeRecord:
 
         Raises
         ------
+        TypeError
+            Something is no flat sequence of numbers.
         ValueError
-            There is no logprob for each sampled token, or one is not finite.
+            There is no logprob for each sampled token, one is not finite, or a token id is beyond
+            32 bits. Nothing is noted then.
         """
-        prompt, output, values = list(prompt_ids), list(output_ids), list(logprobs)
+        turn = f"turn {len(self._rows)}"
+        prompt = int32s(f"{turn}, prompt_ids", prompt_ids).tolist()
+        output = int32s(f"{turn}, output_ids", output_ids).tolist()
+        values = float32s(turn, logprobs).tolist()
         if len(values) != len(output):
             raise ValueError(
-                f"turn {len(self._rows)}: expected {len(output)} logprobs, one for each sampled "
+                f"{turn}: expected {len(output)} logprobs, one for each sampled "
                 f"token, got {len(values)}; have the sampler return them"
             )
-        if not all(math.isfinite(value) for value in values):
-            raise ValueError(f"turn {len(self._rows)}: expected finite logprobs, got others")
         if not self._rows or prompt[: len(self._rows[-1][0])] != self._rows[-1][0]:
             self._rows.append(([], [], []))
         tokens, mask, held = self._rows[-1]
@@ -117,7 +122,7 @@ class EpisodeRecord:
         Raises
         ------
         TypeError
-            It is no result of a step.
+            It is no result of a step, or its reward no number.
         """
         if not hasattr(result, "reward") or not hasattr(result, "done"):
             raise TypeError(
@@ -125,7 +130,13 @@ class EpisodeRecord:
                 f"reward or done; tested with {TESTED}"
             )
         if result.reward is not None:
-            self.rewards.append(float(result.reward))
+            try:
+                reward = float(result.reward)
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+                raise TypeError(
+                    f"result: expected a number or None as reward, got {result.reward!r:.80}"
+                ) from error
+            self.rewards.append(reward)
         self.done = bool(result.done)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -209,6 +220,10 @@ def put_episode(
         raise ValueError(f"rewards: expected 'sum' or 'last', got {rewards!r}")
     if unfinished not in ("fail", "put"):
         raise ValueError(f"unfinished: expected 'fail' or 'put', got {unfinished!r}")
+    if not isinstance(record, EpisodeRecord):
+        raise TypeError(f"record: expected an EpisodeRecord, got {type(record).__name__}")
+    if meta is not None and not isinstance(meta, dict):
+        raise TypeError(f"meta: expected a dict or None, got {type(meta).__name__}")
     place = place_of(request, instance_id, group_size, index, epoch, split)
     try:
         score = _score(record, rewards, unfinished)

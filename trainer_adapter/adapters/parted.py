@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shmbus
 
-__all__ = ["Parted", "not_of_its_kind", "part_row"]
+__all__ = ["Parted", "float32s", "int32s", "not_of_its_kind", "part_row"]
 
 _LARGEST: Final = np.iinfo(np.int64).max
 #: Kinds of dtypes that a field may have, and what they are called.
@@ -48,6 +48,79 @@ def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
     if name == "tokens" and array.dtype.kind == "u" and array.max(initial=0) > _LARGEST:
         return expected, str(array.max())
     return None
+
+
+def _numbers(where: str, values: Any, expected: str, kinds: str) -> NDArray[Any]:
+    """Return a flat sequence of numbers as an array of numpy's choice."""
+    try:
+        # A tensor, also of bfloat16 or on a device, gives numbers so.
+        plain = values.tolist() if hasattr(values, "tolist") else list(values)
+        array = np.array([each.item() if hasattr(each, "item") else each for each in plain])
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise TypeError(f"{where}: expected {expected}, got {type(values).__name__}") from error
+    if array.ndim != 1:
+        raise TypeError(f"{where}: expected {expected}, got the shape {array.shape}")
+    if array.dtype.kind == "O" and all(isinstance(each, int) for each in array):
+        raise ValueError(f"{where}: expected {expected}, got one beyond 64 bits")
+    if array.size and array.dtype.kind not in kinds:
+        raise TypeError(f"{where}: expected {expected}, got {array.dtype}")
+    return array
+
+
+def int32s(where: str, values: Any) -> NDArray[np.int32]:
+    """Return token ids as they travel.
+
+    Parameters
+    ----------
+    where : str
+        For messages.
+    values : sequence of int, array or tensor, [n]
+
+    Returns
+    -------
+    int32 array [n]
+
+    Raises
+    ------
+    TypeError
+        They are no flat sequence of whole numbers.
+    ValueError
+        One is beyond 32 bits.
+    """
+    expected = "token ids, a flat sequence of ints"
+    array = _numbers(where, values, expected, "biu")
+    found = array.astype(np.int32)
+    if not np.array_equal(found, array):
+        raise ValueError(f"{where}: expected {expected} of 32 bits, got one beyond")
+    return found
+
+
+def float32s(where: str, values: Any) -> NDArray[np.float32]:
+    """Return logprobs as they travel.
+
+    Parameters
+    ----------
+    where : str
+        For messages.
+    values : sequence of float, array or tensor, [n]
+
+    Returns
+    -------
+    float32 array [n]
+
+    Raises
+    ------
+    TypeError
+        They are no flat sequence of numbers.
+    ValueError
+        One is not finite, or has none in 32 bits.
+    """
+    array = _numbers(where, values, "logprobs, a flat sequence of floats", "biuf")
+    with np.errstate(over="ignore"):  # what does not fit is found below
+        found = array.astype(np.float32)
+    if not np.isfinite(found).all():
+        raise ValueError(f"{where}: expected finite logprobs, got others; look at the sampler")
+    return found
 
 
 class Parted(NamedTuple):

@@ -117,8 +117,13 @@ def place_of(
     Raises
     ------
     TypeError
-        There is a request and a place, or neither.
+        There is a request and a place, or neither; or the request is none.
     """
+    if request is not None and not isinstance(request, shmbus.Request):
+        raise TypeError(
+            f"request: expected what next_request gave, got {type(request).__name__}; leave it out "
+            "to name the place"
+        )
     named = {"instance_id": instance_id, "group_size": group_size, "index": index}
     if request is not None:
         given = [name for name, value in {**named, "epoch": epoch}.items() if value is not None]

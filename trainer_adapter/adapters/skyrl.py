@@ -12,14 +12,14 @@ that fails is asked for again alone (`sample_retries`), where SkyRL would end th
 Invariants:
 
 - Each output stands at the place of its input, whatever order the workers answer in.
-- Calls that overlap, as in the fully asynchronous trainer, each get their own groups.
+- Calls that overlap, as in the fully asynchronous trainer, each get their own groups, also where
+  one of them is cancelled.
 - Importing this loads neither torch nor SkyRL.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import time
 from collections.abc import Mapping
@@ -28,9 +28,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 import shmbus
+from trainer_adapter._checks import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.parted import Parted, part_row
-from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter.adapters.splits import SplitConsumer, check_options
 from trainer_adapter.adapters.stack import Stack
 
 __all__ = ["GenerateByBus", "make_generator"]
@@ -50,6 +51,13 @@ class _Output(NamedTuple):
     stop_reason: str
 
 
+class _OneTake(NamedTuple):
+    """Has one call take at a time, in the event loop that it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    lock: asyncio.Lock
+
+
 class GenerateByBus:
     """What `make_generator` adds to SkyRL's GeneratorInterface.
 
@@ -65,8 +73,8 @@ class GenerateByBus:
 
     Raises
     ------
-    TypeError
-        An option is unknown.
+    TypeError, ValueError
+        An argument is of another kind, or an option unknown.
     """
 
     def __init__(
@@ -77,7 +85,9 @@ class GenerateByBus:
         timeout: float = GENERATE_TIMEOUT_S,
         **options: Any,
     ) -> None:
-        inspect.signature(shmbus.Consumer).bind(bus, **options)
+        check_options(bus, options)
+        check_flag("logprobs", logprobs)
+        check_seconds("timeout", timeout)
         self.bus: Final = bus
         self._logprobs = logprobs
         self._timeout_s = timeout
@@ -86,7 +96,7 @@ class GenerateByBus:
         self._epochs = itertools.count(time.time_ns())
         self._wanted: set[tuple[str, int | None]] = set()
         self._arrived: dict[tuple[str, int | None], list[_Output] | Exception] = {}
-        self._taking = asyncio.Lock()
+        self._taking: _OneTake | None = None
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Have a batch sampled.
@@ -111,11 +121,11 @@ class GenerateByBus:
         ValueError
             There are no trajectory_ids, or a sample is not what the trainer can take.
         """
-        ids = input_batch.get("trajectory_ids")
-        if not ids or len(ids) != len(input_batch["prompts"]):
+        ids, prompts = input_batch.get("trajectory_ids"), input_batch.get("prompts")
+        if not ids or not prompts or len(ids) != len(prompts):
             raise ValueError(
                 "generate: expected a trajectory_id for each prompt, got "
-                f"{'none' if not ids else len(ids)}; SkyRL's trainers give them"
+                f"{len(ids or ())} for {len(prompts or ())}; SkyRL's trainers give them"
             )
         metadata = input_batch.get("batch_metadata")
         # SkyRL's phases are called as the splits are.
@@ -132,6 +142,11 @@ class GenerateByBus:
         try:
             for instance_id, of_group in places.items():
                 of_group.sort(key=lambda place: ids[place].repetition_id)
+                if any(prompts[place] != prompts[of_group[0]] for place in of_group):
+                    raise ValueError(
+                        f"generate: group {instance_id!r}: expected one prompt for all of its "
+                        "samples, got others; give each prompt an instance_id of its own"
+                    )
                 key: tuple[str, int | None] = (instance_id, next(self._epochs))
                 self._wanted.add(key)
                 keys[key] = of_group
@@ -210,7 +225,14 @@ class GenerateByBus:
 
     async def _take(self, split: str) -> bool:
         """Take what is there, for whoever waits for it; whether anything was."""
-        async with self._taking:
+        loop = asyncio.get_running_loop()
+        if self._taking is None or self._taking.loop is not loop:
+            self._taking = _OneTake(loop, asyncio.Lock())
+        # A call that is cancelled must not take along what came for another one.
+        return await asyncio.shield(self._take_for_all(self._taking.lock, split))
+
+    async def _take_for_all(self, lock: asyncio.Lock, split: str) -> bool:
+        async with lock:
             consumer, groups = await asyncio.to_thread(
                 self._attached().take, split, _TAKE_GROUPS, _LOOK_S
             )

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,11 +22,15 @@ from typing import Any, Final
 
 import shmbus
 from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, record_of
+from trainer_adapter._checks import check_int, check_seconds
+from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.stack import BUS_VARIABLE
 
 __all__ = ["SlimeRollouts", "generate_rollout", "put_sample"]
 
+_LOG: Final = logging.getLogger("shmbus.slime")
 _TAKE_GROUPS: Final = 256
+_LARGEST: Final = 2**31 - 1
 #: Seconds that one look for groups lasts.
 _LOOK_S: Final = 1.0
 
@@ -50,8 +55,9 @@ def put_sample(
 
     Raises
     ------
-    ValueError
-        There is no instance_id, or the reward is not finite.
+    TypeError, ValueError
+        It is no mapping, has no instance_id or no finite reward, or something that MessagePack has
+        not.
     BusFullError, BusClosedError, BusRemovedError, RecordTooLargeError
         As for `Producer.put`.
     """
@@ -93,6 +99,11 @@ class SlimeRollouts:
         Makes an empty Sample; slime's own by default.
     **options : object
         Of `shmbus.Consumer`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The group size is no int of 1 or more, or an option is unknown.
     """
 
     def __init__(
@@ -103,7 +114,7 @@ class SlimeRollouts:
         **options: Any,
     ) -> None:
         self._make = make_sample
-        self._groups = SampleGroups(group_size)
+        self._groups = SampleGroups(check_int("group_size", group_size, 1, _LARGEST))
         self._given: list[shmbus.Group] = []
         self._next_index = 0
         self._consumer = shmbus.Consumer(name, **options)
@@ -125,9 +136,12 @@ class SlimeRollouts:
 
         Raises
         ------
-        ValueError
-            A sample is none that slime can have. It was dropped, so the next call goes on.
+        TypeError, ValueError
+            An argument is of another kind. Or a sample is none that slime can have: it was dropped,
+            so the next call goes on; where there were several, the log names each.
         """
+        count = check_int("count", count, 0, _LARGEST)
+        check_seconds("timeout", timeout, none="waits for ever")
         self.ack()
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._groups.complete() < count:
@@ -138,6 +152,7 @@ class SlimeRollouts:
                     self._collect(group)
                 except ValueError as error:
                     self._consumer.drop(group)
+                    _LOG.warning("dropped: %s", error)
                     problem = problem or error
             if problem is not None:
                 raise problem
@@ -173,9 +188,9 @@ class SlimeRollouts:
 
     def ack(self) -> None:
         """Acknowledge what the last call returned: it was trained on."""
-        given, self._given = self._given, []
-        if given:
-            self._consumer.ack(given)
+        if self._given:
+            self._consumer.ack(still_leased(self._given))
+            self._given = []
 
     def close(self) -> None:
         """Leave the bus; what was not acknowledged is delivered to the next trainer."""

@@ -6,11 +6,34 @@ split has a Consumer of its own.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 import shmbus
+from shmbus.segment.names import check_name
 
-__all__ = ["SplitConsumer"]
+__all__ = ["SplitConsumer", "check_options"]
+
+
+def check_options(bus: str, options: dict[str, Any]) -> None:
+    """Refuse what is no bus, no option of a consumer, or the adapter's to choose.
+
+    Parameters
+    ----------
+    bus : str
+    options : dict
+
+    Raises
+    ------
+    TypeError, ValueError
+        Says which.
+    """
+    check_name(bus)
+    if "split" in options:
+        raise TypeError(
+            "split: training and evaluation are told apart by the trainer's calls; leave it out"
+        )
+    inspect.signature(shmbus.Consumer).bind(bus, **options)
 
 
 class SplitConsumer:

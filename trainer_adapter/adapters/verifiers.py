@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.parted import float32s, int32s
 from trainer_adapter.adapters.place import Unusable, place_of
 
 __all__ = ["TESTED", "put_episode", "sample_of"]
@@ -135,7 +136,8 @@ def sample_of(trace: Any) -> dict[str, Any]:
     Unusable
         It failed, was not scored, or sampled nothing.
     ValueError
-        Tokens or logprobs are missing, or some branches only have a stream.
+        Tokens or logprobs are missing, too large or not finite, or some branches only have a
+        stream.
 
     Notes
     -----
@@ -165,9 +167,9 @@ def sample_of(trace: Any) -> dict[str, Any]:
     for number, branch in enumerate(sampled):
         _check_logprobs(trace.id, branch)
         row: dict[str, Any] = {
-            "tokens": np.array(branch.token_ids, np.int32),
+            "tokens": int32s(f"trace {trace.id!r}, token_ids", branch.token_ids),
             "loss_mask": np.array(branch.sampled_mask, np.uint8),
-            "logprobs": np.array(branch.logprobs, np.float32),
+            "logprobs": float32s(f"trace {trace.id!r}", branch.logprobs),
         }
         row |= {name: values[number] for name, values in streams.items()}
         row["prefix_length"] = _shared(branch, seen)

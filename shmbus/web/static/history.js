@@ -37,7 +37,7 @@ export function Events({ events, daemon, now }) {
 // A group that is not on the wall any more, in the wall's form.
 function rowOf({ group, now }) {
   const cells = {};
-  for (const c of group.cells) cells[c.index] = { s: STATES[c.state], v: c.score ?? undefined, p: c.producer ?? undefined, t: c.age_s === null || c.age_s === undefined ? undefined : now - c.age_s, n: c.attempts, r: c.reason, b: c.taken_by ?? undefined };
+  for (const c of group.cells) cells[c.index] = { s: STATES[c.state ?? "there"], v: c.score ?? undefined, p: c.producer ?? undefined, t: c.age_s === null || c.age_s === undefined ? undefined : now - c.age_s, n: c.attempts, r: c.reason, b: c.taken_by ?? undefined };
   return { id: group.instance_id, size: group.size, present: group.present, since: now - group.age_s, cells, omitted: group.cells_omitted };
 }
 

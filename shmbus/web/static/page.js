@@ -14,14 +14,20 @@ const STATES = {
   removed: "removed", unreadable: "cannot be read",
 };
 
+// Without a prototype: a bus or a group may be called __proto__.
 function merge(old, change) {
-  const found = { ...old };
+  const found = Object.assign(Object.create(null), old);
   for (const [key, value] of Object.entries(change)) {
     if (value === null) delete found[key];
     else if (value && typeof value === "object" && !Array.isArray(value) && found[key] && typeof found[key] === "object") found[key] = merge(found[key], value);
     else found[key] = value;
   }
   return found;
+}
+
+// The bus that the address names; an address that was cut off, or typed, is taken as it is.
+function busOf(hash) {
+  try { return decodeURIComponent(hash.slice(1)); } catch { return hash.slice(1); }
 }
 
 class Same extends Component {
@@ -37,7 +43,8 @@ class Cells extends Same {
     for (let index = 0; index < last; index++) {
       const cell = row.cells[index];
       const state = cell ? cell.s : "m";
-      const part = cell && cell.v !== undefined ? (high > low ? (cell.v - low) / (high - low) : 1) : 0;
+      // By halves: the largest numbers are further apart than any number.
+      const part = cell && cell.v !== undefined ? (high > low ? (cell.v / 2 - low / 2) / (high / 2 - low / 2) : 1) : 0;
       cells.push(html`<i class=${`cell ${state}`} key=${index} style=${state === "t" ? { "--v": `${Math.round(part * 100)}%` } : {}}>${SIGNS[state] || ""}</i>`);
     }
     const more = (row.size || 0) - last;
@@ -50,7 +57,8 @@ function prefix(ids) {
   if (ids.length < 3) return "";
   let shared = ids[0];
   for (const id of ids) while (!id.startsWith(shared)) shared = shared.slice(0, -1);
-  shared = shared.replace(/[0-9]+$/, "");
+  // Half of a pair of surrogates is no letter.
+  shared = shared.replace(/[\ud800-\udbff]$/, "").replace(/[0-9]+$/, "");
   return shared.length > 3 ? shared : "";
 }
 
@@ -90,7 +98,7 @@ function Wall({ wall, names, now, open, told, onOpen, given }) {
         <span class="sr">${row.id}: ${row.present} of ${row.size || "unknown"} there${begun ? `, ${begun} begun` : ""}${failed ? `, ${failed} failed` : ""}${who ? `, waits for ${who}` : ""}</span>
       </button>${shown ? html`<${History} group=${name} row=${row} told=${told} names=${names} now=${now}/>` : ""}`;
     })}</div>
-    <p class="find"><label>History of a group <input id="find" type="text" maxlength="255" placeholder="its id, then Enter" autocomplete="off" spellcheck="false" onKeyDown=${(event) => {
+    <p class="find"><label>History of a group <input id="find" type="text" maxlength="1020" placeholder="its id, then Enter" autocomplete="off" spellcheck="false" onKeyDown=${(event) => {
       if (event.key === "Enter" && event.target.value) onOpen({ key: `?${event.target.value}`, id: event.target.value });
     }}/></label></p>
     ${given ? html`<p class="dim">${several(given, "group")} given up for a failed sample so far</p>` : ""}
@@ -162,7 +170,7 @@ class Distribution extends Same {
     first = Math.max(0, first - 1); last = Math.min(found.buckets.length - 1, last + 1);
     const most = Math.max(1, ...found.buckets), many = last - first > 7;
     const label = (i) => (i < found.bounds.length ? `≤ ${form(found.bounds[i])}` : `> ${form(found.bounds[i - 1])}`);
-    return html`<section class="card" aria-label=${title}><h2>${title} <small>${unit}${total ? `, mean ${name === "solved" ? percent(found.sum / total) : +(found.sum / total).toPrecision(3)}` : ""}</small></h2>
+    return html`<section class="card" aria-label=${title}><h2>${title} <small>${unit}${total && found.sum !== undefined ? `, mean ${name === "solved" ? percent(found.sum / total) : +(found.sum / total).toPrecision(3)}` : ""}</small></h2>
       ${total === 0 ? html`<p class="dim">Nothing was delivered yet.</p>` : html`<div class="bars" role="img" aria-label=${found.buckets.map((n, i) => (n ? `${label(i)}: ${n}` : "")).filter(Boolean).join(", ")}>
       ${found.buckets.slice(first, last + 1).map((n, i) => html`<div title=${`${label(first + i)}: ${count(n)}`}>${n && !many ? each(100 * n / total) + "%" : ""}<i style=${{ "--h": `${Math.round(62 * n / most)}px` }}></i>${many && i % 2 ? "\u00a0" : html`${form(found.bounds[Math.min(first + i, found.bounds.length - 1)])}${first + i >= found.bounds.length ? "+" : ""}`}</div>`)}</div>`}</section>`;
   }
@@ -239,8 +247,8 @@ class Page extends Component {
   async ask(group) {
     if (this.question) return;
     this.question = true;
-    const name = location.hash.slice(1), query = new URLSearchParams({ id: group.id });
-    if (name) query.set("bus", decodeURIComponent(name));
+    const name = busOf(location.hash), query = new URLSearchParams({ id: group.id });
+    if (name) query.set("bus", name);
     if (group.epoch !== undefined) query.set("epoch", group.epoch);
     if (group.split) query.set("split", group.split);
     try {
@@ -254,7 +262,7 @@ class Page extends Component {
   watch() {
     clearTimeout(this.again);
     if (this.source) this.source.close();
-    const name = decodeURIComponent(location.hash.slice(1));
+    const name = busOf(location.hash);
     const source = this.source = new EventSource(`/events${name ? `?bus=${encodeURIComponent(name)}` : ""}`);
     source.addEventListener("whole", (event) => {
       const { picture, curves } = JSON.parse(event.data);

@@ -71,34 +71,34 @@ class ShmbusEnv:
 
         Raises
         ------
-        ValueError
-            A group has something that no batch can have; the message names it, and nothing of
-            this call was put.
-        RecordTooLargeError, BusRemovedError, BusClosedError
+        TypeError, ValueError, RecordTooLargeError
+            A group is none, or has something that no batch or record can have; the message names
+            it, and nothing of this call was put.
+        BusRemovedError, BusClosedError
             As for `shmbus.Producer.put`.
         """
         producer = self._shmbus()
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        put = []
+        put: list[dict[str, Any]] = []
         for group in groups:
+            if not isinstance(group, dict):
+                raise TypeError(
+                    f"scored_data: expected a ScoredDataGroup, a dict, got {type(group).__name__}"
+                )
             group["env_id"] = getattr(self, "env_id", None)
             key = f"atropos-{producer.producer_id}-{self._shmbus_groups}"
             self._shmbus_groups += 1
-            put.append(records_of(group, key, policy_version=producer.policy_version))
-        putting = asyncio.ensure_future(_put_all(producer, put))
+            put += records_of(group, key, policy_version=producer.policy_version)
+        # All in one call, which checks all before it puts the first.
+        putting = asyncio.ensure_future(_put_whole(producer, put))
         _putting.add(putting)
         putting.add_done_callback(_putting.discard)
         # An environment cancels its workers; half a group would wait in the bus for ever.
         await asyncio.shield(putting)
 
 
-async def _put_all(producer: shmbus.Producer, groups: list[list[dict[str, Any]]]) -> None:
-    for records in groups:
-        await _put_whole(producer, records)
-
-
 async def _put_whole(producer: shmbus.Producer, records: list[dict[str, Any]]) -> None:
-    """Put the records of one group; once the first is in the bus, all of them follow."""
+    """Put the records of groups; once the first is in the bus, all of them follow."""
     left = records
     try:
         producer.put_many(left, timeout=0)

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from typing import Any, Final
 import shmbus
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
+from trainer_adapter._checks import check_seconds, check_text, checked_int
+from trainer_adapter.adapters.ended import still_leased
 
 __all__ = ["AtroposTrainer"]
 
@@ -28,6 +31,29 @@ _TAKE_GROUPS: Final = 256
 
 def _waiting(group: shmbus.Group) -> Waiting:
     return Waiting(len(group), env_id_of(group) if is_atropos(group) else None, group)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has: numbers of NumPy, and a path as its text."""
+    return value.item() if hasattr(value, "item") else os.fspath(value)
+
+
+def _checked_minimums(minimums: object) -> dict[int, float]:
+    if minimums is None:
+        return {}
+    if not isinstance(minimums, Mapping):
+        raise TypeError(
+            "minimums: expected the shares by the numbers of environments, got "
+            f"{type(minimums).__name__}"
+        )
+    found = {}
+    for env, share in minimums.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ValueError(
+                f"minimums: expected a share of 0 to 1 for environment {env!r}, got {share!r}"
+            )
+        found[checked_int("minimums", env)] = float(share)
+    return found
 
 
 class AtroposTrainer:
@@ -55,8 +81,9 @@ class AtroposTrainer:
     ------
     BusNotFoundError, BusBusyError, LayoutMismatchError, DaemonUnavailableError
         As for `shmbus.Consumer`.
-    ValueError
-        The batch size is less than 1, or keep_batches less than 0.
+    TypeError, ValueError
+        An argument is of another kind; the batch size is less than 1, keep_batches less than 0, a
+        share not within 0 and 1, or the url none.
 
     Examples
     --------
@@ -81,14 +108,18 @@ class AtroposTrainer:
         keep_batches: int = 1,
         **options: Any,
     ) -> None:
-        if batch_size < 1:
+        self.batch_size = checked_int("batch_size", batch_size)
+        if self.batch_size < 1:
             raise ValueError(f"batch_size: expected 1 or more sequences, got {batch_size}")
-        if keep_batches < 0:
+        self._keep = checked_int("keep_batches", keep_batches)
+        if self._keep < 0:
             raise ValueError(f"keep_batches: expected 0 or more, got {keep_batches}")
-        self.batch_size = batch_size
-        self._minimums = dict(minimums or {})
+        self._minimums = _checked_minimums(minimums)
+        if url is not None:
+            check_text("url", url)
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url: expected http://HOST:PORT of the gateway, got {url!r}")
         self._url = url
-        self._keep = keep_batches
         self._queue = GroupQueue()
         self._given: list[list[shmbus.Group]] = []
         self._lock = threading.Lock()
@@ -146,9 +177,8 @@ class AtroposTrainer:
         headers = {"Content-Type": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        request = urllib.request.Request(
-            f"{self._url.rstrip('/')}/register", json.dumps(content).encode(), headers
-        )
+        body = json.dumps(content, default=_plain).encode()
+        request = urllib.request.Request(f"{self._url.rstrip('/')}/register", body, headers)
         with urllib.request.urlopen(request, timeout=30.0) as answer:
             answer.read()
 
@@ -171,6 +201,7 @@ class AtroposTrainer:
         BusClosedError, DaemonUnavailableError
             As for `shmbus.Consumer.take`.
         """
+        check_seconds("timeout", timeout, none="waits for ever")
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._end_before_next()
@@ -210,6 +241,7 @@ class AtroposTrainer:
         list of Group, or None
             With the arrays tokens, masks, loss_mask, and what else the environments sent.
         """
+        check_seconds("timeout", timeout, none="waits for ever")
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._end_before_next()
@@ -245,7 +277,8 @@ class AtroposTrainer:
 
     def _end(self, keep: int) -> None:
         while len(self._given) > keep:
-            self._consumer.ack(self._given[0])
+            # A call that Ctrl-C has interrupted may have acknowledged it.
+            self._consumer.ack(still_leased(self._given[0]))
             del self._given[0]
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from trainer_adapter._checks import check_int, check_text
 from trainer_adapter.adapters.prime_rl.transport import ShmbusBatchReceiver, ShmbusBatchSender
 
 __all__ = ["TESTED", "install"]
@@ -41,9 +42,13 @@ def install(name: str, *, readers_per_rank: int = 1) -> str:
 
     Raises
     ------
+    TypeError, ValueError
+        The name is no str, or there are fewer than 1 readers.
     ImportError
         prime-rl is not installed, or has other names; says which are missing.
     """
+    check_text("name", name)
+    check_int("readers_per_rank", readers_per_rank, 1, 2**31 - 1)
     tried = []
     for package, middle in _NAMES:
         wanted = (f"setup_{middle}_sender", f"setup_{middle}_receiver", "MicroBatch")

@@ -82,11 +82,22 @@ def encode(batches: Sequence[Any]) -> tuple[bytes, Parted]:
     -------
     bytes, Parted
         The small values and the places, as MessagePack; the arrays.
+
+    Raises
+    ------
+    TypeError
+        Something is no micro batch, or has a value that MessagePack has not.
     """
     out = Parted([], [], 0)
     small = []
     for number, batch in enumerate(batches):
-        tokens = len(batch.input_ids)
+        ids: Any = getattr(batch, "input_ids", None)
+        if not isinstance(batch, msgspec.Struct) or not hasattr(ids, "__len__"):
+            raise TypeError(
+                f"send: micro batch {number}: expected prime-rl's MicroBatch with input_ids, got "
+                f"{type(batch).__name__}; send what its packer made"
+            )
+        tokens = len(ids)
         rest = _without(batch, tokens, number, [], out)
         small.append(msgspec.Raw(msgspec.msgpack.encode(rest)))
     begin = 0

@@ -12,7 +12,7 @@ import msgspec
 
 from shmbus.channel import living_statement
 
-__all__ = ["Sent", "channel_name", "check_slice", "sent_of"]
+__all__ = ["Sent", "channel_name", "check_slice", "fields_of", "sent_of"]
 
 
 class Sent(msgspec.Struct):
@@ -33,6 +33,29 @@ class Sent(msgspec.Struct):
     fields: list[str] = []
 
 
+def fields_of(micro_batch: object) -> list[str]:
+    """Return the fields of prime-rl's MicroBatch, in order.
+
+    Parameters
+    ----------
+    micro_batch : type
+
+    Returns
+    -------
+    list of str
+
+    Raises
+    ------
+    TypeError
+        It is no msgspec.Struct.
+    """
+    if not isinstance(micro_batch, type) or not issubclass(micro_batch, msgspec.Struct):
+        raise TypeError(
+            f"micro_batch: expected prime-rl's MicroBatch, a msgspec.Struct, got {micro_batch!r}"
+        )
+    return list(micro_batch.__struct_fields__)
+
+
 def sent_of(ranks: int, readers: int, micro_batch: type[Any] | None) -> bytes:
     """Return what an orchestrator states.
 
@@ -46,7 +69,7 @@ def sent_of(ranks: int, readers: int, micro_batch: type[Any] | None) -> bytes:
     -------
     bytes
     """
-    fields = [] if micro_batch is None else list(micro_batch.__struct_fields__)
+    fields = [] if micro_batch is None else fields_of(micro_batch)
     return msgspec.msgpack.encode(Sent(ranks, readers, fields))
 
 
@@ -92,7 +115,7 @@ def check_slice(run: str, rank: int, reader: int, micro_batch: type[Any]) -> Non
             "counted from 0; give both the same data-parallel size, and install(..., "
             "readers_per_rank=) the same number in all processes. Nothing was received"
         )
-    own = list(micro_batch.__struct_fields__)
+    own = fields_of(micro_batch)
     if sent.fields and sent.fields != own:
         other = sorted(set(sent.fields) ^ set(own))
         what = f"only one of the two has {', '.join(other)}" if other else "their order differs"

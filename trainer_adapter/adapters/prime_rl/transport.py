@@ -1,12 +1,16 @@
 """The two ends of a data rank's channels, as prime-rl's BatchSender and BatchReceiver are called.
 
-Invariant: a step that one rank could not take is sent again to that rank alone.
+Invariants:
+
+- A step that one rank could not take is sent again to that rank alone.
+- A send that is cancelled leaves no thread behind that goes on sending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,8 +20,14 @@ import numpy as np
 
 from shmbus import BusNotFoundError
 from shmbus.channel import ChannelReceiver, ChannelSender, ChannelTimeoutError
+from trainer_adapter._checks import check_int, check_text, checked_int
 from trainer_adapter.adapters.prime_rl.micro_batches import decode, encode
-from trainer_adapter.adapters.prime_rl.slices import channel_name, check_slice, sent_of
+from trainer_adapter.adapters.prime_rl.slices import (
+    channel_name,
+    check_slice,
+    fields_of,
+    sent_of,
+)
 
 __all__ = ["ShmbusBatchReceiver", "ShmbusBatchSender"]
 
@@ -30,6 +40,12 @@ STEP_TIMEOUT_S: Final = 3600.0
 _LOOK_S: Final = 1.0
 #: Seconds between two lines of the log about a step that does not come.
 _NOTE_S: Final = 60.0
+#: Ranks, readers and steps are small numbers; what is larger is something else.
+_LARGEST: Final = 2**31 - 1
+
+
+class _CancelledError(Exception):
+    """Nobody waits for this send any more."""
 
 
 class ShmbusBatchSender:
@@ -52,8 +68,10 @@ class ShmbusBatchSender:
 
     Raises
     ------
+    TypeError, ValueError
+        An argument is of another kind, or out of range.
     ChannelBusyError, CapacityError
-        As for `shmbus.channel.ChannelSender`.
+        As for `shmbus.channel.ChannelSender`; no channel of this run is held then.
     """
 
     def __init__(
@@ -66,19 +84,27 @@ class ShmbusBatchSender:
         micro_batch: type[Any] | None = None,
         timeout: float = STEP_TIMEOUT_S,
     ) -> None:
-        self.data_world_size = data_world_size
-        self.current_step = current_step
-        self._channels = [
-            [
-                ChannelSender(channel_name(name, rank, reader), slots=_SLOTS, timeout=timeout)
-                for reader in range(readers_per_rank)
-            ]
-            for rank in range(data_world_size)
-        ]
-        sent = sent_of(data_world_size, readers_per_rank, micro_batch)
-        for channel in self._all():
-            channel.resume_after(current_step - 1)
-            channel.state(sent)
+        check_text("name", name)
+        self.data_world_size = check_int("data_world_size", data_world_size, 1, _LARGEST)
+        self.current_step = check_int("current_step", current_step, 0, _LARGEST)
+        readers = check_int("readers_per_rank", readers_per_rank, 1, _LARGEST)
+        sent = sent_of(self.data_world_size, readers, micro_batch)
+        self._channels: list[list[ChannelSender]] = []
+        try:
+            for rank in range(self.data_world_size):
+                self._channels.append([])
+                for reader in range(readers):
+                    self._channels[-1].append(
+                        ChannelSender(
+                            channel_name(name, rank, reader), slots=_SLOTS, timeout=timeout
+                        )
+                    )
+            for channel in self._all():
+                channel.resume_after(self.current_step - 1)
+                channel.state(sent)
+        except BaseException:
+            self.close()
+            raise
 
     def _all(self) -> Iterator[ChannelSender]:
         return (channel for of_rank in self._channels for channel in of_rank)
@@ -93,10 +119,14 @@ class ShmbusBatchSender:
 
         Raises
         ------
-        ValueError
-            The grid has another shape; nothing was sent.
+        TypeError, ValueError
+            The grid has another shape, or no micro batches; nothing was sent.
         ChannelTimeoutError, PeerGoneError
             A trainer does not take steps, and why. What other ranks got stays sent.
+
+        Notes
+        -----
+        Where it is cancelled, as by Ctrl-C, some ranks may have the step: send the same one again.
         """
         lengths = [len(row) for row in micro_batch_grid]
         if len(lengths) != self.data_world_size or len(set(lengths)) > 1:
@@ -104,16 +134,30 @@ class ShmbusBatchSender:
                 f"send: expected {self.data_world_size} ranks with equally many micro batches, got "
                 f"{lengths}; nothing was sent"
             )
-        await asyncio.to_thread(self._send, micro_batch_grid)
+        cancelled = threading.Event()
+        sending = asyncio.ensure_future(asyncio.to_thread(self._send, micro_batch_grid, cancelled))
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            # A thread that waits for a trainer would hold up the end of the process, for an hour.
+            cancelled.set()
+            await asyncio.wait({sending})
+            sending.exception()  # whatever it was, the cancellation is what the caller is told
+            raise
         self.current_step += 1
 
-    def _send(self, grid: list[list[Any]]) -> None:
+    def _send(self, grid: list[list[Any]], cancelled: threading.Event) -> None:
+        def check() -> None:
+            if cancelled.is_set():
+                raise _CancelledError
+
         for channels, batches in zip(self._channels, grid, strict=True):
             meta, out = encode(batches)
             size = out.nbytes
             for channel in channels:
                 if channel.next_step > self.current_step:
                     continue  # a send that another rank made fail is made again
+                channel.on_wake = check
                 memory = channel.begin(size, len(meta))
                 view = np.frombuffer(memoryview(memory), np.uint8)
                 for piece, array in zip(out.pieces, out.arrays, strict=True):
@@ -145,8 +189,8 @@ class ShmbusBatchReceiver:
 
     Raises
     ------
-    ValueError
-        A rank or reader is negative.
+    TypeError, ValueError
+        A rank or reader is none, or negative; or `micro_batch` is no msgspec.Struct.
     """
 
     def __init__(
@@ -158,14 +202,17 @@ class ShmbusBatchReceiver:
         micro_batch: type[Any],
         reader: int = 0,
     ) -> None:
-        if data_rank < 0 or reader < 0:
+        check_text("name", name)
+        self.data_rank = checked_int("data_rank", data_rank)
+        reader = checked_int("reader", reader)
+        if self.data_rank < 0 or reader < 0:
             raise ValueError(
                 f"data_rank, reader: expected 0 or more, got {data_rank} and {reader}; give the "
                 "position of this process among those that train on other data"
             )
-        self.data_rank = data_rank
-        self.current_step = current_step
-        self._place = name, data_rank, reader, micro_batch
+        self.current_step = check_int("current_step", current_step, 0, _LARGEST)
+        fields_of(micro_batch)
+        self._place = name, self.data_rank, reader, micro_batch
         self._name = channel_name(name, data_rank, reader)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(micro_batch)
         self._channel: ChannelReceiver | None = None

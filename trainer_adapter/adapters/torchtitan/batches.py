@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from trainer_adapter._checks import check_flag, check_seconds
+from trainer_adapter.adapters.ended import still_leased
+from trainer_adapter.adapters.parted import not_of_its_kind
 from trainer_adapter.adapters.stack import Stack
 
 __all__ = ["ShmbusBatches", "sample_group"]
@@ -65,14 +68,10 @@ def sample_group(
     from trainer_adapter.advantages import group_advantages
 
     found = types or _types()
+    _check_kind(advantages)
     scores = np.array([t.score for t in group], np.float64)
     if drop_equal and len(scores) > 1 and np.ptp(scores) == 0:
         return found.TrainingSampleGroup(group_id=group_id, training_samples=[], metrics=[])
-    if advantages not in _KINDS:
-        raise ValueError(
-            f"advantages: expected one of {', '.join(_KINDS)}, got {advantages!r}: torchtitan "
-            "compares within a group"
-        )
     kind: Any = advantages
     of_group = np.asarray(group_advantages(scores, kind), np.float64)
     samples = []
@@ -82,7 +81,7 @@ def sample_group(
             sampled, own = mask != 0, row.get("advantages")
             loss_mask, values, credit = _lists(sampled, logprobs, advantage)
             if own is not None:
-                credit = np.where(sampled, own, 0.0).astype(np.float64).tolist()
+                credit = np.where(sampled, _own_advantages(t, own, sampled), 0.0).tolist()
             samples.append(
                 found.TrainingSample(
                     min_policy_version=t.policy_version,
@@ -101,6 +100,31 @@ def sample_group(
 
 _KINDS: Final = ("dr_grpo", "grpo", "rloo", "none")
 _FIELDS: Final = ("tokens", "loss_mask", "logprobs")
+
+
+def _check_kind(advantages: str) -> None:
+    if advantages not in _KINDS:
+        raise ValueError(
+            f"advantages: expected one of {', '.join(_KINDS)}, got {advantages!r}: torchtitan "
+            "compares within a group"
+        )
+
+
+def _own_advantages(
+    t: shmbus.Trajectory, own: NDArray[Any], sampled: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return the sample's own advantages, one for each token."""
+    if own.shape != sampled.shape or own.dtype.kind not in "biuf":
+        got = f"{own.dtype} in shape {own.shape}"
+    else:
+        values = own.astype(np.float64)
+        if np.isfinite(values[sampled]).all():
+            return values
+        got = "others"
+    raise ValueError(
+        f"group {t.instance_id!r}, sample {t.index}, field 'advantages': expected a finite number "
+        f"for each of {len(sampled)} tokens, got {got}; correct it, or leave it out"
+    )
 
 
 def _lists(
@@ -139,7 +163,15 @@ def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:
             f"token, got {got}; put tokens, loss_mask and the sampler's logprobs of the whole "
             "sequence"
         )
-    return array
+    if (wrong := not_of_its_kind(name, array)) is not None:
+        raise ValueError(
+            f"group {t.instance_id!r}, sample {t.index}, field {name!r}: expected {wrong[0]}, got "
+            f"{wrong[1]}; put token ids, a mask of what was sampled, and the sampler's logprobs"
+        )
+    # torchtitan's lists are of int and of float.
+    if name == "tokens" and array.dtype.kind == "b":
+        return array.astype(np.int64)
+    return array.astype(np.float64) if name == "logprobs" and array.dtype.kind != "f" else array
 
 
 def _types() -> ModuleType:
@@ -165,6 +197,8 @@ class ShmbusBatches:
 
     Raises
     ------
+    TypeError, ValueError
+        An argument is of another kind, or the advantages are unknown.
     ImportError
         torchtitan is not there, or has other names.
     """
@@ -180,6 +214,13 @@ class ShmbusBatches:
         **options: Any,
     ) -> None:
         self._types = types or _types()
+        _check_kind(advantages)
+        check_flag("drop_equal", drop_equal)
+        if not hasattr(batcher, "add_training_samples"):
+            raise TypeError(
+                "batcher: expected torchtitan's Batcher, got "
+                f"{type(batcher).__name__} without add_training_samples"
+            )
         self._batcher = batcher
         self._advantages = advantages
         self._drop_equal = drop_equal
@@ -206,6 +247,7 @@ class ShmbusBatches:
         ValueError
             As for `sample_group`; the group stays leased, and comes again to a next trainer.
         """
+        check_seconds("timeout", timeout, none="waits for ever")
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -235,9 +277,9 @@ class ShmbusBatches:
         policy_version : int, optional
             The version that the step made, for the workers.
         """
-        given, self._given = self._given, []
-        if given:
-            self._consumer.ack(given)
+        if self._given:
+            self._consumer.ack(still_leased(self._given))
+            self._given = []
         if policy_version is not None:
             self._consumer.policy_version = policy_version
 

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +17,9 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import shmbus
-from shmbus.segment.names import check_name
-from trainer_adapter.adapters.ended import EndedGroups
-from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter._checks import check_flag, check_seconds
+from trainer_adapter.adapters.ended import EndedGroups, still_leased
+from trainer_adapter.adapters.splits import SplitConsumer, check_options
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.slots import (
@@ -65,8 +64,8 @@ class ShmbusRollouts:
 
     Raises
     ------
-    TypeError
-        An option is unknown.
+    TypeError, ValueError
+        An argument is of another kind, or an option unknown.
 
     Examples
     --------
@@ -86,8 +85,9 @@ class ShmbusRollouts:
         tokenize: bool = True,
         **consumer_options: Any,
     ) -> None:
-        check_name(bus)
-        inspect.signature(shmbus.Consumer).bind(bus, **consumer_options)
+        check_options(bus, consumer_options)
+        check_seconds("timeout", timeout)
+        check_flag("tokenize", tokenize)
         self.bus: Final = bus
         self._timeout_s = timeout
         self._tokenize = tokenize
@@ -275,23 +275,31 @@ class ShmbusRollouts:
                 f"{requests.claimed} with workers; `shmbus status {self.bus}` shows the workers"
             )
         consumer, groups = self._attached().take(split, _TAKE_GROUPS, timeout_s)
-        for group in groups:
-            epoch = group.epoch
-            slot = None if epoch is None else wanted.get((group.instance_id, epoch))
-            if slot is None or epoch is None:
-                # Somebody else's prompt, or one of a trainer before: nobody waits for it.
-                consumer.drop(group)
-                continue
-            try:
-                check_size(group, expected)
-                rows = one_row_each(group, read_rows(group, expected))
-                rewards, zeroed = rewards_of(group)
-                check_for_grpo(group, rows, zeroed)
-            except ValueError:
-                consumer.drop(group)
-                raise
-            scores = [None if score != score else score for score in rewards.tolist()]
-            found[slot] = list(zip(rows, scores, strict=True))
-            del wanted[group.instance_id, epoch]
-            consumer.ack(group)
+        try:
+            for group in groups:
+                epoch = group.epoch
+                slot = None if epoch is None else wanted.get((group.instance_id, epoch))
+                if slot is None or epoch is None:
+                    # Somebody else's prompt, or one of a trainer before: nobody waits for it.
+                    consumer.drop(group)
+                    continue
+                found[slot] = _completions_of(group, expected)
+                del wanted[group.instance_id, epoch]
+                consumer.ack(group)
+        except BaseException:
+            # The call ends, and nobody waits for the others any more.
+            consumer.drop(still_leased(groups))
+            raise
         return bool(groups)
+
+
+def _completions_of(
+    group: shmbus.Group, expected: Expected
+) -> list[tuple[RowArrays, float | None]]:
+    """Return the row and the score of each sample; ValueError where the trainer cannot take it."""
+    check_size(group, expected)
+    rows = one_row_each(group, read_rows(group, expected))
+    rewards, zeroed = rewards_of(group)
+    check_for_grpo(group, rows, zeroed)
+    scores = [None if score != score else score for score in rewards.tolist()]
+    return list(zip(rows, scores, strict=True))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from trainer_adapter._checks import checked_int
 
 if TYPE_CHECKING:
     from trainer_adapter.adapters.trl.callback import TrainerArguments
@@ -71,9 +72,7 @@ class Expected(NamedTuple):
         """
         names = ("num_generations", "max_completion_length", "token_budget")
         for name, value in zip(names, self, strict=True):
-            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-            if value is not None and value < 1:
+            if value is not None and checked_int(name, value) < 1:
                 raise ValueError(
                     f"{name}: expected 1 or more, got {value}; leave it out for the trainer's own"
                 )
@@ -105,6 +104,8 @@ def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[
 
     Raises
     ------
+    TypeError
+        The reward is no number, or the meta no mapping.
     ValueError
         The reward is infinite.
 
@@ -113,6 +114,15 @@ def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[
     >>> scored(None)
     {'score': 0.0, 'meta': {'unscorable': True}}
     """
+    if meta is not None and not isinstance(meta, Mapping):
+        raise TypeError(f"meta: expected a mapping or None, got {type(meta).__name__}")
+    if reward is not None:
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(
+                f"reward: expected a finite number, NaN or None, got {reward!r:.80}"
+            ) from error
     if reward is not None and math.isinf(reward):
         raise ValueError(f"reward: expected a finite number, NaN or None, got {reward}; clip it")
     if reward is None or math.isnan(reward):

@@ -100,6 +100,26 @@ def _check_limits(
             )
 
 
+def _turns_of(t: shmbus.Trajectory, meta: Mapping[str, Any]) -> int:
+    turns = meta.get("num_turns", 2)
+    if isinstance(turns, bool) or not isinstance(turns, int):
+        raise ValueError(
+            f"group {t.instance_id!r}, sample {t.index}: expected an int as num_turns of its meta, "
+            f"got {turns!r:.80}; leave it out, or count the turns"
+        )
+    return turns
+
+
+def _extra_of(t: shmbus.Trajectory, meta: Mapping[str, Any]) -> dict[str, Any]:
+    extra = meta.get("reward_extra_info", {})
+    if not isinstance(extra, dict):
+        raise ValueError(
+            f"group {t.instance_id!r}, sample {t.index}: expected a dict as reward_extra_info of "
+            f"its meta, got {extra!r:.80}; leave it out, or name each value"
+        )
+    return extra
+
+
 def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> dict[str, Any]:
     import torch
 
@@ -111,12 +131,12 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
         response_ids=parted.response,
         response_mask=parted.mask,
         reward_score=t.score,
-        num_turns=int(meta.get("num_turns", 2)),
+        num_turns=_turns_of(t, meta),
         metrics={},
         extra_fields={
             "min_global_steps": t.policy_version,
             "max_global_steps": t.newest_policy_version,
-            "reward_extra_info": meta.get("reward_extra_info", {}),
+            "reward_extra_info": _extra_of(t, meta),
         },
     )
     if parted.logprobs is not None:
