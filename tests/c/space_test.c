@@ -1,0 +1,80 @@
+/* When a reader wakes producers that wait for space: not for each run that it frees, and not too late. */
+#define _GNU_SOURCE
+#include "ring/doorbell.h"
+#include "support.h"
+
+#define EXTENTS 64u
+#define WORTH_WAKING (EXTENTS / 8)
+
+static void fill_bus(struct writer *writer) {
+    struct sample sample;
+    struct reservation at;
+    make_sample(&sample, "prompt", SHMBUS_PAGE / 2);
+    while (writer_claim(writer, sample.spec.record_bytes, &at) == WRITER_OK) {
+        fill(writer, &sample, &at, 7);
+        writer_publish(writer, &at);
+    }
+    writer_seal(writer);
+}
+
+/* Takes and acknowledges records until so many runs were freed. */
+static void free_runs(struct reader *reader, uint64_t runs) {
+    uint64_t wanted = reader->runs_freed + runs;
+    struct record_ref ref;
+    while (reader->runs_freed < wanted) {
+        CHECK(reader_next(reader, &ref) == 1);
+        const struct record_ref *one = &ref;
+        intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
+        reader_let_go(reader, &ref);
+    }
+}
+
+static uint32_t bell(const struct reader *reader) {
+    return atomic_load(&reader->segment->header->space_bell);
+}
+
+static void waiters_are_woken_for_an_eighth_of_the_bus(struct reader *reader) {
+    uint32_t before = doorbell_want_space(reader->segment->header);
+    free_runs(reader, WORTH_WAKING - 1);
+    CHECK(bell(reader) == before);
+    free_runs(reader, 1);
+    CHECK(bell(reader) != before);
+}
+
+static void a_reader_that_is_about_to_sleep_wakes_them_for_less(struct reader *reader) {
+    uint32_t before = doorbell_want_space(reader->segment->header);
+    free_runs(reader, 1);
+    CHECK(bell(reader) == before);
+    reader_has_events(reader);
+    CHECK(bell(reader) != before);
+}
+
+static void nobody_is_woken_where_nobody_waits(struct reader *reader) {
+    atomic_store(&reader->segment->header->space_wanted, 0);
+    uint32_t before = bell(reader);
+    free_runs(reader, 2 * WORTH_WAKING);
+    CHECK(bell(reader) == before);
+}
+
+int main(void) {
+    struct segment segment;
+    struct segment_geometry plan;
+    struct writer writer;
+    struct reader reader;
+    CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, 1, SHMBUS_PAGE, &plan));
+    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    struct segment other = segment;
+    other.fd = reopen(segment.fd);
+    CHECK(writer_attach(&writer, &other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&reader, &segment));
+    fill_bus(&writer);
+    waiters_are_woken_for_an_eighth_of_the_bus(&reader);
+    a_reader_that_is_about_to_sleep_wakes_them_for_less(&reader);
+    nobody_is_woken_where_nobody_waits(&reader);
+    reader_detach(&reader);
+    segment_unmap(&segment);
+    close(other.fd);
+    close(segment.fd);
+    puts("space_test: passed");
+    return 0;
+}
