@@ -116,6 +116,58 @@ WIDEST void gather_fill_f32(float *dst, float value, uint64_t n) {
     }
 }
 
+/* Bits and not comparisons: they vectorise, and no compiler flag can argue them away. */
+#define EXPONENT_F32 UINT32_C(0x7f800000)
+
+/* Tokens of which all columns are written before those of the next ones: a line of the mask. Stores
+ * to five columns in turn leave memory more to do at once than column after column. */
+#define STRIP UINT64_C(64)
+
+static inline __attribute__((always_inline)) uint32_t
+gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
+    const uint8_t *restrict mask = of->mask + at;
+    const uint8_t *restrict tokens = of->tokens + at * sizeof(int32_t);
+    const uint8_t *restrict logprobs = of->logprobs + at * sizeof(float);
+    int64_t *restrict to_tokens = of->to_tokens + at;
+    int64_t *restrict to_positions = of->to_positions + at;
+    uint8_t *restrict to_mask = of->to_mask + at;
+    float *restrict to_logprobs = of->to_logprobs + at;
+    float *restrict to_advantages = of->to_advantages + at;
+    uint32_t not_finite = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        int32_t token;
+        memcpy(&token, tokens + i * sizeof token, sizeof token);
+        to_tokens[i] = token;
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        to_positions[i] = of->first + (int64_t)(at + i);
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        to_mask[i] = mask[i] != 0;
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, logprobs + i * sizeof bits, sizeof bits);
+        bits = mask[i] != 0 ? bits : 0;
+        not_finite |= (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32);
+        memcpy(&to_logprobs[i], &bits, sizeof bits);
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        to_advantages[i] = of->advantage;
+    }
+    return not_finite;
+}
+
+WIDEST bool gather_plain(const struct plain_tokens *these, uint64_t n) {
+    const struct plain_tokens of = *these; /* no store to a column changes it */
+    uint32_t not_finite = 0;
+    uint64_t at = 0;
+    for (; at + STRIP <= n; at += STRIP) {
+        not_finite |= gather_strip(&of, at, STRIP);
+    }
+    return (not_finite | gather_strip(&of, at, n - at)) == 0;
+}
+
 WIDEST static bool any_beyond_i64(const uint64_t *values, uint64_t n) {
     uint64_t seen = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -134,9 +186,6 @@ uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n) {
     }
     return at;
 }
-
-/* Bits and not comparisons: they vectorise, and no compiler flag can argue them away. */
-#define EXPONENT_F32 UINT32_C(0x7f800000)
 
 WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
     uint32_t found = 0;

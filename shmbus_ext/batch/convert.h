@@ -28,6 +28,20 @@ bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t 
 bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n);
 bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n);
 
+/* All columns of some tokens of the kinds that almost every record has: tokens of ELEMENT_I32, a
+ * mask of ELEMENT_BOOL, _I8 or _U8, and logprobs of ELEMENT_F32 that are 0 where the mask is. Each
+ * value is what the functions below make of it. */
+struct plain_tokens {
+    const uint8_t *tokens, *mask, *logprobs;
+    int64_t *to_tokens, *to_positions;
+    uint8_t *to_mask;
+    float *to_logprobs, *to_advantages;
+    int64_t first; /* position */
+    float advantage;
+};
+/* Whether all logprobs that are left are finite. */
+bool gather_plain(const struct plain_tokens *these, uint64_t n);
+
 /* first, first + 1, ... */
 void gather_positions(int64_t *dst, int64_t first, uint64_t n);
 void gather_fill_f32(float *dst, float value, uint64_t n);

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import keys_of
-from numpy_batches import assert_batch, put, put_random, sample
+from numpy_batches import PER_TOKEN, assert_batch, put, put_random, sample
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -68,6 +68,52 @@ def test_a_mask_of_every_numeric_type_is_true_where_it_is_not_zero(
             batch = pack(taken)
             assert_batch(batch, {precision: group})
             assert np.array_equal(batch.loss_mask.numpy(), mask != 0)
+
+
+@pytest.mark.parametrize("mask_dtype", ["u1", "i1", "?"])
+def test_the_usual_dtypes_make_bit_for_bit_what_others_make(
+    bus: Bus, producer: Producer, seed: int, mask_dtype: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = [0, 1, 63, 64, 65, 127, 200, 255, 256, 257, 511, 513, 4095, 4097]
+    usual, others = [], []
+    for length in rng.permutation(lengths):
+        tokens = rng.integers(-(2**31), 2**31, length, np.int64)
+        mask = rng.integers(0, 2, length).astype(mask_dtype) * rng.integers(1, 100, length)
+        logprobs = rng.integers(0, 2**32, length, np.uint64).astype(np.uint32).view(np.float32)
+        # What is not finite may stand where the mask is 0, and nowhere else.
+        logprobs[(mask != 0) & ~np.isfinite(logprobs)] = -0.0
+        score = float(rng.random())
+        given = {"logprobs": logprobs, "score": score}
+        usual.append({"tokens": tokens.astype(np.int32), "loss_mask": mask.astype(mask_dtype)})
+        others.append({"tokens": tokens, "loss_mask": mask.astype(np.int16)})
+        usual[-1].update(given)
+        others[-1].update(given)
+    put(producer, "usual", usual)
+    put(producer, "others", others)
+    with Consumer(bus.name) as consumer:
+        taken = {group.instance_id: pack(group) for group in consumer.take(2, 10)}
+    for name in PER_TOKEN:
+        one, other = (getattr(taken[key], name).numpy() for key in ("usual", "others"))
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes(), name
+    assert not taken["usual"].logprobs[~taken["usual"].loss_mask].any()
+
+
+def test_a_logprob_that_is_not_finite_is_found_wherever_it_stands(
+    bus: Bus, producer: Producer, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    for at in (0, 63, 64, 255, 256, 299):
+        group = sample(rng, 300)
+        group["loss_mask"][at] = 1
+        group["logprobs"][at] = rng.choice([np.nan, np.inf, -np.inf])
+        put(producer, f"at {at}", [group])
+        with (
+            Consumer(bus.name) as consumer,
+            consumer.take(1, 10)[0] as taken,
+            pytest.raises(ValueError, match=f"token {at}\\b"),
+        ):
+            pack(taken)
 
 
 def test_logprobs_are_zero_outside_the_mask_whatever_stands_there(

@@ -63,9 +63,38 @@ static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64
     return !gather_any_not_finite(to->advantages + at, n);
 }
 
+static bool is_plain(const struct source *source) {
+    const uint8_t *kinds = source->kinds;
+    return kinds[FIELD_TOKENS] == ELEMENT_I32 && source->data[FIELD_MASK] != NULL &&
+           element_bytes[kinds[FIELD_MASK]] == 1 && source->data[FIELD_LOGPROBS] != NULL &&
+           kinds[FIELD_LOGPROBS] == ELEMENT_F32 && source->data[FIELD_ADVANTAGES] == NULL;
+}
+
+/* Whether all logprobs and advantages of the block are finite. */
+static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint64_t from,
+                             uint64_t at, uint64_t n) {
+    const struct source *source = &to->sources[sequence];
+    const struct plain_tokens these = {
+        .tokens = field_at(source, FIELD_TOKENS, from),
+        .mask = field_at(source, FIELD_MASK, from),
+        .logprobs = field_at(source, FIELD_LOGPROBS, from),
+        .to_tokens = to->tokens + at,
+        .to_positions = to->positions + at,
+        .to_mask = to->mask + at,
+        .to_logprobs = to->logprobs + at,
+        .to_advantages = to->advantages + at,
+        .first = (int64_t)from,
+        .advantage = (float)to->gains[sequence],
+    };
+    return gather_plain(&these, n) && !gather_any_not_finite(&these.advantage, 1);
+}
+
 static bool copy_block(const struct copy_job *to, uint32_t sequence, uint64_t from, uint64_t n) {
     const struct source *source = &to->sources[sequence];
     const uint64_t at = (uint64_t)to->borders[sequence] + from;
+    if (is_plain(source)) {
+        return copy_plain_block(to, sequence, from, at, n);
+    }
     const uint8_t *mask = field_at(source, FIELD_MASK, from);
     gather_i64(to->tokens + at, field_at(source, FIELD_TOKENS, from), source->kinds[FIELD_TOKENS],
                n);
