@@ -17,6 +17,8 @@ import heapq
 from collections.abc import Sequence
 from typing import Final
 
+from trainer_adapter._checks import checked_int
+
 __all__ = ["balance", "by_budget"]
 
 DIFFERENCING_WORK: Final = 1 << 16
@@ -47,8 +49,8 @@ def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Par
 
     Raises
     ------
-    ValueError
-        A negative length; no part; with `fill_all`, fewer items than parts.
+    TypeError, ValueError
+        A negative length; no part; with `fill_all`, fewer items than parts; parts that are no int.
 
     Notes
     -----
@@ -56,6 +58,7 @@ def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Par
     (Karmarkar and Karp 1982, UCB/CSD 82/113), which is closer to the best where items are few; the
     better one is taken.
     """
+    parts = checked_int("parts", parts)
     if parts < 1:
         raise ValueError(f"parts: expected 1 or more, got {parts}")
     if any(length < 0 for length in lengths):
@@ -92,9 +95,10 @@ def by_budget(lengths: Sequence[int], budget: int) -> Parts:
 
     Raises
     ------
-    ValueError
-        An item above the budget; the message names it.
+    TypeError, ValueError
+        An item above the budget; the message names it. Or a budget that is no int.
     """
+    budget = checked_int("budget", budget)
     for position, length in enumerate(lengths):
         if length > budget:
             raise ValueError(

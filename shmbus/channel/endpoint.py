@@ -330,7 +330,8 @@ def fit_text(text: str, most: int) -> str:
 
 def own_label(label: str) -> str:
     """Return how the other side's messages name this process; by its script where none is given."""
-    return fit_text(label or process_label(), _core.CHANNEL_LABEL_BYTES)
+    most = _core.CHANNEL_LABEL_BYTES
+    return fit_text(label, most) or fit_text(process_label(), most)
 
 
 def check_deadline(name: str, timeout: object) -> None:

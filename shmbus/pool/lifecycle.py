@@ -63,11 +63,12 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def bytes_of(size: int | str, name: str) -> int:
     """Take a size as a number, of any size, or as a text such as "2GiB"."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        if not 0 <= size < 1 << 63:
-            raise ValueError(f"{name}: expected a number of bytes, 0 to 2**63 - 1, got {size}")
-        return size
-    return parse_size(size, name)
+    if isinstance(size, (str, bool)) or not hasattr(size, "__index__"):
+        return parse_size(size, name)
+    number = check_int(name, size)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{name}: expected a number of bytes, 0 to 2**63 - 1, got {number}")
+    return number
 
 
 def _checked_slots(name: str, value: object) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
-from shmbus._arguments import check_int, check_int64, check_timeout
+from shmbus._arguments import check_choice, check_flag, check_int, check_int64, check_timeout
 from shmbus._format import printable, show_wait
 from shmbus.pool.attaching import SLICE_S, attach, fit, identity_of
 from shmbus.pool.errors import PeerGoneError, PoolBusyError, PoolError, PoolTimeoutError
@@ -92,8 +92,7 @@ class PoolPublisher:
                 f"rank, world_size: expected 0 <= rank < world_size <= {_core.POOL_MAX_RANKS}, "
                 f"got {rank} and {world_size}"
             )
-        if when_held not in ("wait", "skip", "grow"):
-            raise ValueError(f"when_held: expected 'wait', 'skip' or 'grow', got {when_held!r}")
+        check_choice("when_held", when_held, ("wait", "skip", "grow"))
         if timeout is None:
             raise TypeError("timeout: expected seconds, got None; a wait needs an end")
         check_timeout(timeout)
@@ -175,6 +174,9 @@ class PoolPublisher:
             It does not fit a slot; or a number or a text is none.
         """
         version, size = check_int64("version", version), bytes_of(size, "size")
+        if meta is not None and not isinstance(meta, bytes):
+            raise TypeError(f"meta: expected bytes or None, got {type(meta).__name__}")
+        patch = check_flag("patch", patch)
         if self.rank == 0:
             self._require_name(version)
             fitted = fit(text, _core.POOL_TEXT_BYTES)

@@ -117,7 +117,7 @@ class PoolReader:
             This handle is closed, or from before a fork.
         """
         check_timeout(timeout)
-        check_int64("after", after)
+        after = check_int64("after", after)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             ticket = self._pool.announce(_core.POOL_BELL_VERSION)

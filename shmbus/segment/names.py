@@ -43,6 +43,8 @@ SOCKET_SUFFIX = ".sock"
 
 #: Bytes of a bus name: with the longest prefix it is a file name, and those end at 255 bytes.
 MAX_NAME_BYTES = 200
+#: Of a file's name, as Linux has it.
+MAX_FILE_NAME_BYTES = 255
 
 _COMPANION = re.compile(r"shmbus-([a-z]+)\.(.+)", re.DOTALL)
 
@@ -94,6 +96,11 @@ def companion_name(kind: str, bus: str) -> str:
         No bus can be called so, or its companion would be called like another bus's socket.
     """
     name = f"/shmbus-{kind}.{check_name(bus)}"
+    if len(name.encode("utf-8", "surrogatepass")) > MAX_FILE_NAME_BYTES + 1:
+        raise ValueError(
+            f"companion of bus {bus!r}: expected a kind of few letters, got one of {len(kind)}: "
+            f"with it the file's name would have more than {MAX_FILE_NAME_BYTES} bytes"
+        )
     if parse_companion(name[1:]) != (kind, bus):
         raise ValueError(
             f"companion {kind!r} of bus {bus!r}: expected a kind of lower-case letters, and a bus "

@@ -20,7 +20,13 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus.pool import WhenHeld
-from trainer_adapter._checks import check_flag, check_int64, check_seconds, check_text
+from trainer_adapter._checks import (
+    check_flag,
+    check_int64,
+    check_seconds,
+    check_text,
+    checked_int,
+)
 from trainer_adapter.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
 from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
@@ -219,6 +225,7 @@ class WeightPublisher:
     ) -> None:
         _check_options(source, timeout=timeout, label=label, digests=digests, keep=keep)
         self.bus: Final = bus
+        rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
         self.rank, self.world_size = rank, world_size
         self._source = source
         # To ask what a protocol asks takes longer than to begin a copy.

@@ -1,0 +1,77 @@
+"""What is none of a pool's, a channel's or a division's arguments is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shmbus.channel import ChannelSender
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, create_pool, unlink_pool
+from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.weights import ModuleSource, WeightPublisher
+
+ROW = np.array([1, 2])
+
+
+@pytest.fixture
+def pool(bus_name: str) -> Iterator[str]:
+    create_pool(bus_name, "things", PoolSpec(slot_bytes=4096))
+    yield bus_name
+    unlink_pool(bus_name, "things")
+
+
+def test_a_version_is_described_by_bytes_and_flags(pool: str) -> None:
+    wrong: list[dict[str, Any]] = [{"meta": True}, {"meta": "a"}, {"patch": ROW}, {"patch": "no"}]
+    with PoolPublisher(pool, "things") as publisher:
+        for each in wrong:
+            with pytest.raises(TypeError, match=f"{next(iter(each))}: expected"):
+                publisher.begin(1, 8, **each)
+        with publisher.begin(1, 8, meta=b"m") as write:  # type: ignore[union-attr]
+            assert write.meta == b"m"
+    for policy in (ROW, None, "never"):
+        with pytest.raises((TypeError, ValueError), match="when_held: expected"):
+            PoolPublisher(pool, "things", when_held=policy)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_ints_of_a_reader(pool: str) -> None:
+    with PoolPublisher(pool, "things") as publisher, PoolReader(pool, "things") as reader:
+        with publisher.begin(np.int64(7), np.uint16(8)):  # type: ignore[union-attr]
+            pass
+        with reader.latest(after=np.int32(0), timeout=0) as lease:
+            assert lease.version == 7
+        with reader.at(np.int8(7)) as lease:
+            assert lease.sequence == 1
+
+
+def test_a_kind_that_no_file_can_be_named_by_is_refused(bus_name: str) -> None:
+    with pytest.raises(ValueError, match="expected a kind of few letters, got one of 300"):
+        create_pool(bus_name, "a" * 300, PoolSpec(slot_bytes=4096))
+
+
+def test_a_label_of_a_channel_is_text(bus_name: str) -> None:
+    for label in (ROW, 1, None):
+        with pytest.raises(TypeError, match="label, reason: expected a str"):
+            ChannelSender(bus_name, slots=1, max_bytes=4096, label=label)  # type: ignore[arg-type]
+    with ChannelSender(bus_name, slots=1, max_bytes=4096, label=""):
+        pass
+
+
+def test_a_rank_of_weights_is_an_int_before_it_is_compared(bus_name: str) -> None:
+    source = ModuleSource(torch.nn.Linear(2, 2))
+    for name in ("rank", "world_size"):
+        wrong: dict[str, Any] = {name: ROW}
+        with pytest.raises(TypeError, match=f"^{name}: expected an int"):
+            WeightPublisher(bus_name, source, **wrong)
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "2", ROW, int])
+def test_parts_and_budgets_are_ints(value: Any) -> None:
+    with pytest.raises(TypeError, match="parts: expected an int"):
+        balance([1, 2, 3], value)
+    with pytest.raises(TypeError, match="budget: expected an int"):
+        by_budget([1, 2, 3], value)
+    assert by_budget([3, 2, 1], np.uint64(2**64 - 1)) == [[0, 1, 2]]
