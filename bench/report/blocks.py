@@ -167,10 +167,12 @@ def _large_block(directory: Path, where: str) -> str:
         found = json.loads(path.read_text())
         facts, rows = found["machine"], found["rows"]
         days = sorted({row["date_utc"][:10] for row in rows})
+        # Prose of a page has no calls in it, which "Xeon(R) " looks like.
+        cpu = facts["cpu"].replace("(R)", "")
         parts += [
             f"{len(rows)} points of `python -m bench.large` on {facts['cores']} cores of an "
-            f"{facts['cpu']}, last-level cache {found['cache_bytes'] >> 20} MiB, of "
-            f"{' and '.join(days)};\n[all figures]({beside}/{path.parent.name}/{LARGE_FILE}).\n",
+            f"{cpu},\nlast-level cache {found['cache_bytes'] >> 20} MiB, of "
+            f"{' and '.join(days)}; [all figures]({beside}/{path.parent.name}/{LARGE_FILE}).\n",
             judged(rows),
         ]
     return "\n".join(parts) or "Not measured yet.\n"
