@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import re
 import time
 from collections import Counter
@@ -22,12 +21,12 @@ import msgspec
 import numpy as np
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_count, check_flag, check_seconds
+from shmbus._arguments import check_choice
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
 from shmbus.relay.notes import RelayNote
-from shmbus.segment.names import bus_names, check_name
-from shmbus.stash.stash import StashPolicy
+from shmbus.relay.options import check_specs, make_policy
+from shmbus.segment.names import bus_names
 
 try:
     import ray
@@ -51,9 +50,6 @@ _MOST_PENDING: Final = 10_000
 _ABSENT_S: Final = 0.5
 #: Seconds that a question to an actor may take.
 _ANSWER_S: Final = 10.0
-#: Seconds that count as for ever, and attempts likewise.
-_LONGEST_S: Final = 1e9
-_MOST_RETRIES: Final = 1 << 20
 _PREFIX: Final = "relay"
 #: Objects that are made until circles of them are looked for: as many as a full bus has records.
 _GC_THRESHOLDS: Final = (100_000, 20, 100)
@@ -220,54 +216,6 @@ def _find_all(what: str, specs: Sequence[str]) -> list[_Place]:
     return found
 
 
-def _policy(options: dict[str, Any]) -> StashPolicy:
-    """Check what happens to groups, as a Consumer does."""
-    known = {
-        "group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance", "sample_retries",
-        "retry_timeout", "on_failure",
-    }  # fmt: skip
-    unknown = options.keys() - known
-    if unknown:
-        raise TypeError(f"relay: expected options among {sorted(known)}, got {sorted(unknown)}")
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        match name:
-            case "group_timeout":
-                seconds = None if value is None else check_seconds(name, value)
-                given["group_timeout_s"] = None if seconds == math.inf else seconds
-            case "retry_timeout":
-                # JSON has no infinite number.
-                given["retry_timeout_s"] = min(check_seconds(name, value), _LONGEST_S)
-            case "max_policy_lag":
-                given[name] = None if value is None else check_count(name, value, 0)
-            case "sample_retries":
-                given[name] = min(check_count(name, value, 0), _MOST_RETRIES)
-            case "skip_zero_variance":
-                given[name] = check_flag(name, value)
-            case _:
-                partial_or_drop = ("drop", "partial")
-                choices = ("wait", *partial_or_drop) if name == "on_timeout" else partial_or_drop
-                check_choice(name, value, choices)
-                given[name] = value
-    return StashPolicy(**given)
-
-
-def _check_specs(what: str, given: object) -> list[str]:
-    """Return names of buses, each with its resource; TypeError or ValueError for what is none."""
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise TypeError(f"{what}: expected a list of bus names, got {type(given).__name__}")
-    if not given:
-        raise ValueError(f"{what}: expected the name of a bus, got none")
-    for spec in given:
-        if not isinstance(spec, str):
-            raise TypeError(f"{what}: expected names of buses, got {type(spec).__name__}")
-        bus, at, resource = spec.partition("@")
-        check_name(bus)
-        if at and not resource:
-            raise ValueError(f"{what}: expected NAME or NAME@RESOURCE, got {spec!r}")
-    return list(given)
-
-
 def _check_places(places: Sequence[_Place]) -> None:
     """Refuse a bus that is named twice: it has one relay, and records would go in circles."""
     double = [each for each, count in Counter(places).items() if count > 1]
@@ -289,11 +237,11 @@ def start(
     **policy: Any,
 ) -> Relay:
     """Start a relay, as `shmbus.relay.start` says."""
-    sources = _check_specs("source", [source] if isinstance(source, str) else source)
-    sinks = _check_specs("trainers", trainers)
+    sources = check_specs("source", [source] if isinstance(source, str) else source)
+    sinks = check_specs("trainers", trainers)
     check_choice("release", release, ("acknowledged", "put"))
     check_choice("transport", transport, ("ray", "direct"))
-    stash_policy = _policy(policy)
+    stash_policy = make_policy(policy)
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address: expected a str or None, got {type(address).__name__}")
     _connect(address)

@@ -95,9 +95,13 @@ def test_blocks_are_whole_whenever_a_connection_is_cut_and_it_is_made_again() ->
                 cuts += 1
                 time.sleep(rng.choice([0.0, 0.3]))
         assert cuts
-        both.meet()
-        both.left("right", [b"last"], b"")
-        wait_until(lambda: any(packed == [b"last"] for packed, _ in both.came))
+
+        def last_came() -> bool:
+            # One that finds a connection which was cut a moment ago goes the other way.
+            both.left("right", [b"last"], b"")
+            return any(packed == [b"last"] for packed, _ in both.came)
+
+        wait_until(last_came)
         for (packed,), payload in both.came + both.otherwise:
             if packed != b"last":
                 number = int(packed)

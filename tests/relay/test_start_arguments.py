@@ -57,10 +57,10 @@ def test_an_option_that_is_none_is_refused_by_its_name(
 def test_options_may_be_numbers_of_numpy_and_without_end() -> None:
     import msgspec
 
-    from shmbus.relay.on_ray import _policy
+    from shmbus.relay.options import make_policy
     from shmbus.stash.stash import StashPolicy
 
-    made = _policy(
+    made = make_policy(
         {
             "group_timeout": np.float32(3), "max_policy_lag": np.int64(4), "sample_retries": 2**70,
             "retry_timeout": float("inf"), "skip_zero_variance": np.True_,
