@@ -10,6 +10,9 @@ printed: on a busy one both sides suffer, and not alike. There ``--cpu-time`` co
 that the measuring thread had a processor; of what others do for it, as Ray's store, that is too
 little.
 
+``--part`` measures publishing and some of the rest, such as on a machine that is quiet for a minute
+at a time.
+
 Contenders write the same tensors: safetensors and torch.save into a new file on tmpfs, and
 torch.multiprocessing into a shared tensor each. Loading them is not part of their figure. Ray puts
 and gets them, as arrays and as tensors, where it is installed. Readers are processes that wait for
@@ -24,6 +27,7 @@ and compared by memcmp, and nothing written.
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import json
 import os
@@ -34,7 +38,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -49,6 +53,8 @@ __all__ = ["main"]
 LAYER: Final = (1.0, 0.25, 0.25, 1.0, 2.75, 2.75, 2.75)
 TENSORS: Final = 340
 ROUNDS: Final = 5
+#: What is measured, in this order; publishing always.
+PARTS: Final = ("load", "readers", "digests", "patches", "contenders")
 #: In the environment while ``--cpu-time`` is asked for.
 CPU_TIME: Final = "SHMBUS_BENCH_CPU_TIME"
 #: Targets, as shares of memcpy; attaching in milliseconds; readers as a factor of none.
@@ -112,45 +118,80 @@ class Versions:
         return self._next
 
 
-def measure(size: int, readers: int, rounds: int) -> dict[str, Any]:
-    """Measure every row."""
+class Setup(NamedTuple):
+    """What all parts measure with."""
+
+    bus: str
+    model: torch.nn.Module
+    rounds: int
+    memcpy: Callable[[], None]
+
+
+def measure(size: int, readers: int, rounds: int, parts: Sequence[str]) -> dict[str, Any]:
+    """Measure the rows of some parts."""
     torch.set_num_threads(1)
-    bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
-    model, live = model_of(size), model_of(size)
+    model = model_of(size)
     total = sum(value.numel() * value.element_size() for value in model.parameters())
     source = torch.ones(total, dtype=torch.uint8)
     target = torch.ones(total, dtype=torch.uint8)
-    version = Versions()
 
     def memcpy() -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), total)
 
+    bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
+    setup = Setup(bus, model, rounds, memcpy)
     rows: dict[str, Any] = {"bytes": total, "tensors": TENSORS, "rounds": rounds}
-    with WeightPublisher(bus, ModuleSource(model), label="bench") as publisher:
-        for _ in range(2):  # the first touch of each slot is not what a step pays
-            publisher.publish(version())
-        copied, published = best_of(rounds, memcpy, lambda: publisher.publish(version()))
-        rows |= {"memcpy_gb_per_s": total / copied / 1e9, "publish_of_memcpy": copied / published}
-        with WeightSubscriber(bus) as subscriber:
-            rows["attach_ms"], rows["attach_views"] = attach(subscriber)
-
-            def load() -> None:
-                with subscriber.latest(timeout=5) as weights:
-                    weights.load_into(live)
-
-            load()
-            copied, loaded = best_of(rounds, memcpy, load)
-            rows["load_of_memcpy"] = copied / loaded
-        rows |= with_readers(bus, readers, rounds, lambda: publisher.publish(version()))
-    rows |= digests(bus, model, rounds, memcpy)
-    memcpy()
-    copied, compared = best_of(rounds, memcpy, lambda: same_bytes(source.numpy(), target.numpy()))
-    rows["compare_of_memcpy"] = copied / compared
-    for share in PATCH_TARGETS:
-        rows |= patches(bus, share, (model, live), rounds, memcpy)
-
-    rows |= contenders(bus, model, rounds, rows["publish_of_memcpy"], memcpy)
+    rows |= whole(setup, readers, parts)
+    if "digests" in parts:
+        rows |= digests(setup)
+    if "patches" in parts:
+        memcpy()
+        copied, compared = best_of(
+            rounds, memcpy, lambda: same_bytes(source.numpy(), target.numpy())
+        )
+        rows["compare_of_memcpy"] = copied / compared
+        live = copy.deepcopy(model)
+        for share in PATCH_TARGETS:
+            rows |= patches(setup, share, live)
+    if "contenders" in parts:
+        rows |= contenders(setup, rows["publish_of_memcpy"])
     return rows
+
+
+def whole(setup: Setup, readers: int, parts: Sequence[str]) -> dict[str, Any]:
+    """Measure versions that go out whole: publishing, attaching, loading, beside readers."""
+    version = Versions()
+    rows: dict[str, Any] = {}
+    total = sum(value.numel() * value.element_size() for value in setup.model.parameters())
+    with WeightPublisher(setup.bus, ModuleSource(setup.model), label="bench") as publisher:
+
+        def publish() -> None:
+            publisher.publish(version())
+
+        for _ in range(2):  # the first touch of each slot is not what a step pays
+            publish()
+        copied, published = best_of(setup.rounds, setup.memcpy, publish)
+        rows |= {"memcpy_gb_per_s": total / copied / 1e9, "publish_of_memcpy": copied / published}
+        if "load" in parts:
+            with WeightSubscriber(setup.bus) as subscriber:
+                rows["attach_ms"], rows["attach_views"] = attach(subscriber)
+                rows["load_of_memcpy"] = loaded_of_memcpy(setup, subscriber)
+        if "readers" in parts:
+            rows |= with_readers(setup.bus, readers, setup.rounds, publish)
+    return rows
+
+
+def loaded_of_memcpy(setup: Setup, subscriber: WeightSubscriber) -> float:
+    """Measure load_into of live parameters, as a share of memcpy."""
+    live = copy.deepcopy(setup.model)
+
+    def load() -> None:
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(live)
+
+    load()
+    copied, loaded = best_of(setup.rounds, setup.memcpy, load)
+    return copied / loaded
 
 
 def change(model: torch.nn.Module, share: float, made: torch.Generator) -> None:
@@ -161,15 +202,9 @@ def change(model: torch.nn.Module, share: float, made: torch.Generator) -> None:
         flat[at] += 1
 
 
-def patches(
-    bus: str,
-    share: float,
-    models: tuple[torch.nn.Module, torch.nn.Module],
-    rounds: int,
-    memcpy: Callable[[], None],
-) -> dict[str, Any]:
+def patches(setup: Setup, share: float, live: torch.nn.Module) -> dict[str, Any]:
     """Measure versions of which a share of the elements changed."""
-    model, live = models
+    bus, model, rounds, memcpy = setup
     total = sum(value.numel() * value.element_size() for value in model.parameters())
     made = torch.Generator().manual_seed(7)
     best = [float("inf")] * 3
@@ -239,10 +274,9 @@ def with_readers(
     return {"readers": readers, "publish_beside_readers": beside / alone}
 
 
-def digests(
-    bus: str, model: torch.nn.Module, rounds: int, memcpy: Callable[[], None]
-) -> dict[str, Any]:
+def digests(setup: Setup) -> dict[str, Any]:
     """Measure comparing each block of a version with its digest."""
+    bus, model, rounds, memcpy = setup
     with (
         WeightPublisher(bus, ModuleSource(model), digests=True) as publisher,
         WeightSubscriber(bus) as subscriber,
@@ -255,12 +289,11 @@ def digests(
     return {"digests_of_memcpy": copied / checked}
 
 
-def contenders(
-    bus: str, model: torch.nn.Module, rounds: int, published: float, memcpy: Callable[[], None]
-) -> dict[str, Any]:
+def contenders(setup: Setup, published: float) -> dict[str, Any]:
     """Measure writing the same tensors to tmpfs, and how many times publishing is faster."""
     from safetensors.torch import save_file
 
+    bus, model, rounds, memcpy = setup
     state = {name: value.detach() for name, value in model.state_dict().items()}
     directory = Path("/dev/shm") / f"{bus}.files"
     directory.mkdir()
@@ -322,7 +355,7 @@ def ray_rows(
 
 
 def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """Return each figure with its target, and whether it is met."""
+    """Return each figure that was measured with its target, and whether it is met."""
     least = [
         ("publish, of memcpy", "publish_of_memcpy", PUBLISH_TARGET),
         ("load into live parameters, of memcpy", "load_of_memcpy", LOAD_TARGET),
@@ -334,17 +367,19 @@ def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     least += [
         (f"publish, times Ray, {what}", f"times_ray_{what}", goal)
         for what, goal in RAY_TARGETS.items()
-        if f"times_ray_{what}" in rows
     ]
+    views, readers = rows.get("attach_views", TENSORS), rows.get("readers", 0)
     most = [
-        (f"attach {rows['attach_views']} tensors, ms", "attach_ms", ATTACH_TARGET_MS),
-        (f"publish beside {rows['readers']} readers", "publish_beside_readers", READERS_TARGET),
+        (f"attach {views} tensors, ms", "attach_ms", ATTACH_TARGET_MS),
+        (f"publish beside {readers} readers", "publish_beside_readers", READERS_TARGET),
     ]
     for share, (made, applied, size) in PATCH_TARGETS.items():
         key, name = f"patch_{share:g}", f"patch of {share:.1%}"
         least.append((f"{name} made, of memcpy", f"{key}_made_of_memcpy", made))
         least.append((f"{name} applied, of memcpy", f"{key}_applied_of_memcpy", applied))
         most.append((f"{name}, size of the whole", f"{key}_size", size))
+    least = [row for row in least if row[1] in rows]
+    most = [row for row in most if row[1] in rows]
     told = [(n, f"{rows[k]:.2f}", f">= {goal:g}", rows[k] >= goal) for n, k, goal in least]
     return told + [(n, f"{rows[k]:.4g}", f"<= {goal:g}", rows[k] <= goal) for n, k, goal in most]
 
@@ -356,6 +391,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--size", type=float, default=2.0, help="GB of weights (2)")
     parser.add_argument("--readers", type=int, default=64, help="processes that wait (64)")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="publishing and this; all by default"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each figure ({ROUNDS})")
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
@@ -367,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(machine.summary(facts), flush=True)
     size = int(options.size * 1e9)
     if options.device == "cpu":
-        rows = measure(size, options.readers, options.rounds)
+        rows = measure(size, options.readers, options.rounds, options.part or PARTS)
         print(f"{rows['bytes'] / 1e9:.2f} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
         told = verdicts(rows)
     else:
