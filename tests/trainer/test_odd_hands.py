@@ -385,6 +385,29 @@ def test_what_torchtitan_would_train_as_other_numbers_is_named(
 
 
 @pytest.mark.parametrize(
+    ("experts", "got"),
+    [
+        (np.full((3, 2, 2), 1.7), r"float64 in shape \(3, 2, 2\)"),
+        (np.full((3, 2, 2), 70_000), "0 to 70000"),
+        (np.full((3, 2, 2), -1), "-1 to 0"),
+        (np.ones((5, 2, 2), np.uint8), r"uint8 in shape \(5, 2, 2\)"),
+        (np.ones(3, np.uint8), r"uint8 in shape \(3,\)"),
+    ],
+)
+def test_experts_that_would_become_others_are_named(
+    experts: Any, got: str, bus: shmbus.Bus
+) -> None:
+    """As verl and SkyRL replay them: 16 bits each."""
+    generator = GenerateByBus(bus.name, timeout=30.0)
+    fields = {**GOOD, "routed_experts": experts}
+    says = f"group 'a', sample 0, field 'routed_experts': expected the numbers .*got {got}"
+    with answering(bus.name, lambda p, r: p.put_for(r, score=1.0, **fields)):
+        with pytest.raises(ValueError, match=says):
+            asyncio.run(generator.generate(prompts_of("a")))
+        generator.close()
+
+
+@pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda bus: SlimeRollouts(bus, 0), "group_size: expected 1 to"),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shmbus
 
-__all__ = ["Parted", "float32s", "int32s", "not_of_its_kind", "part_row"]
+__all__ = ["Parted", "experts_of", "float32s", "int32s", "not_of_its_kind", "part_row"]
 
 _LARGEST: Final = np.iinfo(np.int64).max
 #: Kinds of dtypes that a field may have, and what they are called.
@@ -189,6 +189,41 @@ def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bo
         row["tokens"][begin:].tolist(),
         mask[begin:].astype(int).tolist(),
         None if values is None else values.tolist(),
+    )
+
+
+def experts_of(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]]) -> NDArray[np.int16] | None:
+    """Return the experts that a row's tokens were routed to; None where it says none.
+
+    Parameters
+    ----------
+    t : Trajectory
+        For messages.
+    row : mapping of str to array
+        "routed_experts" [n, layers, k] where there are some: of each token, or of its first ones.
+
+    Returns
+    -------
+    int16 array [n, layers, k] or None
+
+    Raises
+    ------
+    ValueError
+        They are none, or are of more tokens than there are.
+    """
+    array = row.get("routed_experts")
+    if array is None:
+        return None
+    got = f"{array.dtype} in shape {array.shape}"
+    if array.dtype.kind in "iu" and array.ndim == 3 and 0 < len(array) <= len(row["tokens"]):
+        found = array.astype(np.int16)
+        if array.size and found.min() >= 0 and np.array_equal(found, array):
+            return found
+        got = f"{array.min(initial=0)} to {array.max(initial=0)}"
+    raise ValueError(
+        f"group {t.instance_id!r}, sample {t.index}, field 'routed_experts': expected the numbers "
+        f"of experts, 0 to 32767, of at most {len(row['tokens'])} tokens [n, layers, k], got "
+        f"{got}; put them as the sampler gives them, or leave them out"
     )
 
 

@@ -30,7 +30,7 @@ import msgspec
 import shmbus
 from trainer_adapter._checks import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups
-from trainer_adapter.adapters.parted import Parted, part_row
+from trainer_adapter.adapters.parted import Parted, experts_of, part_row
 from trainer_adapter.adapters.splits import SplitConsumer, check_options
 from trainer_adapter.adapters.stack import Stack
 
@@ -121,11 +121,11 @@ class GenerateByBus:
         ValueError
             There are no trajectory_ids, or a sample is not what the trainer can take.
         """
-        ids, prompts = input_batch.get("trajectory_ids"), input_batch.get("prompts")
-        if not ids or not prompts or len(ids) != len(prompts):
+        ids, prompts = input_batch.get("trajectory_ids"), input_batch.get("prompts") or []
+        if not ids or len(ids) != len(prompts):
             raise ValueError(
                 "generate: expected a trajectory_id for each prompt, got "
-                f"{len(ids or ())} for {len(prompts or ())}; SkyRL's trainers give them"
+                f"{len(ids) if ids else 'none'} for {len(prompts)}; SkyRL's trainers give them"
             )
         metadata = input_batch.get("batch_metadata")
         # SkyRL's phases are called as the splits are.
@@ -280,10 +280,11 @@ def _read(t: shmbus.Trajectory, logprobs: bool) -> _Output:
             f"{where}: expected one row, got {len(rows)}: SkyRL has one output a trajectory; put "
             "one row, or give each its own instance"
         )
-    experts = rows[0].get("routed_experts")
     meta = t.meta if isinstance(t.meta, dict) else {}
+    parted = part_row(t, rows[0], logprobs)
+    experts = experts_of(t, rows[0])
     return _Output(
-        part_row(t, rows[0], logprobs),
+        parted,
         None if experts is None else experts.tolist(),
         float(t.score),
         str(meta.get("finish_reason", "stop")),

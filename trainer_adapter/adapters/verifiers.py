@@ -129,7 +129,7 @@ def sample_of(trace: Any) -> dict[str, Any]:
     dict
         "score", "meta" and "rows"; of each row "tokens" (int32 [n]), "loss_mask" (uint8 [n]),
         "logprobs" (float32 [n]), and what else all branches have of "advantages", "ref_logprobs"
-        (float32 [n]) and "routed_experts" (uint8 [n, layers, k]).
+        (float32 [n]) and "routed_experts" (uint8, or int16 [n, layers, k]).
 
     Raises
     ------
@@ -231,12 +231,28 @@ def _streams_of(trace_id: str, branches: list[Any]) -> dict[str, list[Any]]:
         values = [getattr(branch, attribute, None) for branch in branches]
         have = sum(value is not None for value in values)
         if have == len(values):
-            found[name] = [np.asarray(value, dtype) for value in values]
+            found[name] = [_stream(trace_id, attribute, value, dtype) for value in values]
         elif have:
             raise ValueError(
                 f"trace {trace_id!r}: expected {attribute} in each branch or in none, got them in "
                 f"{have} of {len(values)}; assign them to all"
             )
+    return found
+
+
+def _stream(trace_id: str, name: str, value: Any, dtype: Any) -> Any:
+    """Return a stream as it travels: experts as uint8, or int16 where there are more."""
+    array = np.asarray(value)
+    if dtype is np.uint8 and array.size and array.max() > np.iinfo(np.uint8).max:
+        dtype = np.int16
+    with np.errstate(all="ignore"):  # what does not fit is found below
+        found = array.astype(dtype)
+    fits = np.isfinite(found).all() if found.dtype.kind == "f" else np.array_equal(found, array)
+    if not fits:
+        raise ValueError(
+            f"trace {trace_id!r}: {name}: expected numbers that {np.dtype(dtype)} holds, got others"
+            "; correct them, or leave them out"
+        )
     return found
 
 

@@ -129,6 +129,26 @@ def test_credit_and_routing_travel_where_every_branch_has_them(bus: str) -> None
         sample_of(trace(nodes))
 
 
+def test_numbers_that_would_become_others_are_named_and_many_experts_fit() -> None:
+    nodes = forked()
+    for each in nodes:
+        each.routed_experts = np.full((len(each.token_ids), 3, 2), 300, np.int32)
+    [row, _] = sample_of(trace(nodes))["rows"]
+    assert row["routed_experts"].dtype == np.int16 and (row["routed_experts"] == 300).all()
+    for field, value in (
+        ("routed_experts", np.full((3, 3, 2), -1)),
+        ("advantages", [float("nan")] * 2),
+        ("logprobs", [float("-inf")] * 2),
+        ("token_ids", [12, 2**40, 21]),
+    ):
+        nodes = [node(None, [10, 11]), node(0, [12, 20, 21], sampled=2)]
+        if field == "routed_experts":
+            nodes[0].routed_experts = np.full((2, 3, 2), 1)
+        setattr(nodes[1], field, value)
+        with pytest.raises(ValueError, match=r"trace '.*expected"):
+            sample_of(trace(nodes))
+
+
 def test_an_answer_to_a_request_goes_to_its_place_and_split(bus: str) -> None:
     with shmbus.Feeder(bus) as feeder, shmbus.Producer(bus) as producer:
         feeder.request("q9", group_size=1, epoch=5, split="eval", prompt=np.arange(2))

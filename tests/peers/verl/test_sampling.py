@@ -279,6 +279,26 @@ def test_a_row_that_is_longer_than_verl_allows_is_named(
         sampler.sample(global_steps=1, partition_id="train", batch_size=1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"meta": {"num_turns": None}}, "expected an int as num_turns of its meta, got None"),
+        ({"meta": {"reward_extra_info": 5}}, "expected a dict as reward_extra_info of its meta"),
+        ({"score": 1e308}, "expected a score that a float of 32 bits holds, got 1e[+]308"),
+        ({"routed_experts": np.full((2, 1, 1), 70_000)}, "'routed_experts': expected the numbers"),
+    ],
+)
+def test_what_verl_would_take_as_something_else_is_named(
+    changes: dict[str, Any], words: str, bus_name: str, parts: Callable[..., tuple[Any, Any]]
+) -> None:
+    _manager, sampler = parts("ShmbusSamplerAsync")
+    sample = {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -0.5], **changes}
+    with shmbus.Producer(bus_name) as producer:
+        producer.put("odd", group_size=1, index=0, **sample)
+    with pytest.raises(ValueError, match=f"group 'odd', sample 0.*{words}"):
+        sampler.sample(global_steps=1, partition_id="train", batch_size=1)
+
+
 def test_a_missing_bus_and_a_wrong_option_are_named(bus_name: str) -> None:
     from trainer_adapter.adapters.verl.manager import ShmbusAgentLoopManager
 

@@ -11,15 +11,18 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 import shmbus
-from trainer_adapter.adapters.parted import part_row
+from trainer_adapter.adapters.parted import experts_of, part_row
 from trainer_adapter.adapters.verl.stack import needed
 
 __all__ = ["trajectories_of"]
+
+#: verl keeps scores in tensors of this type.
+_LARGEST_SCORE: Final = float(np.finfo(np.float32).max)
 
 
 def trajectories_of(
@@ -100,6 +103,15 @@ def _check_limits(
             )
 
 
+def _score_of(t: shmbus.Trajectory) -> float:
+    if abs(t.score) > _LARGEST_SCORE:
+        raise ValueError(
+            f"group {t.instance_id!r}, sample {t.index}: expected a score that a float of 32 bits "
+            f"holds, got {t.score}; clip it"
+        )
+    return t.score
+
+
 def _turns_of(t: shmbus.Trajectory, meta: Mapping[str, Any]) -> int:
     turns = meta.get("num_turns", 2)
     if isinstance(turns, bool) or not isinstance(turns, int):
@@ -130,7 +142,7 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
         prompt_ids=parted.prompt,
         response_ids=parted.response,
         response_mask=parted.mask,
-        reward_score=t.score,
+        reward_score=_score_of(t),
         num_turns=_turns_of(t, meta),
         metrics={},
         extra_fields={
@@ -141,9 +153,9 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
     )
     if parted.logprobs is not None:
         found.response_logprobs = parted.logprobs
-    experts = row.get("routed_experts")
+    experts = experts_of(t, row)
     if experts is not None:
-        found.routed_experts = np.asarray(experts).astype(np.int16).tolist()
+        found.routed_experts = experts.tolist()
     field: dict[str, Any] = found.as_dict()
     field["loss_mask"] = field["response_mask"]
     field["input_ids"] = torch.cat([field["prompts"], field["responses"]])
