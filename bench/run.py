@@ -49,6 +49,7 @@ NAMES: Final = (
     "hop-16384-cold",
     "hop-256",
     "packed",
+    "packed-cold",
     "four-producers",
     "wake",
     "polled",
@@ -183,7 +184,7 @@ def measure(
     for case in throughput.cases(sizes, capacity):
         if case.name in names:
             why = fitness.why_not(case.need, found)
-            if not why and case.name == "packed" and not _has_torch():
+            if not why and case.name.startswith("packed") and not _has_torch():
                 why = NO_TORCH
             if why:
                 skipped.append(_skipped(case.name, case.title, why))

@@ -27,9 +27,11 @@ from bench.workload import Workload
 
 __all__ = [
     "BOTH_CORES",
+    "COLUMNS",
     "MEMCPY",
     "Yardstick",
     "both_cores",
+    "columns",
     "from_cache",
     "from_memory",
     "memcpy",
@@ -42,6 +44,7 @@ __all__ = [
 
 MEMCPY: Final = Bound(name="memcpy, one core", unit="GB/s")
 BOTH_CORES: Final = Bound(name="what two cores read and write", unit="GB/s")
+COLUMNS: Final = Bound(name="a batch's columns by one core, in C", unit="GB/s")
 PYTHON_CALLS: Final = Bound(name="the producer's loop alone", unit="trajectories/s")
 #: Targets that a core's own cache holds, and how often they are filled for one figure.
 CACHED_BYTES: Final = 512 << 10
@@ -50,6 +53,9 @@ FILLS: Final = 200
 OVER_BYTES: Final = 256 << 20
 #: Bytes a token of each array: tokens, loss_mask, logprobs.
 ARRAYS: Final = (4, 1, 4)
+#: Tokens of a batch of `columns`, and of a sequence.
+COLUMN_TOKENS: Final = 65_536
+ROW_TOKENS: Final = 2048
 #: Of a yardstick of calls: one turn, and turns, of which the median counts.
 CALLS: Final = 1000
 TURNS: Final = 9
@@ -94,6 +100,15 @@ def from_memory(tokens: int, size: int, repetitions: int) -> Yardstick:
     """
     bound = Bound(name=f"copies of {tokens:,} tokens' arrays from memory, in C", unit="GB/s")
     return Yardstick(bound, lambda: float(run_alone(_gather, tokens, size, repetitions)) / 1e9)
+
+
+def columns(size: int, repetitions: int) -> Yardstick:
+    """Make the columns of batches from `size` bytes of arrays in memory, by one core without a bus.
+
+    By loops in C, one a column: 9 bytes a token are read, and 25 written. So it is what packing is
+    without records, groups and batches around it.
+    """
+    return Yardstick(COLUMNS, lambda: float(run_alone(_columns, size, repetitions)) / 1e9)
 
 
 def over(item: int, distance: int, repetitions: int) -> Yardstick:
@@ -174,6 +189,32 @@ def _gather(start: Callable[[], None], tokens: int, size: int, repetitions: int)
                 np.take(source, chosen, axis=0, out=target, mode="clip")
         seconds.append(time.perf_counter() - began)
     return (count // at_once * at_once) * sum(widths) / statistics.median(seconds)
+
+
+def _columns(start: Callable[[], None], size: int, repetitions: int) -> float:
+    count = max(1, size // (sum(ARRAYS) * COLUMN_TOKENS))
+    tokens = np.ones((count, COLUMN_TOKENS), np.int32)
+    masks = np.ones((count, COLUMN_TOKENS), np.uint8)
+    logprobs = np.ones((count, COLUMN_TOKENS), np.float32)
+    ramp = np.arange(ROW_TOKENS, dtype=np.int64)
+    # Two by turns: a trainer has one batch while the next one is made.
+    batches = [
+        [np.ones(COLUMN_TOKENS, dtype) for dtype in ("i8", "i8", "?", "f4", "f4")] for _ in range(2)
+    ]
+    start()
+    seconds = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        for number in range(count):
+            to_tokens, to_positions, to_mask, to_logprobs, to_advantages = batches[number % 2]
+            to_tokens[:] = tokens[number]
+            to_positions.reshape(-1, ROW_TOKENS)[:] = ramp
+            np.not_equal(masks[number], 0, out=to_mask)
+            to_logprobs[:] = logprobs[number]
+            to_advantages[:] = 0.5
+        seconds.append(time.perf_counter() - began)
+    moved = sum(ARRAYS) + sum(column.itemsize for column in batches[0])
+    return count * COLUMN_TOKENS * moved / statistics.median(seconds)
 
 
 def _go_over(start: Callable[[], None], item: int, distance: int, repetitions: int) -> float:

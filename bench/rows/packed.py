@@ -13,6 +13,7 @@ from bench.workload import BYTES_PER_TOKEN, Timed, Workload
 __all__ = [
     "MOVED_BYTES_PER_TOKEN",
     "PACKED_BYTES_PER_TOKEN",
+    "PACKING_BYTES_PER_TOKEN",
     "TOKENS_PER_BATCH",
     "measure",
     "measure_over",
@@ -21,6 +22,8 @@ __all__ = [
 
 #: int64 token and position, bool mask, float32 logprob and advantage.
 PACKED_BYTES_PER_TOKEN: Final = 8 + 8 + 1 + 4 + 4
+#: Read and written by the core that packs: the arrays in the ring, and the batch.
+PACKING_BYTES_PER_TOKEN: Final = BYTES_PER_TOKEN + PACKED_BYTES_PER_TOKEN
 #: Read and written on the way: the producer's arrays into the ring, and from there into a batch.
 MOVED_BYTES_PER_TOKEN: Final = 3 * BYTES_PER_TOKEN + PACKED_BYTES_PER_TOKEN
 TOKENS_PER_BATCH: Final = 65_536

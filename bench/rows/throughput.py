@@ -43,6 +43,7 @@ class Case:
 
     The value is a ratio to `reference`. `bound` is what the row is near, where that is another
     yardstick. `of_bound` names a second row, the share of the bound, with a target of its own.
+    `part` is what a part of the work would be alone, and `of_part` names the row of that share.
     """
 
     name: str
@@ -53,12 +54,14 @@ class Case:
     bound: Against | None = None
     target: Target | None = None
     of_bound: str = ""
+    part: Against | None = None
+    of_part: str = ""
     bytes_per_token: int = BYTES_PER_TOKEN
 
     @property
     def against(self) -> tuple[Against, ...]:
         """What stands around each run."""
-        return (self.reference,) if self.bound is None else (self.reference, self.bound)
+        return tuple(one for one in (self.reference, self.bound, self.part) if one is not None)
 
     @property
     def need(self) -> Need:
@@ -102,6 +105,7 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
     packing = Workload(trajectories=sizes.packed, tokens=2048, capacity=capacity)
     size, times = sizes.memcpy_bytes, sizes.memcpy_repetitions
     copied = yardsticks.memcpy(size, times)
+    one_core = yardsticks.columns(size, times)
     hops = [("hop-2048", short), ("hop-16384", long)]
     from_cache = {
         name: yardsticks.from_cache(workload.bytes_each, times) for name, workload in hops
@@ -140,6 +144,17 @@ def cases(sizes: Sizes, capacity: str) -> list[Case]:
             bound=_of(yardsticks.both_cores(size, times), packing, packed.MOVED_BYTES_PER_TOKEN),
             target=TARGETS["packed"],
             of_bound="packed-of-bound",
+            part=_of(one_core, packing, packed.PACKING_BYTES_PER_TOKEN),
+            of_part="packed-of-one-core",
+            bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
+        ),
+        Case(
+            name="packed-cold",
+            title="put to packed torch batches, 2,048 tokens, sources cold",
+            measure=packed.measure,
+            workload=dataclasses.replace(packing, cold=True),
+            reference=_of(copied, packing, packed.PACKED_BYTES_PER_TOKEN),
+            bound=_of(one_core, packing, packed.PACKING_BYTES_PER_TOKEN),
             bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
         ),
         Case(
@@ -240,22 +255,24 @@ def rows(chosen: Sequence[Case], found: dict[str, Runs]) -> list[Row]:
     for case in chosen:
         runs = found[case.name]
         made.append(_row(case, runs))
-        if case.of_bound:
-            made.append(_of_bound(case, runs))
+        if case.bound is not None and case.of_bound:
+            made.append(_share(case, runs, case.bound, case.of_bound))
+        if case.part is not None:
+            made.append(_share(case, runs, case.part, case.of_part))
     return made
 
 
-def _of_bound(case: Case, runs: Runs) -> Row:
-    beside = runs.beside(case.against[-1])
+def _share(case: Case, runs: Runs, against: Against, name: str) -> Row:
+    beside = runs.beside(against)
     shares = beside.shares
     rate = statistics.median(beside.values)
     return Row(
-        name=case.of_bound,
+        name=name,
         title=f"{case.title}, of {beside.bound.name}",
         measured=f"{rate:.2f} {beside.bound.unit} of {statistics.median(beside.measured):.2f}",
         value=statistics.median(shares),
         spread=interval(shares),
-        target=TARGETS[case.of_bound],
+        target=TARGETS.get(name),
         bound=beside,
         others=statistics.median(runs.others),
         figures={"shares": shares},
@@ -266,8 +283,9 @@ def _row(case: Case, runs: Runs) -> Row:
     tokens = case.workload.tokens
     bytes_each = tokens * case.bytes_per_token
     rate = statistics.median(one.rate for one in runs.timed)
-    beside = [runs.beside(against) for against in case.against]
-    ratios = beside[0].ratios
+    reference = runs.beside(case.reference)
+    bound = reference if case.bound is None else runs.beside(case.bound)
+    ratios = reference.ratios
     return Row(
         name=case.name,
         title=case.title,
@@ -276,8 +294,8 @@ def _row(case: Case, runs: Runs) -> Row:
         value=statistics.median(ratios),
         spread=interval(ratios),
         target=case.target,
-        bound=beside[-1],
-        reference=beside[0],
+        bound=bound,
+        reference=reference,
         others=statistics.median(runs.others),
         took_s=runs.took_s,
         figures={

@@ -24,7 +24,7 @@ from bench.rows.row import Row, table
 from bench.rows.targets import TARGETS, Target
 from bench.sizes import TINY
 from bench.workload import GROUP_SIZE, Timed, Workload
-from bench.yardsticks import BOTH_CORES, MEMCPY, Yardstick
+from bench.yardsticks import BOTH_CORES, COLUMNS, MEMCPY, Yardstick
 
 ROOT = Path(__file__).resolve().parents[2]
 # Longer than a loaded machine needs to start two dozen interpreters, some of which import torch.
@@ -40,6 +40,8 @@ ROWS = [
     "hop-256",
     "packed",
     "packed-of-bound",
+    "packed-of-one-core",
+    "packed-cold",
     "four-producers",
     "wake-p50",
     "wake-p99",
@@ -112,9 +114,14 @@ def test_a_row_at_memory_says_its_bound_from_what_two_cores_move() -> None:
     (case,) = [one for one in throughput.cases(TINY, "8MiB") if one.name == "packed"]
     timed = Timed(trajectories=1000, seconds=0.01, consumer_cpu_s=0.0, producer_cpu_s=0.0)
     moved_gb_per_s = 2048 * (9 + 9 + 9 + 25) * 200_000 / 1e9
-    around = {MEMCPY: (10.0, 10.0), BOTH_CORES: (moved_gb_per_s, moved_gb_per_s)}
+    packing_gb_per_s = 2048 * (9 + 25) * 125_000 / 1e9
+    around = {
+        MEMCPY: (10.0, 10.0),
+        BOTH_CORES: (moved_gb_per_s, moved_gb_per_s),
+        COLUMNS: (packing_gb_per_s, packing_gb_per_s),
+    }
     runs = throughput.Runs(timed=[timed] * 3, around=[around] * 3, others=[0.0] * 3)
-    row, of_bound = throughput.rows([case], {"packed": runs})
+    row, of_bound, of_one_core = throughput.rows([case], {"packed": runs})
     assert row.bound and row.bound.shares == pytest.approx([0.5] * 3)
     assert row.value == pytest.approx(100_000 * 2048 * 25 / 10e9)
     assert row.met is False
@@ -122,6 +129,10 @@ def test_a_row_at_memory_says_its_bound_from_what_two_cores_move() -> None:
     assert row.best == pytest.approx(200_000 * 2048 * 25 / 10e9) and "1.02" in row.out_of_reach
     assert of_bound.name == "packed-of-bound" and of_bound.value == pytest.approx(0.5)
     assert of_bound.met is False and of_bound.best == pytest.approx(1.0)
+    # What one core does without a bus judges nothing: a second core may pack too.
+    assert of_one_core.name == "packed-of-one-core" and of_one_core.target is None
+    assert of_one_core.value == pytest.approx(0.8) and of_one_core.bound
+    assert of_one_core.bound.bound == COLUMNS
 
 
 def test_the_p99_of_wake_ups_is_that_of_blocks_so_that_a_stall_spoils_one_of_them() -> None:
@@ -137,7 +148,7 @@ def test_a_row_takes_its_target_from_the_one_list_of_them() -> None:
         for path in sorted((ROOT / "bench" / directory).glob("*.py")):
             if path.name != "targets.py":
                 assert "Target(" not in path.read_text(), path
-    without = {"memcpy", "stash-memory"}
+    without = {"memcpy", "stash-memory", "packed-of-one-core", "packed-cold"}
     assert set(ROWS) - without <= set(TARGETS)
 
 
