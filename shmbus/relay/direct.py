@@ -2,7 +2,8 @@
 
 Each process listens at an endpoint, which others learn by the other way, or from a connection that
 comes from there. Blocking sockets and a thread for each direction, since one system call then moves
-a whole block without the interpreter's lock.
+a whole block without the interpreter's lock. A message without a block goes from the thread that
+says it, where nothing waits before it and the socket takes it: waking a thread costs more.
 
 Invariants:
 
@@ -107,14 +108,27 @@ def _receive_bytes(connection: socket.socket, count: int, deadline_s: float | No
     return bytes(room)
 
 
-def _send(connection: socket.socket, parts: list[bytes | bytearray | memoryview]) -> None:
-    left = [memoryview(part).cast("B") for part in parts if len(part)]
+def _views(parts: list[bytes | bytearray | memoryview]) -> list[memoryview]:
+    return [memoryview(part).cast("B") for part in parts if len(part)]
+
+
+def _skip(left: list[memoryview], count: int) -> None:
+    """Take what was sent off the front of what is to be sent."""
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    if left:
+        left[0] = left[0][count:]
+
+
+def _send(connection: socket.socket, left: list[memoryview]) -> None:
     while left:
-        count = connection.sendmsg(left)
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left:
-            left[0] = left[0][count:]
+        _skip(left, connection.sendmsg(left))
+
+
+def _frame(packed: list[bytes], payload: bytes | bytearray | memoryview) -> list[memoryview]:
+    """Return the bytes of messages that go together."""
+    together = msgspec.msgpack.encode(packed)
+    return _views([_LENGTHS.pack(len(together), len(payload)), together, payload])
 
 
 def _require_open(connection: socket.socket) -> None:
@@ -128,6 +142,14 @@ def _require_open(connection: socket.socket) -> None:
 
 def _size(packed: list[bytes], payload: bytes | bytearray | memoryview) -> int:
     return sum(map(len, packed)) + len(payload)
+
+
+class _Item(NamedTuple):
+    """Messages that wait, and what of their bytes is to be sent still."""
+
+    packed: list[bytes]
+    payload: bytes | bytearray | memoryview
+    left: list[memoryview]
 
 
 class _Link:
@@ -145,10 +167,9 @@ class _Link:
         self.to = to
         self._own = own
         self._otherwise = otherwise
-        self._waiting: queue.SimpleQueue[
-            tuple[list[bytes], bytes | bytearray | memoryview] | None
-        ] = queue.SimpleQueue()
-        self._nbytes = 0
+        self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        #: Of what the thread has and was given, how much; under the lock.
+        self._nbytes = self._count = 0
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._over = threading.Event()
@@ -157,18 +178,34 @@ class _Link:
 
     def send(self, packed: list[bytes], payload: bytes | bytearray | memoryview) -> bool:
         """Take messages; False without a connection."""
+        if self._connection is None:
+            return False
+        left = _frame(packed, payload)
         with self._lock:
             if self._connection is None or self._over.is_set():
                 return False
             if self._nbytes > _MOST_WAITING:
                 return True  # lost: the peer takes nothing
+            if not len(payload) and not self._count and self._send_now(left):
+                return True
             self._nbytes += _size(packed, payload)
-            self._waiting.put((packed, payload))
+            self._count += 1
+            self._waiting.put(_Item(packed, payload, left))
             return True
 
-    def _note_sent(self, packed: list[bytes], payload: bytes | bytearray | memoryview) -> None:
+    def _send_now(self, left: list[memoryview]) -> bool:
+        """Send what the socket takes at once; False where some of it is left for the thread."""
+        assert self._connection is not None
+        # A connection that has ended is the thread's to notice: it takes the messages elsewhere.
+        with contextlib.suppress(OSError):
+            _require_open(self._connection)
+            _skip(left, self._connection.sendmsg(left, (), socket.MSG_DONTWAIT))
+        return not left
+
+    def _sent(self, item: _Item) -> None:
         with self._lock:
-            self._nbytes -= _size(packed, payload)
+            self._nbytes -= _size(item.packed, item.payload)
+            self._count -= 1
 
     def _work(self) -> None:
         retry_s = _RETRY_S
@@ -191,7 +228,10 @@ class _Link:
                     "another way meanwhile", self.to.address, error,
                 )  # fmt: skip
             finally:
-                connection.close()
+                with self._lock:
+                    # Nobody sends on it any more once its number may be another one's.
+                    self._connection = None
+                    connection.close()
                 self._divert()
 
     def _meet(self) -> socket.socket:
@@ -205,7 +245,7 @@ class _Link:
             nonces += secrets.token_bytes(_NONCE_BYTES)
             proof = _proof(self.to.key, b"from", nonces)
             length = len(own).to_bytes(4, "little")
-            _send(connection, [nonces[_NONCE_BYTES:], proof, length, own])
+            _send(connection, _views([nonces[_NONCE_BYTES:], proof, length, own]))
             answer = _receive_bytes(connection, _PROOF_BYTES, until_s)
             if not hmac.compare_digest(answer, _proof(self.to.key, b"to", nonces)):
                 raise ConnectionError("somebody else listens there")
@@ -217,30 +257,25 @@ class _Link:
 
     def _send_all(self, connection: socket.socket) -> None:
         while (item := self._waiting.get()) is not None:
-            packed, payload = item
             try:
                 _require_open(connection)
-                together = msgspec.msgpack.encode(packed)
-                lengths = _LENGTHS.pack(len(together), len(payload))
-                _send(connection, [lengths, together, payload])
+                _send(connection, item.left)
             except OSError:
-                self._otherwise(self.to.address, packed, payload)
+                self._otherwise(self.to.address, item.packed, item.payload)
                 raise
             finally:
-                self._note_sent(packed, payload)
+                self._sent(item)
                 # The room is to be free once the block has gone, and not with the next one.
-                del item, packed, payload
+                del item
 
     def _divert(self) -> None:
         """Send what waits another way."""
-        with self._lock:
-            self._connection = None
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._waiting.get_nowait()
                 if item is not None:
-                    self._note_sent(*item)
-                    self._otherwise(self.to.address, *item)
+                    self._sent(item)
+                    self._otherwise(self.to.address, item.packed, item.payload)
 
     def cut(self) -> None:
         """End the connection, as a network may."""
@@ -355,7 +390,7 @@ class Direct:
         connection.settimeout(_MEET_S)
         _tune(connection)
         nonce, key = secrets.token_bytes(_NONCE_BYTES), self.endpoint.key
-        _send(connection, [nonce])
+        _send(connection, _views([nonce]))
         nonces = nonce + _receive_bytes(connection, _NONCE_BYTES, until_s)
         proof = _receive_bytes(connection, _PROOF_BYTES, until_s)
         if not hmac.compare_digest(proof, _proof(key, b"from", nonces)):
@@ -366,7 +401,7 @@ class Direct:
             raise ConnectionError(f"an endpoint of {length} bytes")
         said = _receive_bytes(connection, length, until_s)
         endpoint = msgspec.msgpack.decode(said, type=Endpoint)
-        _send(connection, [_proof(key, b"to", nonces)])
+        _send(connection, _views([_proof(key, b"to", nonces)]))
         connection.settimeout(None)
         return endpoint
 

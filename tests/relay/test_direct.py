@@ -89,7 +89,8 @@ def test_blocks_are_whole_whenever_a_connection_is_cut_and_it_is_made_again() ->
     with pair() as both:
         both.meet()
         for number in range(300):
-            both.left("right", [str(number).encode()], block(number, rooms))
+            payload = block(number, rooms) if number % 3 else memoryview(b"")
+            both.left("right", [str(number).encode()], payload)
             if rng.random() < 0.05:
                 rng.choice([both.left, both.right]).cut()
                 cuts += 1
@@ -105,8 +106,40 @@ def test_blocks_are_whole_whenever_a_connection_is_cut_and_it_is_made_again() ->
         for (packed,), payload in both.came + both.otherwise:
             if packed != b"last":
                 number = int(packed)
-                assert payload == bytes([number % 251]) * (200_000 + number), "torn"
+                nbytes = 200_000 + number if number % 3 else 0
+                assert payload == bytes([number % 251]) * nbytes, "torn"
         print(f"{cuts} cuts, {len(both.came)} directly, {len(both.otherwise)} the other way")
+
+
+def test_messages_that_the_socket_takes_in_part_are_whole_and_in_their_order() -> None:
+    with pair() as both:
+        reads = threading.Event()
+        take = both._take
+
+        def take_later(packed: list[bytes], payload: bytes | memoryview) -> None:
+            assert reads.wait(60.0)
+            take(packed, payload)
+
+        both.right._deliver = take_later
+        both.meet()
+        link = both.left._links["right"]
+        sent = 0
+        # What this thread sends itself, and then what the socket has no room for.
+        while not link._count:
+            both.left("right", [bytes([sent % 251]) * (1 << 20)], b"")
+            sent += 1
+            assert sent < 1000, "the socket takes everything"
+        assert sent > 1
+        for payload in (b"", b"block", b""):
+            both.left("right", [bytes([sent % 251]) * 1000], payload)
+            sent += 1
+        reads.set()
+        wait_until(lambda: len(both.came) == sent)
+        for number, ((packed,), _) in enumerate(both.came):
+            assert packed == bytes([number % 251]) * len(packed)
+        assert [payload for _, payload in both.came[-3:]] == [b"", b"block", b""]
+        wait_until(lambda: link._count == 0 and link._nbytes == 0)
+        assert not both.otherwise
 
 
 def test_whoever_does_not_know_the_key_is_refused_and_told_nothing() -> None:
