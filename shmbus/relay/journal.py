@@ -6,7 +6,8 @@ Invariant: an entry is written before what it vouches for, and freed after its s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from shmbus import errors
@@ -95,8 +96,10 @@ class BusJournal:
         self._entries.update(zip(origins, entries, strict=True))
         self._origins.update(zip(entries, origins, strict=True))
 
-    def _pack(self, origins: Iterable[Origin]) -> array[int]:
+    def _pack(self, origins: Sequence[Origin]) -> array[int]:
         known = self._entries
+        if known.keys().isdisjoint(origins):
+            return array("I", [_NEW]) * len(origins)
         return array("I", [known.get(origin, _NEW) for origin in origins])
 
     def settle(self, writer: _core.Writer, entries: bytes) -> None:
@@ -107,8 +110,7 @@ class BusJournal:
         """Free the entries of these."""
         entries = array("I", map(self._entries.pop, origins))
         _core.relay_forget(self._segment, entries)
-        for entry in entries:
-            del self._origins[entry]
+        deque(map(self._origins.__delitem__, entries), maxlen=0)
 
     def keep(self, origins: set[Origin]) -> None:
         """Free the entries of all but these."""
@@ -120,12 +122,11 @@ class BusJournal:
         if ended == self._ended:
             return {}
         self._ended = ended
-        found: dict[int, list[Origin]] = {}
         known = self._origins
-        for entry, reason in _core.relay_ends(self._segment):
-            if entry in known:
-                found.setdefault(reason, []).append(known[entry])
-        return {REASONS[reason]: origins for reason, origins in found.items()}
+        return {
+            REASONS[reason]: [known[entry] for entry in array("I", entries) if entry in known]
+            for reason, entries in _core.relay_ends(self._segment).items()
+        }
 
     def look_again(self) -> None:
         """Have `ends` return all once more, though no more has ended."""

@@ -74,11 +74,19 @@ static uint32_t number_source(struct segment *segment, const uint8_t *identity) 
     return room;
 }
 
-static uint32_t next_free(const struct segment *segment, uint32_t from) {
-    while (from < segment->relay_entry_count && state_of(load_word(segment, from)) != RELAY_FREE) {
-        from++;
+/* A free entry; relay_entry_count without one. They are freed in about the order in which they were
+ * given out, so the one behind the last is free mostly. A search from the first would look at all
+ * that the trainer has in hand, for each block. */
+static uint32_t next_free(struct segment *segment) {
+    const uint32_t count = segment->relay_entry_count;
+    for (uint32_t looked = 0; looked < count; looked++) {
+        const uint32_t entry = segment->relay_next < count ? segment->relay_next : 0;
+        segment->relay_next = entry + 1;
+        if (state_of(load_word(segment, entry)) == RELAY_FREE) {
+            return entry;
+        }
     }
-    return from;
+    return count;
 }
 
 /* What an entry says beside its origin: whose commit puts the record, and which; or, of one that is
@@ -91,12 +99,12 @@ struct plan {
 };
 
 static bool prepare(struct segment *segment, const struct plan *plan,
-                    const struct relay_origin *origin, uint32_t *entry, uint32_t *from) {
+                    const struct relay_origin *origin, uint32_t *entry) {
     uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed) + 1;
     enum relay_state state = RELAY_INTENDED;
     uint32_t source = number_source(segment, origin->identity);
     if (*entry == RELAY_NEW) {
-        *entry = *from = next_free(segment, *from);
+        *entry = next_free(segment);
         state = RELAY_PREPARED;
     }
     if (*entry >= segment->relay_entry_count || source == SHMBUS_RELAY_SOURCES) {
@@ -132,11 +140,10 @@ static void bring_into_force(struct segment *segment) {
 
 bool relay_intend(struct segment *segment, const struct writer *writer,
                   const struct relay_origin *origins, uint32_t *entries, uint32_t n) {
-    uint32_t from = 0;
     for (uint32_t i = 0; i < n; i++) {
         const struct plan plan = {writer->producer_id, writer->committed + 1 + i, 0,
                                   writer->slot_index};
-        if (!prepare(segment, &plan, &origins[i], &entries[i], &from)) {
+        if (!prepare(segment, &plan, &origins[i], &entries[i])) {
             take_back(segment, entries, i);
             return false;
         }
@@ -147,12 +154,11 @@ bool relay_intend(struct segment *segment, const struct writer *writer,
 
 bool relay_drop(struct segment *segment, const struct relay_origin *origins, uint32_t *entries,
                 uint32_t n, uint32_t reason) {
-    uint32_t from = 0;
     /* Commit 0 is behind any lane's count: a reaper finds it settled. No producer has id 0. */
     const struct plan plan = {0, 0, reason + 1, 0};
     for (uint32_t i = 0; i < n; i++) {
         entries[i] = RELAY_NEW;
-        if (!prepare(segment, &plan, &origins[i], &entries[i], &from)) {
+        if (!prepare(segment, &plan, &origins[i], &entries[i])) {
             take_back(segment, entries, i);
             return false;
         }

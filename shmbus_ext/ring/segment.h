@@ -53,6 +53,7 @@ struct segment {
     struct relay_journal *relay;
     struct relay_entry *relay_entries;
     uint32_t relay_entry_count;
+    uint32_t relay_next; /* this process's: where its search for a free entry goes on */
     struct request_parts requests;
     struct declared_part *declared; /* read through declared_schema.h */
     uint8_t *data;

@@ -231,27 +231,57 @@ static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
     return notes;
 }
 
-/* relay_ends(segment) -> list[(entry, reason)]: settled entries whose records have ended. */
+/* Those of n pairs of entry and reason that have this reason, packed; NULL with an exception. */
+static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reason,
+                           uint32_t count) {
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)));
+    char *at = packed == NULL ? NULL : PyBytes_AS_STRING(packed);
+    for (uint32_t i = 0; at != NULL && i < n; i++) {
+        if (pairs[i][1] == reason) {
+            memcpy(at, &pairs[i][0], sizeof pairs[i][0]);
+            at += sizeof pairs[i][0];
+        }
+    }
+    return packed;
+}
+
+/* relay_ends(segment) -> dict[reason, entries]: settled entries whose records have ended, packed. */
 static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
     }
-    PyObject *ends = PyList_New(0);
-    for (uint32_t i = 0; ends != NULL && i < segment->c.relay_entry_count; i++) {
+    uint32_t n = 0, counts[SHMBUS_REASONS] = {0};
+    uint32_t(*pairs)[2] = PyMem_Calloc(segment->c.relay_entry_count + 1u, sizeof *pairs);
+    if (pairs == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (uint32_t i = 0; i < segment->c.relay_entry_count; i++) {
         struct relay_note note;
         if (atomic_load_explicit(&segment->c.relay_entries[i].ended, memory_order_relaxed) == 0 ||
             !relay_read(&segment->c, i, &note) || note.state != RELAY_SETTLED ||
             note.ended == 0 || note.ended > SHMBUS_REASONS) {
             continue;
         }
-        PyObject *item = Py_BuildValue("(Ii)", i, (int)note.ended - 1);
-        if (item == NULL || PyList_Append(ends, item) < 0) {
+        pairs[n][0] = i;
+        pairs[n++][1] = note.ended - 1;
+        counts[note.ended - 1]++;
+    }
+    PyObject *ends = PyDict_New();
+    for (uint32_t reason = 0; ends != NULL && reason < SHMBUS_REASONS; reason++) {
+        if (counts[reason] == 0) {
+            continue;
+        }
+        PyObject *key = PyLong_FromUnsignedLong(reason);
+        PyObject *packed = pack_ends(pairs, n, reason, counts[reason]);
+        if (key == NULL || packed == NULL || PyDict_SetItem(ends, key, packed) < 0) {
             Py_CLEAR(ends);
         }
-        Py_XDECREF(item);
+        Py_XDECREF(key);
+        Py_XDECREF(packed);
     }
+    PyMem_Free(pairs);
     return ends;
 }
 
