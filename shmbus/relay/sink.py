@@ -14,7 +14,9 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from shmbus.relay.messages import (
@@ -256,7 +258,7 @@ class Sink:
         del self.waiting[:taken]
         self._waiting_bytes -= nbytes
         # Of one bus behind each other: what is put then lies so in its block.
-        origins = tuple(origin for group in groups for origin in sorted(group.origins))
+        origins = tuple(chain.from_iterable([sorted(group.origins) for group in groups]))
         return self._make_batch(groups, origins)
 
     def _wait(self, groups: list[Assignment]) -> None:
@@ -321,6 +323,11 @@ class Sink:
         return [Returned(self.name, marks, rest)]
 
     @property
+    def is_hungry(self) -> bool:
+        """Whether it has got less to fetch than may be under way."""
+        return len(self.batches) < BLOCKS_UNDER_WAY
+
+    @property
     def ready(self) -> bool:
         """Whether all bytes of the next groups are there."""
         return bool(self.batches) and self.wanted.isdisjoint(self.fetching)
@@ -377,12 +384,11 @@ class Sink:
         self._forget(gone)
         return [Confirmation(message.bus, gone, message.mark)]
 
-    def _forget(self, gone: Iterable[Origin]) -> None:
+    def _forget(self, gone: Collection[Origin]) -> None:
         self.settled.difference_update(gone)
         for of in (self.ended, self.dropped):
             if of:
-                for origin in gone:
-                    of.pop(origin, None)
+                deque(map(of.pop, gone, repeat(None)), maxlen=0)
 
     def bus_gone(self, bus: str) -> list[Message]:
         """Forget a source that will not come back: no answer of it can be awaited."""

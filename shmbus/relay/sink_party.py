@@ -31,6 +31,7 @@ from shmbus.relay.messages import (
     Peers,
     Release,
     Released,
+    Settled,
     SinkStateWanted,
 )
 from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
@@ -53,6 +54,9 @@ IDLE_S = 0.01
 #: Seconds between checks of what the trainer has ended: a source's space is free so much later, and
 #: three messages are sent each time.
 ENDS_S = 0.05
+#: Seconds for which the coordinator is not told of what was put, while it has assigned more than is
+#: fetched: a message for each block costs it, and what it answers this, as much as the heads do.
+SETTLED_LINGER_S = 0.02
 #: Seconds after which a release that no source has confirmed is asked for again.
 ASK_AGAIN_S = 2.0
 HELLO_S = 1.0
@@ -167,6 +171,9 @@ class SinkParty:
         self._told: set[tuple[str, int | None, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
         self._fetches = Patience()
+        #: What was put, and the coordinator is not told of yet.
+        self._untold: set[Origin] = set()
+        self._next_settled_s = 0.0
         #: What sources were to let go at the last time that this was asked for again.
         self._unconfirmed: set[Origin] = set()
         self.refused = 0
@@ -184,8 +191,17 @@ class SinkParty:
                     to = self.addresses.get(message.bus)
                     if to is not None:
                         self._mailbox.send(to, message)
+                case Settled():
+                    self._untold |= message.origins
                 case _:
+                    self._tell_settled()
                     self._mailbox.send(self._coordinator, message)
+
+    def _tell_settled(self) -> None:
+        """Tell the coordinator what was put, before anything else that this says of it."""
+        if self._untold:
+            origins, self._untold = frozenset(self._untold), set()
+            self._mailbox.send(self._coordinator, Settled(self.sink.name, origins))
 
     def _hello(self, to: str = "") -> None:
         now = time.monotonic_ns()
@@ -337,6 +353,9 @@ class SinkParty:
         """
         now = time.monotonic()
         wait_s = self._step()
+        if self.sink.is_hungry or now >= self._next_settled_s:
+            self._next_settled_s = now + SETTLED_LINGER_S
+            self._tell_settled()
         if self._tracks_ends and now >= self._next_ends_s:
             self._next_ends_s = now + ENDS_S
             self._tell_ends()
@@ -358,10 +377,9 @@ class SinkParty:
     def _tell_ends(self) -> None:
         """Have sources let go what the trainer is done with, or what was dropped."""
         for reason, origins in self.journal.ends().items():
-            settled, ended = self.sink.settled, self.sink.ended
-            new = frozenset([each for each in origins if each in settled and each not in ended])
+            new = self.sink.settled.intersection(origins).difference(self.sink.ended)
             if new:
-                self._say(self.sink.end(new, reason))
+                self._say(self.sink.end(frozenset(new), reason))
             if self.sink.left_behind:
                 over = self.sink.left_behind.intersection(origins)
                 self.sink.left_behind -= over
