@@ -176,13 +176,16 @@ class _Link:
         self._thread = threading.Thread(target=self._work, name="shmbus relay send", daemon=True)
         self._thread.start()
 
+    def _is_up(self) -> bool:
+        return self._connection is not None and not self._over.is_set()
+
     def send(self, packed: list[bytes], payload: bytes | bytearray | memoryview) -> bool:
         """Take messages; False without a connection."""
-        if self._connection is None:
+        if not self._is_up():
             return False
         left = _frame(packed, payload)
         with self._lock:
-            if self._connection is None or self._over.is_set():
+            if not self._is_up():
                 return False
             if self._nbytes > _MOST_WAITING:
                 return True  # lost: the peer takes nothing
