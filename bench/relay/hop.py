@@ -20,7 +20,7 @@ TOKENS: Final = 2048
 CAPACITY: Final = "256MiB"
 #: Until each page of both buses and of Ray's stores has been touched.
 WARM_GROUPS: Final = 2200
-GROUPS: Final = 4000
+GROUPS: Final = 20_000
 LATENCY_GROUPS: Final = 150
 
 
