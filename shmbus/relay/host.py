@@ -1,7 +1,8 @@
 """A party in a thread of a process that gives it messages: what an actor has inside. Knows no Ray.
 
 Invariant: a party that fails ends its process, so that whoever watches that starts it again; one
-that has a newer one in its place says so and rests.
+that has a newer one in its place says so and rests; one whose bus cannot be used says why, and
+waits.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ class Host:
         self._mailbox = HostMailbox(self.plan.address, carry)
         self._party: Any = None
         self._superseded = ""
+        #: Why there is no party yet.
+        self._lacks = ""
         self._thread = threading.Thread(target=self._work, name="shmbus relay", daemon=True)
 
     def start(self) -> None:
@@ -174,8 +177,12 @@ class Host:
         self._thread.start()
 
     def _make(self) -> Party:
-        self._party = self.plan.make(self._mailbox)
-        found: Party = self._party
+        try:
+            found: Party = self.plan.make(self._mailbox)
+        except (errors.ShmbusError, OSError) as error:
+            self._lacks = str(error)
+            raise
+        self._party, self._lacks = found, ""
         return found
 
     def _work(self) -> None:
@@ -194,23 +201,25 @@ class Host:
         self._mailbox.put(packed, payload)
 
     def _ledger(self) -> dict[str, Any] | None:
-        """Return the ledger of the party's bus; None of a coordinator, and while there is none."""
+        """Return the ledger of the party's bus; None of a coordinator, and of none to be read."""
         if not self.plan.bus:
             return None
         try:
             counts = read_status(self.plan.bus).ledger
-        except errors.BusNotFoundError:
+        except (errors.ShmbusError, OSError):
             return None
         found: dict[str, Any] = msgspec.to_builtins(counts)
         return {**found, "balanced": counts.balanced}
 
     def describe(self) -> dict[str, Any]:
-        """Say what it is and does, in plain values."""
+        """Say what it is and does, in plain values; "error" is why it can do nothing."""
         said = {
             "address": self.plan.address, "kind": self.plan.kind, "bus": self.plan.bus,
             "pid": os.getpid(), "refused": self._mailbox.opener.refused,
             "superseded": self._superseded, "ledger": self._ledger(),
         }  # fmt: skip
+        if self._lacks:
+            said["error"] = self._lacks
         if self.plan.kind == "coordinator" and self._party is not None:
             said["relay"] = msgspec.to_builtins(self._party.note())
         return said

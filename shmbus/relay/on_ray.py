@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from shmbus import errors
-from shmbus._arguments import check_choice
+from shmbus._arguments import check_choice, check_seconds
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
 from shmbus.relay.notes import RelayNote
@@ -50,6 +50,8 @@ _MOST_PENDING: Final = 10_000
 _ABSENT_S: Final = 0.5
 #: Seconds that a question to an actor may take.
 _ANSWER_S: Final = 10.0
+#: The same where somebody waits for ever.
+_LONGEST_ANSWER_S: Final = 86_400.0
 _PREFIX: Final = "relay"
 #: Objects that are made until circles of them are looked for: as many as a full bus has records.
 _GC_THRESHOLDS: Final = (100_000, 20, 100)
@@ -323,6 +325,11 @@ def find(name: str, address: str | None = None) -> Relay:
     return Relay(name, sorted(found))
 
 
+def _answer_s(timeout: float) -> float:
+    """Check seconds for an answer; Ray takes no infinite number of them."""
+    return min(check_seconds("timeout", timeout), _LONGEST_ANSWER_S)
+
+
 class Relay:
     """A relay that runs on a Ray cluster, seen from a driver.
 
@@ -340,13 +347,21 @@ class Relay:
         self._coordinator = f"{_PREFIX}.{name}.coordinator"
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return what each actor says of itself; one that does not answer has "error".
+        """Return what each actor says of itself.
+
+        One that does not answer has "error", and so has one whose bus cannot be used.
 
         Parameters
         ----------
         timeout : float
-            Seconds for all answers together.
+            Seconds for all answers together, more than 0.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A bad time.
         """
+        timeout = _answer_s(timeout)
         asked: dict[str, Any] = {}
         said: list[dict[str, Any]] = []
         for address in self.addresses:
@@ -370,13 +385,18 @@ class Relay:
         Parameters
         ----------
         timeout : float
-            Seconds for all answers together.
+            Seconds for all answers together, more than 0.
 
         Returns
         -------
         list of dict
             With "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
             whether it adds up; and "error".
+
+        Raises
+        ------
+        TypeError, ValueError
+            A bad time.
         """
         said = {each["address"]: each for each in self.describe(timeout)}
         found = []
@@ -403,13 +423,16 @@ class Relay:
         Parameters
         ----------
         timeout : float
-            Seconds for its answer.
+            Seconds for its answer, more than 0.
 
         Raises
         ------
         DaemonUnavailableError
             The coordinator does not answer.
+        TypeError, ValueError
+            A bad time.
         """
+        timeout = _answer_s(timeout)
         deadline = time.monotonic() + timeout
         why = "it has just begun"
         while (left := deadline - time.monotonic()) > 0:

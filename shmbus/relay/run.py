@@ -41,24 +41,26 @@ def run_party(make: Callable[[], Party], mailbox: Mailbox, goes_on: Callable[[],
     Parameters
     ----------
     make : callable
-        Makes the party; it is called again once its bus was removed.
+        Makes the party; it is called again while it cannot, and once its bus was removed.
     mailbox : Mailbox
         Where its messages come.
     goes_on : callable
         Whether to go on.
     """
-    told = logging.WARNING
+    told: type[Exception] | None = None
     while goes_on():
         try:
             party = make()
-        except (errors.BusNotFoundError, errors.BusBusyError) as error:
-            # Whoever has the bus may be this party's own predecessor, which is ending.
-            _log.log(told, "relay: %s; it is tried again", error)
-            told = logging.DEBUG
+        except (errors.ShmbusError, OSError) as error:
+            # Whoever has the bus may be this party's own predecessor, which is ending; and one of
+            # another version, or of another user, may be made again.
+            level = logging.DEBUG if type(error) is told else logging.WARNING
+            _log.log(level, "relay: %s; it is tried again", error)
+            told = type(error)
             time.sleep(_REOPEN_S)
             mailbox.receive(0.0)
             continue
-        told = logging.WARNING
+        told = None
         try:
             _work(party, mailbox, goes_on)
         except errors.BusRemovedError as error:

@@ -88,3 +88,12 @@ def test_a_word_that_the_command_does_not_take_is_a_usage_error(
         main(["relay", *words])
     assert ended.value.code == 2
     assert "usage: shmbus relay" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [None, "1", True, 0, -1.0, float("nan")])
+@pytest.mark.parametrize("call", ["describe", "ledgers", "status"])
+def test_a_time_for_answers_that_is_none_is_refused_by_its_name(call: str, wrong: Any) -> None:
+    from shmbus.relay.on_ray import Relay
+
+    with pytest.raises((TypeError, ValueError), match="timeout: expected"):
+        getattr(Relay("run1", []), call)(timeout=wrong)
