@@ -84,8 +84,11 @@ def decode_meta(raw: bytes) -> Any:
 
 def encode_dtype(name: str, dtype: np.dtype[Any]) -> bytes:
     """Describe a dtype of fixed size; TypeError for one that holds Python objects."""
-    if dtype.metadata is not None and _STANDS_FOR in dtype.metadata:
-        return str(dtype.metadata[_STANDS_FOR]).encode()
+    if dtype.metadata is not None:
+        stands_for = dtype.metadata.get(_STANDS_FOR)
+        # What a user may have written there stands for nothing.
+        if isinstance(stands_for, str) and _STAND_INS.get(stands_for) == dtype.str:
+            return stands_for.encode()
     if dtype.hasobject:
         raise TypeError(
             f"{name}: expected a dtype of fixed size, got {dtype}; objects cannot be shared, "

@@ -56,6 +56,14 @@ def test_bits_are_no_numbers_of_a_field_that_stands_in_for_another_dtype(bus: Bu
             assert list(ends.sent(y=[1])) == ["y"]
 
 
+@pytest.mark.parametrize("said", ["odd", "bfloat16", "", 5, None])
+def test_what_a_user_writes_beside_a_dtype_stands_for_nothing(bus: Bus, said: object) -> None:
+    dtype = np.dtype(np.float32, metadata={"shmbus": said})
+    with Ends(bus, None) as ends:
+        got = ends.sent(values=np.arange(3).astype(dtype))["values"]
+        assert got.dtype == np.float32 and got.tolist() == [0, 1, 2]
+
+
 def test_a_masked_array_is_refused_wherever_it_stands(bus: Bus) -> None:
     masked = np.ma.array([1, 2, 3], mask=[0, 1, 0], dtype=np.int32)
     given = (masked, masked[:0], masked.astype(np.int64), np.ma.array(1), np.ma.masked)
