@@ -28,6 +28,7 @@ __all__ = [
     "show_duration",
     "show_size",
     "table",
+    "take_int",
 ]
 
 
@@ -60,6 +61,15 @@ def bus_name(text: str) -> str:
         return check_name(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def take_int(text: str, least: int, most: int | None = None) -> int:
+    """Take a whole number from the command line; one beyond its bounds is a usage error."""
+    value = int(text)
+    if value < least or (most is not None and value > most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise argparse.ArgumentTypeError(f"expected {bounds}, got {value}")
+    return value
 
 
 def print_json(value: Any, stream: TextIO | None = None) -> None:

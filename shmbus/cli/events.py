@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbus import limits
-from shmbus.cli._show import add_command, bus_name, print_json
+from shmbus.cli._show import add_command, bus_name, print_json, take_int
 from shmbus.inspect.history import EventList, read_events, read_group
 from shmbus.inspect.history_text import events_text, history_text
 
@@ -63,10 +63,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _limit(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= limits.MAX_EVENTS_SHOWN:
-        raise argparse.ArgumentTypeError(f"expected 1 to {limits.MAX_EVENTS_SHOWN}, got {value}")
-    return value
+    return take_int(text, 1, limits.MAX_EVENTS_SHOWN)
 
 
 def run(arguments: argparse.Namespace) -> int:

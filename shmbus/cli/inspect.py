@@ -15,6 +15,7 @@ from shmbus.cli._show import (
     show_duration,
     show_size,
     table,
+    take_int,
 )
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
 from shmbus.inspect.groups import read_groups
@@ -78,17 +79,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def _limit(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
-    return value
+    return take_int(text, 0)
 
 
 def _groups(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= limits.MAX_GROUPS_SHOWN:
-        raise argparse.ArgumentTypeError(f"expected 1 to {limits.MAX_GROUPS_SHOWN}, got {value}")
-    return value
+    return take_int(text, 1, limits.MAX_GROUPS_SHOWN)
 
 
 def _run_groups(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shmbus import limits
-from shmbus.cli._show import add_command, bus_name
+from shmbus.cli._show import add_command, bus_name, take_int
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -40,10 +40,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"expected 0 to 65535, got {value}")
-    return value
+    return take_int(text, 0, 65535)
 
 
 def run(arguments: argparse.Namespace) -> int:

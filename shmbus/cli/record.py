@@ -16,6 +16,7 @@ from shmbus.cli._show import (
     show_count,
     show_duration,
     show_size,
+    take_int,
 )
 from shmbus.store import capture
 
@@ -79,10 +80,7 @@ def _positive(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return value
+    return take_int(text, 1)
 
 
 def _speed(text: str) -> float | None:

@@ -19,6 +19,7 @@ from shmbus.cli._show import (
     show_count,
     show_duration,
     table,
+    take_int,
 )
 
 if TYPE_CHECKING:
@@ -110,10 +111,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
-    return count
+    return take_int(text, 0)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from shmbus.cli._show import take_int
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -65,10 +67,7 @@ def _host(text: str) -> str:
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"expected 0 to 65535, got {value}")
-    return value
+    return take_int(text, 0, 65535)
 
 
 def run(arguments: argparse.Namespace) -> int:

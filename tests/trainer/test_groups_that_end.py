@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answering import Answer, answering
 
 import shmbus
 from trainer_adapter.adapters.skyrl import GenerateByBus
@@ -22,29 +21,6 @@ from trainer_adapter.adapters.trl import ShmbusRollouts, scored
 #: Of the trainer, and how far a sample may be behind.
 VERSION, LAG = 5, 1
 GOOD = {"tokens": [3, 4], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
-
-Answer = Callable[[shmbus.Producer, shmbus.Request], None]
-
-
-@contextmanager
-def answering(bus: str, answer: Answer) -> Iterator[None]:
-    """Answer requests until the block ends."""
-    over = threading.Event()
-
-    def work() -> None:
-        with shmbus.Producer(bus) as producer:
-            while not over.is_set():
-                request = producer.next_request(timeout=0.05)
-                if request is not None:
-                    answer(producer, request)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def of_version(version: int) -> Answer:

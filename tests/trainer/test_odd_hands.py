@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from answering import answering
 from conftest import SHM_DIR, Spawner, wait_until
 
 import shmbus
@@ -49,27 +49,6 @@ class Micro(msgspec.Struct, array_like=True):
     """What is sent of a micro batch."""
 
     input_ids: list[int]
-
-
-@contextmanager
-def answering(bus: str, answer: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Answer requests until the block ends."""
-    over = threading.Event()
-
-    def work() -> None:
-        with shmbus.Producer(bus) as producer:
-            while not over.is_set():
-                request = producer.next_request(timeout=0.05)
-                if request is not None:
-                    answer(producer, request)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def prompts_of(*names: str) -> dict[str, Any]:
