@@ -22,6 +22,7 @@ from shmbus_ext._relay import *  # noqa: F403
 from shmbus_ext._requests import *  # noqa: F403
 from shmbus_ext._retries import *  # noqa: F403
 from shmbus_ext._splits import *  # noqa: F403
+from shmbus_ext._tensor_forms import *  # noqa: F403
 from shmbus_ext._values import *  # noqa: F403
 from shmbus_ext._values import DeclaredSchema as DeclaredSchema
 

@@ -18,6 +18,7 @@
 #include "python/channel/channel_object.h"
 #include "python/closing.h"
 #include "python/device/device_calls.h"
+#include "python/device/tensor_forms.h"
 #include "python/gateway/answer_functions.h"
 #include "python/gateway/lift_numbers.h"
 #include "python/group/client_lease.h"
@@ -194,6 +195,7 @@ static bool add_functions(PyObject *module) {
         py_channel_alike_add_functions,
         py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
         py_device_add_functions,
+        py_tensor_forms_add_function,
         py_convert_add_functions,      py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {

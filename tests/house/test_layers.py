@@ -54,8 +54,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus.pool",),
     # Steps from one process to another.
     ("shmbus.channel",),
-    # A driver's functions, by their addresses.
-    ("shmbus.device_calls",),
+    # A driver's functions, by their addresses; how tensors lie in their memory.
+    ("shmbus.device_calls", "shmbus.tensor_forms"),
     # Asking a daemon; looking at a bus from outside; noticing that it stands still.
     ("shmbus.control",),
     ("shmbus.inspect",),
@@ -111,6 +111,7 @@ OPEN_TO_TRAINERS = (
     "shmbus._programs.",
     "shmbus.channel.",
     "shmbus.device_calls.",
+    "shmbus.tensor_forms.",
     "shmbus.peers.",
     "shmbus.pool.",
     "shmbus.segment.names.",

@@ -94,6 +94,26 @@ print("published", flush=True)
 time.sleep(600)
 """
 
+#: Sees one device only, which is not the publisher's.
+BLIND = """
+import sys, torch
+from trainer_adapter.weights import *
+bus = sys.argv[1]
+assert torch.cuda.device_count() == 1
+replica = torch.nn.Linear(40, 50, device="cuda:0")
+before = replica.weight.detach().clone()
+with WeightSubscriber(bus, device="cuda:0", label="blind") as subscriber:
+    try:
+        subscriber.latest(timeout=20)
+    except DeviceMismatchError as error:
+        print("refused", error, flush=True)
+        assert torch.equal(replica.weight, before)
+    else:
+        with subscriber.latest(timeout=20) as weights:
+            weights.load_into(replica)
+print("sum", float(replica.weight.double().sum()), flush=True)
+"""
+
 
 @pytest.fixture
 def publishers(bus_name: str) -> Iterator[MakePublisher]:
@@ -189,6 +209,24 @@ def test_another_process_loads_versions_in_flat_memory(
         if version == 1:
             child.expect("ready", timeout=60)
     assert f"read to {SYNCS} wrong 0 grown 0" in child.finish(timeout=120)
+
+
+@pytest.mark.timeout(100)
+@needs_two
+@pytest.mark.parametrize("carrier", ["cuda_vmm", "cuda_ipc"])
+def test_a_reader_that_does_not_see_the_device_says_so_and_reads_through_the_host(
+    carrier: str, bus_name: str, publishers: MakePublisher, spawn: Spawner
+) -> None:
+    model = torch.nn.Linear(40, 50, device=DEVICE)
+    publisher = publishers(model, carrier)
+    publisher.publish(version=1)
+    env = {"CUDA_VISIBLE_DEVICES": "1"}
+    said = spawn.script(BLIND, bus_name, env=env).finish(timeout=60)
+    assert "choose the carrier 'shm'" in said and "that this process runs stay" in said
+    publisher.close()
+    publishers(model, "shm").publish(version=2)
+    said = spawn.script(BLIND, bus_name, env=env).finish(timeout=60)
+    assert f"sum {float(model.weight.double().sum())}" in said and "refused" not in said
 
 
 @pytest.mark.timeout(100)

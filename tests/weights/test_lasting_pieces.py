@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ from trainer_adapter.weights import (
     WeightPublisher,
     WeightSubscriber,
 )
-from trainer_adapter.weights.seen import SeenTensors
 
 
 def model() -> torch.nn.Module:
@@ -144,42 +144,36 @@ def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
     assert not any(value.any() for value in other.values())
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("change", [replace_data, turn, replace_parameter, swap])
-def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None], guarded: bool) -> None:
-    module = model()
-    seen = SeenTensors(module.state_dict(keep_vars=True))
-    if not guarded:
-        seen._guard = None
-    change_values(module)
-    assert seen.still(module.state_dict(keep_vars=True))
-    change(module)
-    assert not seen.still(module.state_dict(keep_vars=True))
+def in_a_thread_of_its_own(call: Callable[[], object]) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
 
 
-def test_this_torch_compares_tensors_in_one_call() -> None:
-    assert SeenTensors(model().state_dict())._guard is not None
-
-
-def test_another_mode_of_autograd_is_no_change() -> None:
-    module = model()
-    seen = SeenTensors(module.state_dict(keep_vars=True))
-    module.requires_grad_(False)
-    with torch.inference_mode():
-        assert seen.still(module.state_dict(keep_vars=True))
-
-
-def test_a_tied_tensor_is_seen_under_both_names() -> None:
-    tensor = torch.zeros(3)
-    seen = SeenTensors({"a": tensor, "b": tensor})
-    assert seen.still({"a": tensor, "b": tensor})
-    assert not seen.still({"a": tensor, "b": torch.zeros(3)})
-
-
-def test_what_is_no_tensor_is_not_looked_at() -> None:
-    tensor = torch.zeros(3)
-    seen = SeenTensors({"a": tensor, "state": object()})
-    assert seen.still({"a": tensor})
-    assert seen.still({"a": tensor, "state": object()})
-    assert not seen.still({"b": tensor})
-    assert SeenTensors({}).still({})
+@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
+def test_a_thread_that_never_used_the_device_publishes_and_loads(carrier: Any, device: str) -> None:
+    bus = f"test-lasting-thread-{carrier}-{os.getpid()}"
+    module, live = model().to(device), model().to(device)
+    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
+    with (
+        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
+        WeightSubscriber(bus, device=device) as subscriber,
+    ):
+        for version in range(6):
+            change_values(module)
+            in_a_thread_of_its_own(lambda version=version: publisher.publish(version))  # type: ignore[misc]
+            with subscriber.latest(timeout=5) as weights:
+                in_a_thread_of_its_own(lambda weights=weights: weights.load_into(live))  # type: ignore[misc]
+            expected = module.state_dict()
+            for name, value in live.state_dict().items():
+                assert torch.equal(value, expected[name]), (version, name)

@@ -129,6 +129,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuIpcOpenMemHandle_v2": (_POINTER, IpcMemoryHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
+    "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, _SIZE, _POINTER),
     "cuEventRecord": (_POINTER, _POINTER),
     "cuEventQuery": (_POINTER,),
     "cuLaunchKernel": (_POINTER, *(ctypes.c_uint,) * 7, _POINTER, _POINTER, _POINTER),

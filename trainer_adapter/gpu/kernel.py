@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import triton
@@ -25,8 +25,7 @@ from torch import Tensor
 
 from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
-from shmbus.device_calls import device_launch
-from trainer_adapter.device.driver import address, check, missing
+from trainer_adapter.device.launches import Direct
 from trainer_adapter.device.streams import stream_number
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
@@ -54,36 +53,6 @@ OF_BATCH: Final = (
 #: How many pointers `pack_records` has, and how many numbers behind them.
 POINTERS: Final = len(OF_TABLE) + len(OF_BATCH)
 NUMBERS: Final = 2
-#: Of a warp.
-THREADS: Final = 32
-
-
-class Direct(NamedTuple):
-    """A compiled kernel as the driver launches it: Triton's way there takes 17 us, this one 4."""
-
-    launch: int
-    function: int
-    threads: int
-    shared: int
-
-    @classmethod
-    def of(cls, compiled: Any) -> Direct | None:
-        """Return it; None where a launch needs more than is known here."""
-        given = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
-        if [kind[:1] == "*" for kind in given] != [True] * POINTERS + [False] * NUMBERS:
-            return None
-        if given[POINTERS:] != ["i32"] * NUMBERS or missing() is not None:
-            return None
-        facts = compiled.metadata
-        more = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid",
-                "launch_pdl")  # fmt: skip
-        if facts.num_ctas != 1 or any(getattr(facts, name, 0) for name in more):
-            return None
-        if not isinstance(compiled.function, int):
-            return None
-        launch = address("cuLaunchKernel")
-        return cls(launch, compiled.function, facts.num_warps * THREADS, facts.shared)
-
 
 # The compiled kernel for fields of these kinds on a device. Triton has a cache too, but inspects
 # each argument at each launch, which is most of a launch's cost.
@@ -133,7 +102,7 @@ def launch(
     compiled = pack_records[(blocks, 1, 1)](*pointers, *rest, num_warps=WARPS)
     # The interpreter compiles nothing.
     if compiled is not None:
-        _compiled[key] = compiled, Direct.of(compiled)
+        _compiled[key] = compiled, Direct.of(compiled, POINTERS, NUMBERS)
 
 
 def _launch_again(
@@ -149,12 +118,7 @@ def _launch_again(
     if direct is None:
         compiled[(blocks, 1, 1)](*addresses, *numbers, *_constants(kinds), stream=stream)
         return
-    status = device_launch(
-        direct.launch, direct.function, stream, blocks, direct.threads, direct.shared,
-        addresses, numbers,
-    )  # fmt: skip
-    if status:
-        check("cuLaunchKernel", status)
+    direct.start(stream, blocks, addresses, numbers)
 
 
 @functools.cache

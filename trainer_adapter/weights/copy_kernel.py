@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from trainer_adapter.device.launches import Direct
+
 __all__ = ["Launch", "launch"]
 
 #: Starts the same copies again, on the stream that has this number.
@@ -29,10 +31,12 @@ WARPS: Final = 32
 REST_WARPS: Final = 16
 #: Bytes of the last words of tensors that a program moves at a time.
 ODD_LANES: Final = 1024
+#: Parameters of the kernel that are no constants.
+POINTERS: Final = 1
 
 # The compiled kernel by its constants and device. Triton has a cache too, but inspects each
 # argument at each launch.
-_compiled: dict[tuple[bool, bool, int, int | None], Any] = {}
+_compiled: dict[tuple[bool, bool, int, int | None], tuple[Any, Direct | None]] = {}
 
 
 def launch(
@@ -41,7 +45,7 @@ def launch(
     """Start copying on the current stream, and say how to start it again.
 
     To ask Triton for the kernel takes some 20 us of the host, three times as long after a pause;
-    what is returned takes a third of that.
+    what is returned asks the driver (`Direct`).
 
     Parameters
     ----------
@@ -66,15 +70,19 @@ def launch(
     grid = (pieces, 1, 1)
     constants = (whole, tl.uint8 if odd else tl.int64, ENTRY, lanes)
     key = (whole, odd, lanes, table.device.index)
-    compiled = _compiled.get(key)
-    if compiled is None:
+    found = _compiled.get(key)
+    if found is None:
         warps = WARPS if whole else REST_WARPS
         compiled = copy_pieces[grid](table, *constants, num_warps=warps)
         if compiled is None:
             return None
-        _compiled[key] = compiled
+        direct = Direct.of(compiled, POINTERS)
+        _compiled[key] = compiled, direct
     else:
+        compiled, direct = found
         compiled[grid](table.data_ptr(), *constants)
+    if direct is not None:
+        return partial(direct.start, blocks=pieces, addresses=(table.data_ptr(),))
     return partial(_again, compiled[grid], (table.data_ptr(), *constants))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.device.streams import current_stream
 from trainer_adapter.weights.copies import (
     Batch,
@@ -225,7 +226,7 @@ class Loading:
             # The slot is given back afterwards, and what fails on a device is known by then.
             for device in self._busy:
                 current_stream(device).synchronize()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, CudaDriverError) as error:
             raise TornWeightsError(
                 f"version {version}: copying {what} failed after {written} bytes: {error}. The "
                 "model is torn: load a whole version before it is used"

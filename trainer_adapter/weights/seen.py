@@ -1,9 +1,8 @@
 """Tensors as they were seen: whether anything but values of them has changed since.
 
 A trainer and a server exchange the same thousand tensors again and again, and to look at each of
-them costs more than to begin to copy all of them. Torch's own compiler asks the same question
-before it runs what it compiled, and asks it in one call; where a torch has no such call, or one
-that sees less, each tensor is looked at.
+them costs more than to begin to copy all of them. DLPack has a table of C functions for such
+questions, by which all are asked in one call; where a torch has none, each tensor is looked at.
 
 Invariant: tensors that count as the same lie in the same memory, seen alike, so that what was found
 out of them holds; what cannot be told counts as changed.
@@ -12,20 +11,33 @@ out of them holds; what cannot be told counts as changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
+from shmbus.tensor_forms import tensor_forms
 from trainer_adapter.weights.sharded import is_sharded
 
 __all__ = ["SeenTensors", "are_same", "comparer_of"]
 
 #: What tells how a tensor lies in its memory.
-_LAYOUT: Final = (attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"))
+_LAYOUT: Final = (
+    attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"), attrgetter("device"),
+)  # fmt: skip
+#: Dtypes without lazy negatives and conjugates, which are parts of complex numbers, and of which
+#: DLPack says nothing.
+_NEVER_LAZY: Final = frozenset(
+    value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+    and not value.is_complex
+    and value not in (torch.float16, torch.float32, torch.float64)
+)
 
-_Columns = list[list[object]]
+#: Where tensors lie, and how; equal only where it is the same.
+_Look: TypeAlias = tuple[object, object]
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -45,12 +57,11 @@ class SeenTensors:
     def __init__(self, tensors: Mapping[str, object]) -> None:
         self._names, self._tensors = _tensors_of(tensors)
         # What is tied comes once. A DTensor's own part may move without a trace.
-        self._once = list({id(tensor): tensor for tensor in self._tensors}.values())
+        self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
         self._told = not any(is_sharded(tensor) for tensor in self._once)
         if self._told:
-            self._addresses = self._addresses_now()
-            self._columns = self._columns_now()
-            self._guard = comparer_of(self._once)
+            self._suspects = _suspects_of(self._once)
+            self._look = _look_at(self._once)
 
     @property
     def can_tell(self) -> bool:
@@ -79,18 +90,7 @@ class SeenTensors:
             names, found = _tensors_of(tensors)
         if names != self._names or not are_same(found, self._tensors):
             return False
-        if self._addresses_now() != self._addresses:
-            return False
-        # The guard also minds what does not matter here, such as the mode of autograd.
-        guard = self._guard
-        return (guard is not None and guard(*self._once)) or self._columns_now() == self._columns
-
-    def _addresses_now(self) -> list[int]:
-        return [*map(torch.Tensor.data_ptr, self._once)]
-
-    def _columns_now(self) -> _Columns:
-        # By columns: a tuple a tensor takes twice as long, and there may be thousands.
-        return [[*map(ask, self._once)] for ask in _LAYOUT]
+        return _look_at(self._once) == self._look and not _any_lazy(self._suspects)
 
 
 def _tensors_of(found: Mapping[str, object]) -> tuple[list[str], list[torch.Tensor]]:
@@ -103,51 +103,70 @@ def _tensors_of(found: Mapping[str, object]) -> tuple[list[str], list[torch.Tens
 
 
 def comparer_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Return what tells whether tensors are as these are: devices, dtypes, shapes and strides.
+    """Return what tells whether tensors are as these are: types, devices, dtypes, shapes, strides.
 
     Parameters
     ----------
     tensors : sequence of Tensor
-        Each of them once.
+        In order.
 
     Returns
     -------
     callable | None
-        Of as many tensors; it may say no where only a mode of autograd differs. None where this
-        torch has no such thing.
+        Of other tensors; what cannot be told is no. None where this torch has nothing that tells
+        it in one call.
     """
-    made = _made_guard(tensors) if tensors and _guards_see_all() else None
-    return made if made is not None and made(*tensors) else None
-
-
-def _made_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    try:
-        kind: Any = torch._C._dynamo.guards.TensorGuards
-        made = kind(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-        )
-        check: Callable[..., bool] = made.check
-    except (AttributeError, TypeError, ValueError, RuntimeError, SystemError):
+    exchange = _exchange()
+    if exchange is None:
         return None
-    return check
+    types = [*map(type, tensors)]
+    places = [place for place, tensor in enumerate(tensors) if tensor.dtype not in _NEVER_LAZY]
+    try:
+        _, forms = tensor_forms(exchange, tuple(tensors))
+    except (RuntimeError, BufferError):
+        return None
+
+    def are_alike(*others: torch.Tensor) -> bool:
+        if [*map(type, others)] != types:
+            return False
+        try:
+            _, found = tensor_forms(exchange, others)
+        except (RuntimeError, BufferError):
+            return False
+        return found == forms and not _any_lazy([others[place] for place in places])
+
+    return are_alike
+
+
+def _suspects_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.dtype not in _NEVER_LAZY]
+
+
+def _any_lazy(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any stands for the negative, or the conjugate, of what lies in its memory."""
+    return any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
+
+
+def _look_at(tensors: tuple[torch.Tensor, ...]) -> _Look:
+    exchange = _exchange()
+    if exchange is not None:
+        try:
+            return tensor_forms(exchange, tensors)
+        except (RuntimeError, BufferError):
+            pass  # of some kind that DLPack has not, as quantized ones
+    # By columns: a tuple a tensor takes twice as long, and there may be thousands.
+    return (
+        [*map(torch.Tensor.data_ptr, tensors)],
+        [[*map(ask, tensors)] for ask in _LAYOUT],
+    )
 
 
 @functools.cache
-def _guards_see_all() -> bool:
-    """Whether this torch has guards, and they see what they are asked for here."""
-    memory = torch.zeros(6, dtype=torch.int32)
-    matrix = memory.view(2, 3)
-    guard = _made_guard([matrix])
-    others = (
-        memory.view(3, 2),
-        memory,
-        torch.as_strided(memory, (2, 3), (1, 2)),
-        matrix.view(torch.float32),
-        matrix.view(torch.int16)[:, :3],
-    )
+def _exchange() -> object | None:
+    """Return DLPack's table for torch's tensors; None where this torch has none that is known."""
+    found: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     try:
-        return guard is not None and guard(matrix) and not any(map(guard, others))
-    except (TypeError, RuntimeError):
-        return False
+        tensor_forms(found, (torch.zeros(1),))
+    except (TypeError, ValueError, RuntimeError, BufferError):
+        return None
+    return found
