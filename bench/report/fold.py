@@ -248,9 +248,10 @@ def named(folded: dict[str, Any]) -> str:
     days = len({one["date_utc"][:10] for one in reports})
     commits = len({one["commit"] for one in reports})
     of = f"of {commits} commit{'s' if commits > 1 else ''}"
+    on = f"on {days} day{'s' if days > 1 else ''}"
     return (
-        f"Medians, lowest and highest of {len(reports)} runs of `shmbus bench --full` on {days} "
-        f"days, {of}, on {machine['cores']} cores of an {machine['cpu']}."
+        f"Medians, lowest and highest of {len(reports)} runs of `shmbus bench --full` {on}, {of},\n"
+        f"on {machine['cores']} cores of an {machine['cpu']}."
     )
 
 
