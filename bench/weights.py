@@ -57,6 +57,8 @@ ROUNDS: Final = 5
 PARTS: Final = ("load", "readers", "digests", "patches", "contenders")
 #: In the environment while ``--cpu-time`` is asked for.
 CPU_TIME: Final = "SHMBUS_BENCH_CPU_TIME"
+#: In the environment of processes that share a device by CUDA's multi-process service.
+MPS: Final = "CUDA_MPS_PIPE_DIRECTORY"
 #: Targets, as shares of memcpy; attaching in milliseconds; readers as a factor of none.
 PUBLISH_TARGET: Final = 0.85
 LOAD_TARGET: Final = 0.85
@@ -411,6 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         device = str(checked_device(options.device))
         facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["mps"] = MPS in os.environ
         shapes = [tuple(value.shape) for value in model_of(size).parameters()]
         rows = weights_cuda.measure(size, options.rounds, device, shapes)
         rates = {name: rows[name] / 1e9 for name in weights_cuda.BOUNDS}
@@ -421,7 +424,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, figure, target, met in told:
         print(f"  {name:44} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
     if options.output:
-        options.output.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+        kept = {"machine": facts, "rows": rows, "verdicts": told}
+        options.output.write_text(json.dumps(kept, indent=1) + "\n")
     return 0 if all(met for *_, met in told) else 1
 
 

@@ -3,7 +3,8 @@
 Of the folded reports beside a run (``folded.json``; of the run alone where there is none) a few
 rows (``short``) and all rows of shmbus itself (``rows``); of the run the contenders beside each
 other (``contest``). Large payloads (``large``) are those of `bench.large`, of every machine that
-has them beside its reports.
+has them beside its reports; weights (``weights``) those of `bench.weights`, of all its runs that
+lie beside the machines'.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ FOLDED: Final = "folded.json"
 #: The block of large payloads, and the file beside a machine's reports that it is made of.
 LARGE: Final = "large"
 LARGE_FILE: Final = "large.json"
+#: The block of weights, and the files that it is made of.
+WEIGHTS: Final = "weights"
+WEIGHTS_FILES: Final = "weights-*.json"
 #: Rows of the short table: the two rates, what a daemon and a sleeping reader cost, the three ways
 #: that a bus replaces, and a death. Missed targets belong here too.
 SHORT_ROWS: Final = (
@@ -46,12 +50,12 @@ def replace_blocks(result: dict[str, Any], directory: Path, page: Path) -> None:
     """Replace the blocks that a page has marks for."""
     where = os.path.relpath(directory, page.resolve().parent)
     text = page.read_text()
-    present = [name for name in (*BLOCKS, LARGE) if BEGIN.format(name) in text]
+    known = (*BLOCKS, *OF_MACHINES)
+    present = [name for name in known if BEGIN.format(name) in text]
     if not present:
         begin = BEGIN.format("NAME")
         raise SystemExit(
-            f"{page}: expected the line {begin!r}, NAME one of {', '.join((*BLOCKS, LARGE))}; "
-            "found none"
+            f"{page}: expected the line {begin!r}, NAME one of {', '.join(known)}; found none"
         )
     for name in present:
         before, begin, rest = text.partition(BEGIN.format(name))
@@ -95,8 +99,8 @@ def _folded_table(rows: Sequence[fold.FoldedRow]) -> str:
 
 def block(name: str, result: dict[str, Any], directory: Path, where: str) -> str:
     """Make a block: of the folded reports where there are some, else of the run."""
-    if name == LARGE:
-        return _large_block(directory, where)
+    if name in OF_MACHINES:
+        return OF_MACHINES[name](directory, where)
     folded = _folded(directory)
     if folded is None or name not in FOLDED_BLOCKS:
         return BLOCKS[name](result, where)
@@ -178,6 +182,30 @@ def _large_block(directory: Path, where: str) -> str:
     return "\n".join(parts) or "Not measured yet.\n"
 
 
+def _weights_block(directory: Path, where: str) -> str:
+    """Lay out what weights cost, run by run."""
+    beside = os.path.dirname(where)
+    parts = []
+    for path in sorted(directory.resolve().parent.glob(WEIGHTS_FILES)):
+        found = json.loads(path.read_text())
+        facts = found["machine"]
+        cpu = facts["cpu"].replace("(R)", "")
+        on, by = f"{facts['cores']} cores of an {cpu}", ""
+        if "gpu" in facts:
+            on = facts["gpu"] + (" under MPS" if facts["mps"] else "")
+            by = f"`--device {found['rows']['device']}`, "
+        lines = [
+            [what, value, target, "met" if met else "**not met**"]
+            for what, value, target, met in found["verdicts"]
+        ]
+        parts += [
+            f"A run of `python -m bench.weights`, {by}{found['rows']['bytes'] / 1e9:.1f} GB, "
+            f"{on}, {facts['date_utc'][:10]};\n[all figures]({beside}/{path.name}).\n",
+            markdown(["what", "measured", "target", "verdict"], lines),
+        ]
+    return "\n".join(parts) or "Not measured yet.\n"
+
+
 #: What a block of each name holds.
 BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
     "short": _short_block,
@@ -188,4 +216,9 @@ BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
 FOLDED_BLOCKS: Final[dict[str, Callable[[dict[str, Any], str], str]]] = {
     "short": _short_folded,
     "rows": _rows_folded,
+}
+#: And of what lies beside reports, of all machines.
+OF_MACHINES: Final[dict[str, Callable[[Path, str], str]]] = {
+    LARGE: _large_block,
+    WEIGHTS: _weights_block,
 }
