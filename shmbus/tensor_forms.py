@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from shmbus_ext._core import tensor_forms
+from shmbus_ext._core import have_forms, tensor_forms
 
-__all__ = ["tensor_forms"]
+__all__ = ["have_forms", "tensor_forms"]

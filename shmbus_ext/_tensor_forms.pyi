@@ -3,3 +3,6 @@
 from typing import Any
 
 def tensor_forms(exchange: object, tensors: tuple[Any, ...], /) -> tuple[bytes, bytes]: ...
+def have_forms(
+    exchange: object, tensors: tuple[Any, ...], types: tuple[type, ...], forms: bytes, /
+) -> bool: ...

@@ -195,7 +195,7 @@ static bool add_functions(PyObject *module) {
         py_channel_alike_add_functions,
         py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
         py_device_add_functions,
-        py_tensor_forms_add_function,
+        py_tensor_forms_add_functions,
         py_convert_add_functions,      py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.tensor_forms import tensor_forms
+from shmbus.tensor_forms import have_forms, tensor_forms
 from trainer_adapter.weights import seen
 from trainer_adapter.weights.seen import SeenTensors, comparer_of
 
@@ -186,3 +186,18 @@ def test_what_is_no_table_is_refused(exchange: object) -> None:
 def test_what_is_no_tuple_of_tensors_is_refused(tensors: Any) -> None:
     with pytest.raises((TypeError, RuntimeError, BufferError)):
         tensor_forms(EXCHANGE, tensors)
+
+
+@pytest.mark.skipif(EXCHANGE is None, reason="this torch has no table of DLPack's functions")
+def test_forms_are_compared_to_their_end() -> None:
+    two = torch.zeros(3, 4), torch.zeros(5)
+    types = tuple(map(type, two))
+    forms = tensor_forms(EXCHANGE, two)[1]
+    assert have_forms(EXCHANGE, two, types, forms)
+    for other in (b"", forms[:-8], forms[:-1], forms + b"x", bytes(len(forms))):
+        assert not have_forms(EXCHANGE, two, types, other)
+    assert not have_forms(EXCHANGE, two, types[:1], forms)
+    assert not have_forms(EXCHANGE, two[:1], types[:1], forms)
+    assert not have_forms(EXCHANGE, (), (), forms) and have_forms(EXCHANGE, (), (), b"")
+    with pytest.raises(TypeError):
+        have_forms(EXCHANGE, two, types, [forms])  # type: ignore[arg-type]

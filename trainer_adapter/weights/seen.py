@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shmbus.tensor_forms import tensor_forms
+from shmbus.tensor_forms import have_forms, tensor_forms
 from trainer_adapter.weights.sharded import is_sharded
 
 __all__ = ["SeenTensors", "are_same", "comparer_of"]
@@ -119,7 +119,7 @@ def comparer_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     exchange = _exchange()
     if exchange is None:
         return None
-    types = [*map(type, tensors)]
+    types = tuple(map(type, tensors))
     places = [place for place, tensor in enumerate(tensors) if tensor.dtype not in _NEVER_LAZY]
     try:
         _, forms = tensor_forms(exchange, tuple(tensors))
@@ -127,13 +127,11 @@ def comparer_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
 
     def are_alike(*others: torch.Tensor) -> bool:
-        if [*map(type, others)] != types:
-            return False
         try:
-            _, found = tensor_forms(exchange, others)
+            alike = have_forms(exchange, others, types, forms)
         except (RuntimeError, BufferError):
             return False
-        return found == forms and not _any_lazy([others[place] for place in places])
+        return alike and not (places and _any_lazy([others[place] for place in places]))
 
     return are_alike
 

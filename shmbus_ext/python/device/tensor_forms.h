@@ -4,6 +4,6 @@
 
 #include "python/binding.h"
 
-bool py_tensor_forms_add_function(PyObject *module);
+bool py_tensor_forms_add_functions(PyObject *module);
 
 #endif
