@@ -249,9 +249,11 @@ def named(folded: dict[str, Any]) -> str:
     commits = len({one["commit"] for one in reports})
     of = f"of {commits} commit{'s' if commits > 1 else ''}"
     on = f"on {days} day{'s' if days > 1 else ''}"
+    # Prose of a page has no calls in it, which "Xeon(R) " looks like.
+    cpu = machine["cpu"].replace("(R)", "")
     return (
         f"Medians, lowest and highest of {len(reports)} runs of `shmbus bench --full` {on}, {of},\n"
-        f"on {machine['cores']} cores of an {machine['cpu']}."
+        f"on {machine['cores']} cores of an {cpu}."
     )
 
 
