@@ -155,6 +155,8 @@ class ScoredGroup:
         """
         if self._trajectories is not None:
             return [t[name] for t in self._trajectories]
+        if name not in self._fields:
+            raise KeyError(f"{name!r}: this group has the fields {tuple(self._fields)}")
         return list(self._fields[name])
 
     def rewards(self, name: str) -> NDArray[np.float64]:

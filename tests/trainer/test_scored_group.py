@@ -149,6 +149,8 @@ def test_scores_alone_are_no_whole_group(bus: Bus) -> None:
     assert by_length(made).tolist() == [7, 8]
     assert made.rewards("x").tolist() == [1.0, 2.0] and made.rewards("y").tolist() == [1.0, 1.0]
     assert repr(made) == "<ScoredGroup '' of 2>"
+    with pytest.raises(KeyError, match=r"'z': this group has the fields \('y',\)"):
+        made.field("z")
 
 
 def test_a_callable_that_returns_too_few_is_told(bus: Bus, producer: Producer) -> None:

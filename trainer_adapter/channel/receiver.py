@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from shmbus.channel import ChannelForm, ChannelReceiver, Message
+from trainer_adapter._checks import UnknownNameError
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.places import (
     Places,
@@ -98,6 +99,9 @@ class StepItem(Mapping[str, torch.Tensor]):
             raise KeyError(
                 f"{name!r}: step {self.step} is over; take its tensors inside of its context"
             )
+        if name not in self._tensors:
+            what = f"step {self.step} of channel {self._channel.name!r}"
+            raise UnknownNameError(what, name, self._tensors)
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shmbus.pool import copy_bytes
+from trainer_adapter._checks import UnknownNameError
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
 
 __all__ = [
@@ -157,7 +158,9 @@ def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return array
 
 
-def view_of(tensors: dict[str, torch.Tensor], manifest: Manifest, name: str) -> torch.Tensor:
+def view_of(
+    tensors: dict[str, torch.Tensor], manifest: Manifest, name: str, what: str = "weights"
+) -> torch.Tensor:
     """Look up a tensor, an alias or a slice.
 
     Parameters
@@ -168,6 +171,8 @@ def view_of(tensors: dict[str, torch.Tensor], manifest: Manifest, name: str) -> 
         Checked.
     name : str
         Any of its names.
+    what : str
+        What has them, for the message.
 
     Returns
     -------
@@ -181,6 +186,9 @@ def view_of(tensors: dict[str, torch.Tensor], manifest: Manifest, name: str) -> 
     """
     part = manifest.slices.get(name)
     if part is None:
-        return tensors[manifest.aliases.get(name, name)]
+        found = tensors.get(manifest.aliases.get(name, name))
+        if found is None:
+            raise UnknownNameError(what, name, manifest.names())
+        return found
     view = view_of(tensors, manifest, part.of).narrow(part.dim, part.start, part.length)
     return view.squeeze(part.dim) if part.drop_dim else view

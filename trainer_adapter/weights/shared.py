@@ -120,7 +120,8 @@ class SharedModel:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """View a tensor, an alias or a slice; in a server's process a store into it ends that."""
-        return view_of(self._tensors, self.manifest, name)
+        what = f"shared weights of bus {self.bus!r}"
+        return view_of(self._tensors, self.manifest, name, what)
 
     # -- the guard ------------------------------------------------------------------------------
 

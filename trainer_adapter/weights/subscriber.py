@@ -294,7 +294,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         return self._tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return view_of(self._views(), self.manifest, name)
+        return view_of(self._views(), self.manifest, name, f"weights of version {self.version}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.names())

@@ -1,0 +1,80 @@
+"""A tensor that is asked for by a name that is nearly right: the error says which are there."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from weight_models import many
+
+from trainer_adapter._checks import UnknownNameError
+from trainer_adapter.channel import TensorChannel
+from trainer_adapter.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber, share
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def weights(bus_name: str) -> Iterator[Weights]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with WeightPublisher(bus_name, ModuleSource(model)) as publisher:
+        publisher.publish(version=7)
+        with WeightSubscriber(bus_name) as subscriber, subscriber.latest(timeout=WAIT_S) as found:
+            yield found
+
+
+def test_weights_name_the_version_and_the_names_that_are_alike(weights: Weights) -> None:
+    with pytest.raises(KeyError) as caught:
+        weights["model.0.weight"]
+    said = str(caught.value)
+    assert said.startswith("'model.0.weight': weights of version 7: no such name; did you mean ")
+    assert "'0.weight'" in said and said.endswith("?")
+
+
+def test_weights_without_a_name_like_it_say_what_is_there(weights: Weights) -> None:
+    with pytest.raises(KeyError, match=r"no such name; there is '0\.weight', '0\.bias', '1\.w"):
+        weights["lm_head"]
+
+
+def test_weights_stay_a_mapping(weights: Weights) -> None:
+    assert "0.weight" in weights and "lm_head" not in weights
+    assert weights.get("lm_head") is None
+    assert 5 not in weights
+
+
+def test_only_so_many_names_are_shown() -> None:
+    names = [f"p{number}" for number in range(8)]
+    said = str(UnknownNameError("weights", "lm_head", names))
+    assert said.endswith("there is 'p0', 'p1', 'p2', 'p3', 'p4' and 3 more")
+    assert str(UnknownNameError("weights", "lm_head", [])).endswith("there is none")
+
+
+def test_the_text_arrives_in_another_process() -> None:
+    error = UnknownNameError("weights of version 7", "model.norm", ["norm"])
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is KeyError and arrived.args == (str(error),)
+
+
+def test_a_shared_model_names_the_bus_and_the_names_that_are_alike(bus_name: str) -> None:
+    with share(bus_name, many(3)) as shared, pytest.raises(KeyError) as caught:
+        shared["p11"]
+    said = str(caught.value)
+    assert said.startswith(f"'p11': shared weights of bus {bus_name!r}: no such name; did you mean")
+
+
+def test_a_step_names_itself_and_the_names_that_are_alike(bus_name: str) -> None:
+    sender = TensorChannel.create(bus_name, timeout=WAIT_S)
+    specs = {"logits": ("float32", (None,))}
+    receiver = TensorChannel.open(bus_name, specs=specs, timeout=WAIT_S)
+    sender.send({"logits": torch.ones(4)})
+    with receiver.recv() as item:
+        assert item.get("logit") is None
+        with pytest.raises(KeyError) as caught:
+            item["logit"]
+    said = str(caught.value)
+    assert said.startswith(f"'logit': step 0 of channel {bus_name!r}")
+    assert said.endswith("did you mean 'logits'?")
+    sender.close("the test is over")
+    receiver.close()
