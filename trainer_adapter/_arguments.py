@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 import shmbus
 from shmbus.batch.gather import FieldNames, GatherThreads
-from trainer_adapter._checks import checked_int
+from trainer_adapter._checks import check_choice, check_text, checked_int
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
@@ -110,9 +110,14 @@ def check_device(device: object) -> torch.device:
 
 
 def check_fields(fields: object) -> None:
-    """Raise TypeError unless it is None or FieldNames."""
-    if fields is not None and not isinstance(fields, FieldNames):
+    """Raise TypeError unless it is None or FieldNames of texts, or None where one is not used."""
+    if fields is None:
+        return
+    if not isinstance(fields, FieldNames):
         raise TypeError(f"fields: expected FieldNames, got {type(fields).__name__}")
+    for name in fields.__struct_fields__:
+        if name == "tokens" or getattr(fields, name) is not None:
+            check_text(f"fields: {name}", getattr(fields, name))
 
 
 def check_prefetch(value: object) -> None:
@@ -174,18 +179,16 @@ def checked_budget(tokens_per_batch: int | None, groups_per_batch: int | None) -
 
 def checked_max_wait(max_wait: float | str | None, tokens_per_batch: int | None) -> float | None:
     """Return `max_wait` with "auto" resolved: a number of groups is waited for; as `check_wait`."""
-    if max_wait == "auto":
+    if isinstance(max_wait, str) and max_wait == "auto":
         return None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
     check_wait("max_wait", max_wait)
     return None if max_wait is None else float(max_wait)
 
 
 def check_choices(**given: object) -> None:
-    """Raise ValueError unless each argument has one of its values."""
+    """Raise TypeError or ValueError unless each argument has one of its values."""
     for name, value in given.items():
-        if value not in _CHOICES[name]:
-            *first, last = map(repr, _CHOICES[name])
-            raise ValueError(f"{name}: expected {', '.join(first)} or {last}, got {value!r}")
+        check_choice(name, value, _CHOICES[name])
 
 
 _CHOICES: Final = {

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Final
 
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UnknownNameError",
+    "check_choice",
     "check_flag",
     "check_int",
     "check_int64",
     "check_number",
+    "check_path",
     "check_seconds",
     "check_text",
     "checked_int",
@@ -150,6 +153,37 @@ def check_flag(name: str, value: object) -> None:
     """Raise TypeError unless it is a bool: of a text, "no" would be true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    """Raise TypeError or ValueError unless it is one of several words.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument.
+    value : object
+        What was given.
+    choices : sequence of str
+        Two words or more.
+    hint : str
+        What to do next, for the message.
+    """
+    # An array is not compared: it would give an array of answers.
+    if isinstance(value, str) and value in choices:
+        return
+    *first, last = map(repr, choices)
+    expected = f"{name}: expected {', '.join(first)} or {last}"
+    hint = hint and f"; {hint}"
+    if not isinstance(value, str):
+        raise TypeError(f"{expected}, got {type(value).__name__}{hint}")
+    raise ValueError(f"{expected}, got {value!r}{hint}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise TypeError unless it is a path, as a str or an `os.PathLike`."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
 
 
 def check_text(name: str, value: object) -> None:

@@ -29,6 +29,7 @@ from shmbus.batch.baseline import (
     Baseline,
     relative_scores,
 )
+from trainer_adapter._checks import check_choice
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
 __all__ = ["advantages_for_groups", "check_kind", "group_advantages", "baseline_of"]
@@ -345,8 +346,7 @@ def _by_sizes(
     groups: Callable[[], Sequence[ScoredGroup]] | None = None,
 ) -> FloatArray:
     counts = _checked_sizes(sizes, len(values))
-    if std not in ("bessel", "biased"):
-        raise ValueError(f"std: expected 'bessel' or 'biased', got {std!r}; torch.std is 'bessel'")
+    check_choice("std", std, ("bessel", "biased"), "torch.std is 'bessel'")
     if not isinstance(eps, (int, float)):
         raise TypeError(f"eps: expected a number, got {type(eps).__name__}; 1e-6 is usual")
     if not 0 <= eps <= LARGEST_EPS:

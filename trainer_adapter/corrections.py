@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_adapter._checks import check_number
+from trainer_adapter._checks import check_choice, check_number
 from trainer_adapter._masked import (
     LOG_RATIO_LIMIT,
     bounded_ratio,
@@ -127,11 +127,8 @@ def importance_correction(
     "token_truncate", "token_mask", "sequence_truncate" and "sequence_mask" these are, and verl's
     rollout correction.
     """
-    if level not in _LEVELS or mode not in _MODES:
-        raise ValueError(
-            f"level and mode: expected one of {_LEVELS} and one of {_MODES}, got {level!r} and "
-            f"{mode!r}; 'token' and 'truncate' are usual"
-        )
+    check_choice("level", level, _LEVELS, "'token' is usual")
+    check_choice("mode", mode, _MODES, "'truncate' is usual")
     check_number("high", high)
     if low is not None:
         check_number("low", low)

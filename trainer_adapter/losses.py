@@ -12,12 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from trainer_adapter._checks import check_number
+from trainer_adapter._checks import check_choice, check_number
 from trainer_adapter._masked import (
     LOG_RATIO_LIMIT,
     bounded_ratio,
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 Normalisation = Literal["token", "sequence", "constant"]
+_NORMALISATIONS: Final = get_args(Normalisation)
 
 
 class PolicyLoss(NamedTuple):
@@ -164,6 +165,7 @@ def kl_estimate(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    check_choice("kind", kind, ("k1", "k2", "k3"), "'k3' is GRPO's")
     reference_logprobs = sent("reference_logprobs", reference_logprobs)
     check_operands(loss_mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
     difference = log_ratio(reference_logprobs.detach(), logprobs, loss_mask)
@@ -171,10 +173,8 @@ def kl_estimate(
         return -difference
     if kind == "k2":
         return 0.5 * difference * difference
-    if kind == "k3":
-        bounded = difference.clamp(max=LOG_RATIO_LIMIT)
-        return torch.expm1(bounded) - bounded
-    raise ValueError(f"kind: expected 'k1', 'k2' or 'k3', got {kind!r}; 'k3' is GRPO's")
+    bounded = difference.clamp(max=LOG_RATIO_LIMIT)
+    return torch.expm1(bounded) - bounded
 
 
 def importance_weights(
@@ -257,6 +257,8 @@ def aggregate_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
+    hint = "'token' weighs all tokens the same"
+    check_choice("normalisation", normalisation, _NORMALISATIONS, hint)
     check_operands(loss_mask, losses=losses)
     kept = real(losses, loss_mask)
     if normalisation == "token":
@@ -264,18 +266,13 @@ def aggregate_loss(
     elif normalisation == "sequence":
         sums, counts = by_sequence(kept, loss_mask, cu_seqlens)
         total, count = (sums / counts.clamp(min=1)).sum(), (counts > 0).sum()
-    elif normalisation == "constant":
+    else:
         if denominator is None:
             raise ValueError(
                 "denominator: expected a number with normalisation='constant', got None; "
                 "pass for instance sequences * longest completion"
             )
         total, count = kept.sum(), loss_mask.sum()
-    else:
-        raise ValueError(
-            f"normalisation: expected 'token', 'sequence' or 'constant', got {normalisation!r}; "
-            "'token' weighs all tokens the same"
-        )
     if denominator is None:
         return total / count.clamp(min=1)
     if not isinstance(denominator, Tensor):

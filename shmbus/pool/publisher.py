@@ -96,7 +96,7 @@ class PoolPublisher:
         if timeout is None:
             raise TypeError("timeout: expected seconds, got None; a wait needs an end")
         check_timeout(timeout)
-        label = fit(label, _core.POOL_LABEL_BYTES) or f"rank {rank} of pid {os.getpid()}"
+        label = fit("label", label, _core.POOL_LABEL_BYTES) or f"rank {rank} of pid {os.getpid()}"
         self.bus, self.kind = bus, kind
         self.rank, self.world_size = rank, world_size
         self.when_held, self.timeout = when_held, timeout
@@ -179,7 +179,7 @@ class PoolPublisher:
         patch = check_flag("patch", patch)
         if self.rank == 0:
             self._require_name(version)
-            fitted = fit(text, _core.POOL_TEXT_BYTES)
+            fitted = fit("text", text, _core.POOL_TEXT_BYTES)
             write = self._begin(version, size, meta or b"", fitted, patch)
         else:
             write = self._join()
@@ -190,7 +190,7 @@ class PoolPublisher:
                     f"version {write.version} of {write.bytes} bytes"
                 )
                 said += "" if same else ", with another manifest"
-                write.give_up(fit(said, _core.POOL_ERROR_BYTES))
+                write.give_up(fit("reason", said, _core.POOL_ERROR_BYTES))
                 raise PoolError(
                     f"pool {self.kind!r} of bus {self.bus!r}: {said}; let every rank publish the "
                     "same"
@@ -367,7 +367,7 @@ class VersionWrite:
         reason : str
             What the other ranks are told.
         """
-        self._write.give_up(fit(reason, _core.POOL_ERROR_BYTES))
+        self._write.give_up(fit("reason", reason, _core.POOL_ERROR_BYTES))
 
     def await_ranks(self) -> None:
         """In rank 0: wait until the pieces of all other ranks are there, as `finish` does.

@@ -57,8 +57,8 @@ class PoolReader:
     """
 
     def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
-        label = fit(label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
-        device = fit(device, _core.POOL_DEVICE_BYTES)
+        label = fit("label", label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
+        device = fit("device", device, _core.POOL_DEVICE_BYTES)
         self.bus, self.kind = bus, kind
         self._path = pool_path(bus, kind)
         self._pool = open_pool(bus, kind)
@@ -238,7 +238,7 @@ class PoolReader:
             For people; its first 119 bytes are kept.
         """
         self._said_refused = True
-        text = fit(reason, _core.POOL_ERROR_BYTES)
+        text = fit("reason", reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:

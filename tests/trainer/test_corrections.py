@@ -244,7 +244,7 @@ ROW = torch.zeros(4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: importance_correction(ROW, ROW, MASK, level="word"), "level and mode: expected"),  # type: ignore[arg-type]
+        (lambda: importance_correction(ROW, ROW, MASK, level="word"), "level: expected"),  # type: ignore[arg-type]
         (lambda: importance_correction(ROW, ROW, MASK, high=0), "high and low: expected high > 0"),
         (lambda: importance_correction(ROW, ROW, MASK, low=3.0), "0 <= low <= high, got 2.0 and 3"),
         (lambda: importance_correction(ROW, ROW, MASK, level="sequence"), "cu_seqlens: expected"),

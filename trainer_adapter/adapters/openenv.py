@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 import shmbus
+from trainer_adapter._checks import check_choice
 from trainer_adapter.adapters.parted import float32s, int32s
 from trainer_adapter.adapters.place import Unusable, place_of
 
@@ -216,10 +217,8 @@ def put_episode(
     BusFullError, BusClosedError, RecordTooLargeError
         As for `Producer.put`.
     """
-    if rewards not in ("sum", "last"):
-        raise ValueError(f"rewards: expected 'sum' or 'last', got {rewards!r}")
-    if unfinished not in ("fail", "put"):
-        raise ValueError(f"unfinished: expected 'fail' or 'put', got {unfinished!r}")
+    check_choice("rewards", rewards, ("sum", "last"))
+    check_choice("unfinished", unfinished, ("fail", "put"))
     if not isinstance(record, EpisodeRecord):
         raise TypeError(f"record: expected an EpisodeRecord, got {type(record).__name__}")
     if meta is not None and not isinstance(meta, dict):

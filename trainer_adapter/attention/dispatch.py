@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_adapter._checks import check_choice
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
 from trainer_adapter.attention.jagged import attend_jagged, is_less_work_jagged, may_be_jagged
@@ -30,6 +31,7 @@ from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, l
 __all__ = ["Backend", "attention_backend", "run_backend"]
 
 Backend = Literal["auto", "native", "flash", "sdpa"]
+_BACKENDS: Final = get_args(Backend)
 
 
 def attention_backend(
@@ -66,13 +68,9 @@ def attention_backend(
     ValueError
         For another `backend`, and for one that cannot run; the message says why.
     """
+    check_choice("backend", backend, _BACKENDS, "'auto' fits every device")
     if backend == "sdpa":
         return "sdpa"
-    if backend not in ("auto", "native", "flash"):
-        raise ValueError(
-            f"backend: expected 'auto', 'native', 'flash' or 'sdpa', got {backend!r}; "
-            "'auto' fits every device"
-        )
     window = tuple(window_size)
     obstacle = None
     if backend != "flash":

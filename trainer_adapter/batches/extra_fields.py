@@ -24,6 +24,7 @@ from torch import Tensor
 import shmbus
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
+from trainer_adapter._checks import check_text
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 
@@ -244,7 +245,8 @@ class ExtraFields:
         """
         if given is None or isinstance(given, ExtraFields):
             return given
-        return cls(given) if given else None
+        made = cls(given)
+        return made if given else None
 
     @property
     def sources(self) -> list[str]:
@@ -325,13 +327,16 @@ def _checked(name: object, given: object) -> _Field:
             f"extra_fields: {name!r}: expected a kind or an ExtraField, got {given!r}; a kind is "
             f"one of {', '.join(map(repr, KINDS))}"
         )
-    if field.kind not in KINDS:
+    kind: object = field.kind
+    if not isinstance(kind, str) or kind not in KINDS:
         near = difflib.get_close_matches(str(field.kind), KINDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "'token' has a row a token"
         raise ValueError(
             f"extra_fields: {name!r}: expected one of {', '.join(map(repr, KINDS))}, got "
             f"{field.kind!r}; {hint}"
         )
+    if field.field is not None:
+        check_text(f"extra_fields: {name!r}: field", field.field)
     if field.kind == "meta" and (field.dtype is not None or field.shape is not None):
         raise ValueError(
             f"extra_fields: {name!r}: expected no dtype and no shape of a value of the meta, got "

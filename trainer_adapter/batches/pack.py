@@ -109,7 +109,10 @@ class HostPacker:
         OSError
             So many threads cannot be started.
         """
-        memory = memory or self._memory
+        if memory is None:
+            memory = self._memory
+        elif not isinstance(memory, BatchMemory):
+            raise TypeError(f"memory: expected a BatchMemory, got {type(memory).__name__}")
         baseline, names = self._baseline, self._names
         packed = None
         if baseline is not None and self._extra_fields is None:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from shmbus.channel import DEFAULT_MAX_BYTES
-from trainer_adapter._checks import check_int, known_device
+from trainer_adapter._checks import check_choice, check_flag, check_int, known_device
 from trainer_adapter.device.handles import DeviceMismatchError
 from trainer_adapter.device.memory import refusals
 
@@ -91,13 +91,13 @@ class CudaCarrier(
 
     def __post_init__(self) -> None:
         _check_slots(self.slots)
+        check_flag("colocated", self.colocated)
         if not self.colocated:
             raise ValueError(
                 "carrier 'cuda': expected colocated=True, since it shares memory of one machine's "
                 "devices, got False"
             )
-        if self.kind not in ("auto", "vmm", "ipc"):
-            raise ValueError(f"kind: expected 'auto', 'vmm' or 'ipc', got {self.kind!r}")
+        check_choice("kind", self.kind, ("auto", "vmm", "ipc"))
         wanted = known_device(self.device)
         if wanted.type != "cuda":
             raise ValueError(
@@ -139,6 +139,12 @@ class CudaCarrier(
 
 Carrier: TypeAlias = HostCarrier | MemfdCarrier | CudaCarrier
 
+_TYPES: Final[dict[str, type[HostCarrier] | type[MemfdCarrier] | type[CudaCarrier]]] = {
+    "host": HostCarrier,
+    "memfd": MemfdCarrier,
+    "cuda": CudaCarrier,
+}
+
 #: Of a channel's layout.
 MAX_SLOTS: Final = 8
 
@@ -176,19 +182,13 @@ def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
                 "them there"
             )
         return carrier
+    check_choice("carrier", carrier, ("auto", *_TYPES))
     if carrier == "auto":
         on_cpu = known_device(given.get("device", "cpu")).type == "cpu"
         carrier = "host" if on_cpu else "cuda"
         if on_cpu:
             given.pop("device", None)
-    types: dict[str, type[HostCarrier] | type[MemfdCarrier] | type[CudaCarrier]] = {
-        "host": HostCarrier,
-        "memfd": MemfdCarrier,
-        "cuda": CudaCarrier,
-    }
-    if carrier not in types:
-        raise ValueError(f"carrier: expected 'auto', 'host', 'memfd' or 'cuda', got {carrier!r}")
-    made = types[carrier]
+    made = _TYPES[carrier]
     if made is CudaCarrier and "device" not in given:
         raise ValueError("device: expected one such as 'cuda:0' with carrier 'cuda', got none")
     for name in given:

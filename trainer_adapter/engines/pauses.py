@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import shmbus
 from shmbus.segment.names import check_name
-from trainer_adapter._checks import check_flag, check_int, check_seconds
+from trainer_adapter._checks import check_choice, check_flag, check_int, check_seconds
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.one_at_a_time import OneAtATime
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
@@ -71,8 +71,7 @@ class Pauses:
         check_name(bus)
         if not servers or len(set(addresses)) < len(addresses):
             raise ValueError(f"servers: expected one or more, each once, got {addresses}")
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode: expected one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        check_choice("mode", mode, PAUSE_MODES)
         for server in servers:
             if mode not in server.modes:
                 raise ValueError(

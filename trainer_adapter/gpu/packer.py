@@ -30,6 +30,7 @@ from torch import Tensor
 import shmbus
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
+from trainer_adapter._checks import check_choice
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
@@ -108,11 +109,8 @@ class GpuPacker:
         extra_fields: GivenExtraFields | ExtraFields | None = None,
         pack_threads: int = 1,
     ) -> None:
-        if transport not in ("auto", *TRANSPORTS):
-            raise ValueError(
-                f"transport: expected 'auto', 'gather', 'pinned' or 'copy', got {transport!r}; "
-                "'auto' takes the fastest that works"
-            )
+        hint = "'auto' takes the fastest that works"
+        check_choice("transport", transport, ("auto", *TRANSPORTS), hint)
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ValueError(f"device: expected a CUDA device, got {self.device}; use pack")

@@ -20,7 +20,7 @@ import torch
 
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.manifest import ParamMeta, Slice
-from trainer_adapter.weights.source import LocalPiece, WeightSource
+from trainer_adapter.weights.source import LocalPiece, WeightSource, require_source
 
 __all__ = ["Fp8BlockSource", "quantize_blocks"]
 
@@ -71,9 +71,17 @@ class Fp8BlockSource:
     only : callable, optional
         By name, which matrices; all that are floating-point by default. Servers keep embeddings,
         the head and routers in their own dtype, so leave those out.
+
+    Raises
+    ------
+    TypeError
+        An argument is none.
     """
 
     def __init__(self, source: WeightSource, *, only: Callable[[str], bool] | None = None) -> None:
+        require_source(source)
+        if only is not None and not callable(only):
+            raise TypeError(f"only: expected a function, got {type(only).__name__}")
         self._source = source
         self._chosen: Final = {
             param.name: param.shape

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from trainer_adapter._checks import check_text
 from trainer_adapter.weights.errors import ManifestError
 
 __all__ = [
@@ -179,6 +180,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tensors = []
         end = 0
         require_slices(slices)
+        if aliases is not None and not isinstance(aliases, Mapping):
+            raise TypeError(f"aliases: expected names by name, got {type(aliases).__name__}")
+        check_text("model", model)
         _require_params(params)
         for param in params:
             offset = -(-end // ALIGNMENT) * ALIGNMENT

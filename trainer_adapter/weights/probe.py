@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import torch
 
-from trainer_adapter._checks import known_device
+from trainer_adapter._checks import check_choice, check_int64, check_path, known_device
 from trainer_adapter.device.memory import refusals
 from trainer_adapter.weights.errors import DeviceMismatchError, WeightsError
 
@@ -102,8 +102,13 @@ def probe_carriers(
         None can serve; the message has each reason.
     DeviceMismatchError
         The device is not here.
+    TypeError, ValueError
+        An argument is none.
     """
     checked_device(device)
+    size = check_int64("size", size)
+    if directory is not None:
+        check_path("directory", directory)
     why, refused = {}, {}
     if problem := _shm_problem(size):
         refused["shm"] = problem
@@ -181,15 +186,14 @@ def choose(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         There is no such carrier, or an option belongs to another one.
     WeightsError
         It cannot serve here.
     """
-    known = ("auto", *CARRIERS, *BY_NAME)
-    if carrier not in known:
-        names = ", ".join(repr(name) for name in known)
-        raise ValueError(f"carrier: expected one of {names}, got {carrier!r}")
+    check_choice("carrier", carrier, ("auto", *CARRIERS, *BY_NAME))
+    if directory is not None:
+        check_path("directory", directory)
     if carrier not in ("auto", "checkpoint") and directory is not None:
         raise ValueError(
             f"directory: an option of the carrier 'checkpoint', and carrier={carrier!r}"

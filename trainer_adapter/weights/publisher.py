@@ -36,7 +36,12 @@ from trainer_adapter.weights.errors import ManifestError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.patches import patch_share
 from trainer_adapter.weights.probe import CarrierName, choose
-from trainer_adapter.weights.source import ForeseeingSource, LocalPiece, WeightSource
+from trainer_adapter.weights.source import (
+    ForeseeingSource,
+    LocalPiece,
+    WeightSource,
+    require_source,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,6 +50,7 @@ __all__ = ["Publication", "Published", "WeightPublisher"]
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
+_TO_THE_END: Final = "waits for the end"
 #: One that is read, and one that is written.
 DEFAULT_SLOTS: Final = 2
 
@@ -106,6 +112,7 @@ class Publication:
         WeightsTimeoutError
             They are still being copied.
         """
+        check_seconds("timeout", timeout, none=_TO_THE_END)
         if not self._copied.wait(timeout):
             raise WeightsTimeoutError(
                 f"version {self.version}: still being copied after {timeout:g} s; do not change "
@@ -133,6 +140,7 @@ class Publication:
         WeightsError
             It failed; what was newest stays in force.
         """
+        check_seconds("timeout", timeout, none=_TO_THE_END)
         if not self._ended.wait(timeout):
             raise WeightsTimeoutError(
                 f"version {self.version}: still being published after {timeout:g} s; it goes on"
@@ -223,6 +231,7 @@ class WeightPublisher:
         keep: bool = False,
         label: str = "",
     ) -> None:
+        check_text("bus", bus)
         _check_options(source, timeout=timeout, label=label, digests=digests, keep=keep)
         self.bus: Final = bus
         rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
@@ -307,7 +316,7 @@ class WeightPublisher:
             The version is no int64.
         """
         check_text("text", text)
-        return self._publish(_checked_version(version), text, threading.Event())
+        return self._publish(check_int64("version", version), text, threading.Event())
 
     def publish_async(self, version: int, *, text: str = "") -> Publication:
         """Publish in a thread, beside the next step's forward pass.
@@ -327,7 +336,7 @@ class WeightPublisher:
         BusClosedError
             This publisher is closed.
         """
-        publication = Publication(_checked_version(version))
+        publication = Publication(check_int64("version", version))
         check_text("text", text)
         if self._closed:
             raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
@@ -446,18 +455,10 @@ class WeightPublisher:
         self.close()
 
 
-def _checked_version(version: int) -> int:
-    return check_int64("version", version)
-
-
 def _check_options(
     source: object, *, timeout: object, label: object, digests: object, keep: object
 ) -> None:
-    if not isinstance(source, WeightSource):
-        raise TypeError(
-            "source: expected a WeightSource, such as ModuleSource(model), got "
-            f"{type(source).__name__}"
-        )
+    require_source(source)
     check_seconds("timeout", timeout)
     check_text("label", label)
     check_flag("digests", digests)
@@ -469,7 +470,8 @@ def _no_piece(piece: object) -> TypeError:
 
 
 def _require_plain(slots: int, max_slots: int | None, when_held: str) -> None:
-    if slots != DEFAULT_SLOTS or max_slots is not None or when_held != "wait":
+    check_text("when_held", when_held)
+    if checked_int("slots", slots) != DEFAULT_SLOTS or max_slots is not None or when_held != "wait":
         raise ValueError(
             "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
             f"not, got {slots}, {max_slots} and {when_held!r}"

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import torch
 
 from shmbus import BusClosedError
-from trainer_adapter._checks import check_flag, check_int64, check_seconds
+from trainer_adapter._checks import check_choice, check_flag, check_int64, check_seconds
 from trainer_adapter.weights.errors import (
     ManifestError,
     TornWeightsError,
@@ -234,8 +234,7 @@ class SharedModel:
         version = check_int64("version", version)
         check_seconds("timeout", timeout, none=_FOR_EVER)
         check_flag("heal", heal)
-        if guard not in ("lock", "none"):
-            raise ValueError(f"guard: expected 'lock' or 'none', got {guard!r}")
+        check_choice("guard", guard, ("lock", "none"))
         self._require_open()
         if not self._writable or self._stepping:
             what = "steps already" if self._writable else "only reads"

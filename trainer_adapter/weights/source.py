@@ -14,7 +14,7 @@ import torch
 
 from trainer_adapter._checks import check_flag
 from trainer_adapter.weights.errors import ManifestError, WeightsError
-from trainer_adapter.weights.manifest import ParamMeta, Slice
+from trainer_adapter.weights.manifest import ParamMeta, Slice, require_slices
 from trainer_adapter.weights.memory import has_memory
 from trainer_adapter.weights.seen import SeenTensors
 from trainer_adapter.weights.sharded import is_sharded
@@ -29,6 +29,7 @@ __all__ = [
     "WeightSource",
     "dtype_name",
     "local_part",
+    "require_source",
 ]
 
 
@@ -221,6 +222,7 @@ class ModuleSource:
             if function is not None and not callable(function):
                 raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
         check_flag("buffers", buffers)
+        require_slices(slices)
         self._model = model
         self._dtype = _checked_dtype(dtype)
         self._rename = rename
@@ -342,6 +344,15 @@ class ModuleSource:
             written[lightest] += detached.numel() * detached.element_size()
             if lightest == rank:
                 yield LocalPiece(name, (0,) * detached.dim(), detached)
+
+
+def require_source(source: object) -> None:
+    """Raise TypeError unless it is a WeightSource."""
+    if not isinstance(source, WeightSource):
+        raise TypeError(
+            "source: expected a WeightSource, such as ModuleSource(model), got "
+            f"{type(source).__name__}"
+        )
 
 
 def _identity(tensor: torch.Tensor) -> object:

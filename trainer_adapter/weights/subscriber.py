@@ -13,13 +13,20 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 import torch
 
 from shmbus import BusClosedError
 from shmbus.batch.uninterrupted import ClosedByBlock
-from trainer_adapter._checks import check_flag, check_int, check_int64, check_seconds, check_text
+from trainer_adapter._checks import (
+    check_choice,
+    check_flag,
+    check_int,
+    check_int64,
+    check_seconds,
+    check_text,
+)
 from trainer_adapter.weights.carriers.base import CarriedVersion, ReaderCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointReader
 from trainer_adapter.weights.carriers.exported_reader import PooledReader
@@ -36,7 +43,7 @@ from trainer_adapter.weights.errors import (
 )
 from trainer_adapter.weights.following import FollowingWeights
 from trainer_adapter.weights.loading import Loading, Targets, named_of, paired, targets_of
-from trainer_adapter.weights.manifest import Slice
+from trainer_adapter.weights.manifest import Slice, require_slices
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.patched_load import LoadedModel
 from trainer_adapter.weights.probe import CarrierName, choose
@@ -102,8 +109,7 @@ class WeightSubscriber:
         directory: Path | str | None = None,
         label: str = "",
     ) -> None:
-        if verify not in ("off", "sample", "all"):
-            raise ValueError(f"verify: expected 'off', 'sample' or 'all', got {verify!r}")
+        check_choice("verify", verify, get_args(Verify))
         check_flag("patches", patches)
         check_text("label", label)
         self.bus: Final = bus
@@ -337,7 +343,12 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
             A copy failed: the model has some of this version.
         BusClosedError
             These weights are closed.
+        TypeError
+            An option is none.
         """
+        check_flag("strict", strict)
+        check_flag("cast", cast)
+        require_slices(slices)
         carried = self._open()
         named = named_of(model)
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter._checks import check_flag, check_seconds
+from trainer_adapter._checks import check_choice, check_flag, check_seconds
 from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.parted import not_of_its_kind
 from trainer_adapter.adapters.stack import Stack
@@ -103,11 +103,7 @@ _FIELDS: Final = ("tokens", "loss_mask", "logprobs")
 
 
 def _check_kind(advantages: str) -> None:
-    if advantages not in _KINDS:
-        raise ValueError(
-            f"advantages: expected one of {', '.join(_KINDS)}, got {advantages!r}: torchtitan "
-            "compares within a group"
-        )
+    check_choice("advantages", advantages, _KINDS, "torchtitan compares within a group")
 
 
 def _own_advantages(

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import shmbus
+from trainer_adapter._checks import check_choice
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS
@@ -78,8 +79,7 @@ class _FromBus:
                 f"trainer.v1.sampler.sampler_kwargs.bus, or the variable {BUS_VARIABLE}"
             )
         self._refused = given.get("refused", "raise")
-        if self._refused not in ("raise", "drop"):
-            raise ValueError(f"refused: expected 'raise' or 'drop', got {self._refused!r}")
+        check_choice("refused", self._refused, ("raise", "drop"))
         self._logprobs = bool(given.get("logprobs", True))
         more = {name: value for name, value in given.items() if name not in _OWN}
         self._consumers = SplitConsumer(str(bus), **{"label": "verl", **more})
