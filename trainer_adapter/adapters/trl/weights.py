@@ -65,6 +65,8 @@ class ShmbusWeights:
         ------
         WeightsError, WeightsTimeoutError
             As for `trainer_adapter.weights.WeightPublisher`.
+        ValueError
+            The first sync has no parameters: workers would load a version of nothing.
         """
         from trainer_adapter.weights import WeightPublisher
 
@@ -72,6 +74,11 @@ class ShmbusWeights:
             version = bus.policy_version + 1
         if self._stream is None or self._publisher is None:
             first = list(iterator)
+            if not first:
+                raise ValueError(
+                    "send_weights: expected the model's parameters, got none, and nothing was "
+                    "published; pass an iterator of its names and tensors that is not used up"
+                )
             self._stream = _Stream(first)
             self._publisher = WeightPublisher(self.bus, self._stream, **self._options)
         else:
