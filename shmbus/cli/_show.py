@@ -6,6 +6,7 @@ Invariant: text of a segment reaches the terminal escaped (`printable`).
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,6 +30,7 @@ __all__ = [
     "show_size",
     "table",
     "take_int",
+    "take_seconds",
 ]
 
 
@@ -69,6 +71,34 @@ def take_int(text: str, least: int, most: int | None = None) -> int:
     if value < least or (most is not None and value > most):
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
         raise argparse.ArgumentTypeError(f"expected {bounds}, got {value}")
+    return value
+
+
+def take_seconds(text: str, least: float | None = None, *, endless: bool = False) -> float:
+    """Take seconds from the command line; others are a usage error.
+
+    Parameters
+    ----------
+    text : str
+        As it was given.
+    least : float, optional
+        The fewest; without it any number above 0.
+    endless : bool
+        Whether "inf" says that there is no end.
+
+    Returns
+    -------
+    float
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan  # which is within no bound
+    enough = value > 0 if least is None else value >= least
+    if not enough or (value == math.inf and not endless):
+        bound = "more than 0" if least is None else f"{least} or more"
+        end = "" if endless else ", with an end"
+        raise argparse.ArgumentTypeError(f"expected seconds, {bound}{end}, got {text!r}")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from types import FrameType
@@ -17,6 +18,7 @@ from shmbus.cli._show import (
     show_duration,
     show_size,
     take_int,
+    take_seconds,
 )
 from shmbus.store import capture
 
@@ -42,7 +44,7 @@ def add_parser(commands: Commands) -> None:
     )
     record.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     record.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
-    record.add_argument("--seconds", type=_positive, help="how long at the most")
+    record.add_argument("--seconds", type=take_seconds, help="how long at the most")
     record.add_argument("--records", type=_count, help="end after so many trajectories")
     replay = add_command(
         commands,
@@ -68,15 +70,8 @@ def add_parser(commands: Commands) -> None:
         help="2 is twice as fast as it was; max: as fast as the bus takes it (default 1)",
     )
     replay.add_argument(
-        "--timeout", type=_positive, help="seconds to wait for space (default: for ever)"
+        "--timeout", type=take_seconds, help="seconds to wait for space (default: for ever)"
     )
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return value
 
 
 def _count(text: str) -> int:
@@ -84,7 +79,15 @@ def _count(text: str) -> int:
 
 
 def _speed(text: str) -> float | None:
-    return None if text == "max" else _positive(text)
+    if text == "max":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan  # which is within no bound
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected more than 0, or max, got {text!r}")
+    return value
 
 
 def run_record(arguments: argparse.Namespace) -> int:

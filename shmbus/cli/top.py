@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._show import add_command, bus_name
+from shmbus.cli._show import add_command, bus_name, take_seconds
 from shmbus.inspect.rates import Watcher
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _interval(text: str) -> float:
-    value = float(text)
-    if not value >= _MIN_INTERVAL_S:
-        raise argparse.ArgumentTypeError(f"expected {_MIN_INTERVAL_S} seconds or more, got {text}")
-    return value
+    return take_seconds(text, _MIN_INTERVAL_S)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import shmbus
+from shmbus.cli._show import take_int, take_seconds
 from shmbus.segment.names import check_name, companion_name
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--hold",
         metavar="SECONDS",
-        type=_seconds,
+        type=take_seconds,
         default=240.0,
         help="how long a POST waits for room before it is answered 503 (default 240: clients of "
         "Atropos wait 300, and give up after three quick ones)",
@@ -111,17 +112,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
-    return value
+    return take_int(text, 1)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from shmbus.cli._show import (
     show_duration,
     table,
     take_int,
+    take_seconds,
 )
 
 if TYPE_CHECKING:
@@ -104,10 +105,7 @@ def _spec(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, got {text}")
-    return seconds
+    return take_seconds(text, endless=True)
 
 
 def _count(text: str) -> int:

@@ -116,10 +116,12 @@ OPEN_TO_TRAINERS = (
     "shmbus.pool.",
     "shmbus.segment.names.",
 )
-# The gateway and what it shares with trainers: the same, how a daemon's log is written, how a bus
-# looks from outside, and its own C.
+# The gateway and what it shares with trainers: the same, how commands take numbers, how a daemon's
+# log is written, how a bus looks from outside, and its own C.
 OPEN_TO_THE_GATEWAY = (
     *OPEN_TO_TRAINERS,
+    "shmbus.cli._show.take_int",
+    "shmbus.cli._show.take_seconds",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
     "shmbus.inspect.dump.inspect",
