@@ -25,7 +25,7 @@ from shmbus._format import printable
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.verdict import judge
-from shmbus.segment.names import bus_names
+from shmbus.segment.names import bus_names, check_name
 from shmbus.web import settings
 from shmbus.web.curves import NAMES, Curves
 from shmbus.web.differences import difference
@@ -159,12 +159,11 @@ class BusLook(Look):
             self._watcher.poll()
         except errors.BusNotFoundError:
             name = printable(self.name)
-            text = (
-                f"The bus {name!r} was removed. If it is made again, this page goes on by itself."
-                if self._created
-                else f"There is no bus {name!r} yet. When it is made, this page shows it."
-            )
-            return missing(name, text, "removed"), False
+            if self._created:
+                text = "was removed. If it is made again, this page goes on by itself."
+                return missing(name, f"The bus {name!r} {text}", "removed"), False
+            text = f"There is no bus {name!r} yet. When it is made, this page shows it."
+            return missing(name, text, "absent"), False
         except CANNOT as error:
             return missing(printable(self.name), printable(str(error))), False
         now_s = time.time()
@@ -261,6 +260,16 @@ class Looks:
         if name in self._looks:
             return True
         return name in self.names() and len(self._looks) < settings.MAX_BUSES
+
+    def may_await(self, name: str) -> bool:
+        """Whether a page may watch for this bus, which is not there: not if only some are shown."""
+        if self._buses or len(self._looks) >= settings.MAX_BUSES:
+            return False
+        try:
+            check_name(name)
+        except ValueError:
+            return False
+        return True
 
     async def group(self, name: str, about: GroupName) -> Picture | None:
         """Tell the history of one group; None where too many are asked for at once."""

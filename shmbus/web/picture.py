@@ -45,7 +45,7 @@ def missing(name: str, problem: str, state: str = "unreadable") -> Picture:
     problem : str
         Why; for people.
     state : str
-        "unreadable", or "removed" where there is none.
+        "unreadable", or where there is none "removed", and "absent" if there never was one.
 
     Returns
     -------

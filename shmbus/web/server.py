@@ -228,9 +228,11 @@ class Server:
             name = self._settings.buses[0]
         if name and not self.looks.may_watch(name):
             # The overview names a bus as it is shown, with escapes for what does not print.
-            name = unprinted(name)
+            shown, name = name, unprinted(name)
+            if not self.looks.may_watch(name) and self.looks.may_await(shown):
+                return shown
         if name and not self.looks.may_watch(name):
-            raise Refusal(HTTPStatus.NOT_FOUND, "this server shows no such bus")
+            raise Refusal(HTTPStatus.NOT_FOUND, "This server shows no such bus.")
         return name
 
     async def _group(self, request: web.BaseRequest) -> web.Response:

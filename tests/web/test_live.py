@@ -280,7 +280,7 @@ def test_a_bus_that_is_truncated_or_foreign_is_told(web: Start, bus_name: str) -
     page = web(bus_name)
     pictures = page.pictures()
     with Bus.create(bus_name, "1MiB"):
-        next(p for p in pictures if p["state"] not in ("removed", "unreadable"))
+        next(p for p in pictures if p["state"] not in ("absent", "unreadable"))
         (path,) = segments_named(bus_name)
     path.write_bytes(b"x" * 5000)
     shown = next(p for p in pictures if p["state"] == "unreadable")

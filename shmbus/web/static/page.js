@@ -11,7 +11,7 @@ import { CELLS, SIGNS, bound, count, each, number, several, short, size, time } 
 const LEVELS = { good: "✓", note: "·", warning: "▲", trouble: "■" };
 const STATES = {
   live: "live", paused: "paused", unread: "nobody reads", unused: "not in use", stuck: "daemon silent",
-  removed: "removed", unreadable: "cannot be read",
+  removed: "removed", absent: "not there", unreadable: "cannot be read",
 };
 
 // Without a prototype: a bus or a group may be called __proto__.
@@ -263,10 +263,11 @@ class Page extends Component {
     clearTimeout(this.again);
     if (this.source) this.source.close();
     const name = busOf(location.hash);
-    const source = this.source = new EventSource(`/events${name ? `?bus=${encodeURIComponent(name)}` : ""}`);
+    const address = `/events${name ? `?bus=${encodeURIComponent(name)}` : ""}`;
+    const source = this.source = new EventSource(address);
     source.addEventListener("whole", (event) => {
       const { picture, curves } = JSON.parse(event.data);
-      this.setState({ picture, points: curves ? curves.points : [], names: curves ? curves.names : [], connected: true });
+      this.setState({ picture, points: curves ? curves.points : [], names: curves ? curves.names : [], connected: true, refused: null });
       document.title = `${picture.name || "buses"} · shmbus`;
       mark("first");
     });
@@ -279,11 +280,25 @@ class Page extends Component {
     source.onerror = () => {
       this.setState({ connected: false });
       // A stream that was refused is not tried again by the browser.
-      if (source.readyState === EventSource.CLOSED) this.again = setTimeout(() => this.watch(), 1500);
+      if (source.readyState === EventSource.CLOSED) {
+        this.again = setTimeout(() => this.watch(), 1500);
+        this.learn(address, source);
+      }
     };
   }
-  shouldComponentUpdate(props, next) { return !next.held || next.held !== this.state.held || next.open !== this.state.open || next.told !== this.state.told || next.connected !== this.state.connected; }
+  // Why a stream was refused, which the browser does not say of one.
+  async learn(address, source) {
+    try {
+      const answer = await fetch(address, { method: "GET" });
+      if (answer.ok) return answer.body.cancel();
+      const text = await answer.text();
+      // What is drawn is another bus than the one that was asked for.
+      if (this.source === source && answer.status === 404) this.setState({ picture: null, refused: text });
+    } catch (error) { /* the page says that the connection is lost */ }
+  }
+  shouldComponentUpdate(props, next) { return !next.held || next.held !== this.state.held || next.open !== this.state.open || next.told !== this.state.told || next.refused !== this.state.refused || next.connected !== this.state.connected; }
   render(_, state) {
+    if (!state.picture && state.refused) return html`<header class="head"><a href="#">all buses</a></header><p class="wait" role="status">${state.refused}</p>`;
     if (!state.picture) return html`<p class="wait" role="status">${state.connected ? "Reading the bus…" : "No answer: the server has ended, or this browser is not let in. Open the address that shmbus web printed."}</p>`;
     if (state.picture.buses) return html`<${Overview} ...${state}/>`;
     return html`<${Bus} ...${state} single=${!location.hash} onOpen=${(group) => this.open(group)}/>`;

@@ -1,0 +1,73 @@
+"""The page on the narrowest screens, and of a bus that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from conftest import Daemon
+from playwright.sync_api import Browser
+from test_browser import Open, Start, browser, open_page, picture, wait_for
+
+from shmbus import Bus, Consumer, Producer
+
+__all__ = ["browser", "open_page"]
+
+FITS = "document.documentElement.scrollWidth <= innerWidth"
+
+
+@pytest.mark.parametrize("group_size", [4, 8, 10, 16, 17])
+def test_groups_of_every_size_fit_on_320_pixels(
+    group_size: int, web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "4MiB", "--sample-retries", "1")
+    page = open_page(web(bus_name), width=320)
+    with Producer(bus_name, label="rollout") as producer, Consumer(bus_name) as taker:
+        # Two that are incomplete share no beginning that the wall would say once.
+        for number in range(3):
+            for index in range(group_size - (number > 0)):
+                producer.put(
+                    f"a-prompt-of-a-long-name-{1000 + 77 * number**5}",
+                    group_size=group_size, index=index, score=index / 7, tokens=[1] * 300,
+                )  # fmt: skip
+        for group in taker.take(timeout=20):
+            group.ack()
+        producer.fail(
+            "a-prompt-of-a-long-name-1077", group_size - 1, "no memory", group_size=group_size
+        )
+        wait_for(page, lambda: page.locator(".wall button").count() == 2, "the groups")
+        wait_for(page, lambda: page.locator(".cell.f, .cell.a").count(), "the failed sample")
+        assert page.evaluate(FITS)
+        page.locator(".wall button").first.click()
+        wait_for(page, lambda: page.locator("#history table").count(), "the history")
+        assert page.evaluate(FITS)
+        picture(page, f"page-320-{group_size}")
+
+
+def test_a_bus_that_is_not_there_is_awaited(web: Start, bus_name: str, open_page: Open) -> None:
+    page = open_page(web())
+    page.wait_for_selector("h1")
+    page.evaluate(f"location.hash = '#{bus_name}'")
+    wait_for(page, lambda: f"There is no bus '{bus_name}' yet" in page.inner_text("body"), "that")
+    assert page.locator("#state").inner_text() == "not there"
+    assert page.locator("[role=alert]").count() == 0
+    with Bus.create(bus_name, "1MiB"):
+        wait_for(page, lambda: page.locator(".flow").count(), "the bus")
+
+
+def test_a_bus_that_a_server_does_not_show_is_told_in_place_of_another(
+    web: Start, bus_name: str, browser: Browser
+) -> None:
+    with Bus.create(bus_name, "1MiB"), Bus.create(f"{bus_name}-b", "1MiB"):
+        server = web(bus_name, f"{bus_name}-b")
+        # Not by open_page: a browser writes on its console that a stream was refused.
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.address)
+        page.wait_for_selector("table")
+        page.evaluate(f"location.hash = '#{bus_name}-c'")
+        wait_for(page, lambda: "shows no such bus" in page.inner_text("body"), "the refusal")
+        assert "lost" not in page.inner_text("body")
+        page.get_by_role("link", name="all buses").click()
+        wait_for(page, lambda: page.locator("table").count(), "the overview")
+        context.close()
