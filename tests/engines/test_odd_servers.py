@@ -40,6 +40,19 @@ async def test_an_answer_that_comes_in_pieces_is_read_whole(bus: Bus, trainer: T
         assert server.model.unique().tolist() == [3.0] and not server.paused
 
 
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+async def test_an_address_where_nobody_listens_is_said_and_no_option_advised(
+    kind: Any, bus: Bus, trainer: Trainer
+) -> None:
+    async with OddServer() as server:
+        url = server.url
+    fleet = EngineFleet([kind(url)], bus=bus.name, timeout=TIMEOUT_S)
+    with pytest.raises(EngineError, match=r"nobody listens there.*address") as raised:
+        await fleet.update(trainer, 1)
+    assert raised.value.gone
+    assert "start the server" not in str(raised.value) and "0.5.23" not in str(raised.value)
+
+
 @pytest.mark.parametrize("path", ["/get_world_size", "/pause", "/update_weights", "/resume"])
 async def test_json_of_any_depth_is_an_answer_like_any_other(
     path: str, bus: Bus, trainer: Trainer

@@ -25,6 +25,9 @@ PauseMode = Literal["keep", "wait", "abort"]
 #: Bytes of an answer that are read; a control answer has a few hundred.
 MAX_ANSWER_BYTES = 1 << 20
 
+#: Which routes and options it has, as each step's own advice has it, is no question there.
+_NOBODY = "nobody listens there: is this the server's address, and has it started?"
+
 
 class _Card(msgspec.Struct):
     """A model of a server's list; what else it says is left alone."""
@@ -130,7 +133,8 @@ class HttpServer:
         Raises
         ------
         EngineError
-            No answer came within the timeout, or another status, or no JSON object.
+            No answer came within the timeout, or another status, or no JSON object. Where nobody
+            listens its advice is to look at the address, whatever the step's is.
         """
         status, text = await self.call(
             step, method, path, timeout, body=body, query=query, advice=advice
@@ -185,6 +189,7 @@ class HttpServer:
             gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                 error.os_error, ConnectionRefusedError
             )
+            advice = _NOBODY if gone else advice
             raise EngineError(
                 self.address, step, None, str(error) or repr(error), advice, gone=gone
             ) from error
