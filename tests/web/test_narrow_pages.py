@@ -13,6 +13,7 @@ from shmbus import Bus, Consumer, Producer
 
 __all__ = ["browser", "open_page"]
 
+WIDER = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 
 
@@ -38,6 +39,8 @@ def test_groups_of_every_size_fit_on_320_pixels(
         wait_for(page, lambda: page.locator(".wall button").count() == 2, "the groups")
         wait_for(page, lambda: page.locator(".cell.f, .cell.a").count(), "the failed sample")
         assert page.evaluate(FITS)
+        # No word of a stage is wider than the stage, whose neighbour or border it would cover.
+        assert page.eval_on_selector_all(".flow li", WIDER) == []
         page.locator(".wall button").first.click()
         wait_for(page, lambda: page.locator("#history table").count(), "the history")
         assert page.evaluate(FITS)
