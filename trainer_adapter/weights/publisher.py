@@ -231,8 +231,7 @@ class WeightPublisher:
         keep: bool = False,
         label: str = "",
     ) -> None:
-        check_text("bus", bus)
-        _check_options(source, timeout=timeout, label=label, digests=digests, keep=keep)
+        _check_options(bus, source, timeout=timeout, label=label, digests=digests, keep=keep)
         self.bus: Final = bus
         rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
         self.rank, self.world_size = rank, world_size
@@ -394,7 +393,7 @@ class WeightPublisher:
                 repeating.foresee(self._foreseeing.foreseen(self.rank, self.world_size))
             for piece in self._source.iter_local(self.rank, self.world_size):
                 if not isinstance(piece, LocalPiece):
-                    raise _no_piece(piece)
+                    raise TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
                 if repeating is not None and piece.lasting:
                     lasting.append(piece)
                 else:
@@ -456,17 +455,14 @@ class WeightPublisher:
 
 
 def _check_options(
-    source: object, *, timeout: object, label: object, digests: object, keep: object
+    bus: object, source: object, *, timeout: object, label: object, digests: object, keep: object
 ) -> None:
+    check_text("bus", bus)
     require_source(source)
     check_seconds("timeout", timeout)
     check_text("label", label)
     check_flag("digests", digests)
     check_flag("keep", keep)
-
-
-def _no_piece(piece: object) -> TypeError:
-    return TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
 
 
 def _require_plain(slots: int, max_slots: int | None, when_held: str) -> None:
