@@ -242,7 +242,7 @@ async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, se
     ("options", "match"),
     [
         ({"servers": []}, "one or more"),
-        ({"mode": "retract"}, "keep, wait, abort"),
+        ({"mode": "retract"}, "expected 'keep', 'wait' or 'abort', got 'retract'"),
         ({"quorum": 3}, "1 to 1"),
     ],
 )
