@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,12 +18,14 @@ import aiohttp
 
 SIZES = [int(size) for size in os.environ.get("SHMBUS_TEST_TP", "1").split(",")]
 START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
+# vLLM's own shutdown takes a second or two.
+END_S = 60.0
 PROMPTS = ["w1 w2 w3", "w5", "w100 w7 w7 w9 w23"]
 TOKENS = 24
 
 
 class Server:
-    def __init__(self, folder: Path, log: Path, tensor_parallel: int) -> None:
+    def __init__(self, folder: Path, log: Path, tensor_parallel: int, *options: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -31,7 +34,7 @@ class Server:
         environment = dict(
             os.environ,
             VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
-            VLLM_NO_USAGE_STATS="1",
+            VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
             # A core a rank; by itself vLLM wants a NUMA node for each.
             VLLM_CPU_OMP_THREADS_BIND="|".join(
                 str(rank % (os.cpu_count() or 1)) for rank in range(tensor_parallel)
@@ -44,7 +47,7 @@ class Server:
                     "--model", str(folder), "--served-model-name", "m", "--host", "127.0.0.1",
                     "--port", str(port), "--dtype", "float32", "--enforce-eager",
                     "--max-model-len", "256", "--tensor-parallel-size", str(tensor_parallel),
-                    "--weight-transfer-config", '{"backend": "shmbus"}',
+                    "--weight-transfer-config", '{"backend": "shmbus"}', *options,
                 ],
                 env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -83,9 +86,39 @@ class Server:
         ]
 
     def end(self) -> None:
+        """End it and all of its processes, and leave nothing of vLLM's in /dev/shm."""
+        files = self._shared_memory()
+        self.process.terminate()
+        deadline = time.monotonic() + END_S
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        # Python's resource tracker removes what is left over, once all others have ended.
+        while self._members() and time.monotonic() < deadline:
+            time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        # vLLM never removes what its workers share for tensor parallelism.
+        for file in files:
+            Path(file).unlink(missing_ok=True)
+
+    def _members(self) -> list[int]:
+        """Which processes it has; a session is all that it started."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                if os.getsid(int(entry.name)) == self.process.pid:
+                    found.append(int(entry.name))
+        return found
+
+    def _shared_memory(self) -> set[str]:
+        """What it has mapped in /dev/shm by names of vLLM's and Python's own."""
+        found = set()
+        for pid in self._members():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                found.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-|vllm_dist_)\S+", maps))
+        return found
 
 
 async def fresh_outputs(folder: Path, log: Path, size: int) -> list[str]:

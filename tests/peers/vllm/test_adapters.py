@@ -1,0 +1,67 @@
+"""A real vLLM server takes versions of an adapter from files, and nobody is paused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from serving import Server
+
+from shmbus import Bus
+from trainer_adapter.engines import AdapterFleet, VllmServer
+from trainer_adapter.weights import AdapterFiles
+
+pytest_plugins = ["vllm_fixtures"]
+
+#: Rows and columns of what is adapted in each of the model's four layers.
+SHAPES = {"q_proj": (128, 128), "v_proj": (64, 128), "o_proj": (128, 128)}
+RANK = 4
+CONFIG = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "m",
+    "r": RANK, "lora_alpha": 64, "target_modules": sorted(SHAPES),
+}  # fmt: skip
+
+
+def adapter(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for layer in range(4):
+        for name, (rows, columns) in SHAPES.items():
+            begins = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            state[f"{begins}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
+            state[f"{begins}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
+    return state
+
+
+@pytest.mark.timeout(900)
+async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are_in_flight(
+    folders: dict[int, Path], bus: Bus, tmp_path: Path
+) -> None:
+    server = Server(folders[0], tmp_path / "server.log", 1, "--enable-lora", "--max-loras", "2")
+    try:
+        await server.started()
+        files = AdapterFiles(tmp_path / "adapters", "run1", CONFIG)
+
+        async def answer(model: str) -> str:
+            return await server.complete("w1 w2 w3", 48, model=model, ignore_eos=True)
+
+        base = await answer("m")
+        async with AdapterFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
+            await fleet.update(files.publish(adapter(1), version=8))
+            first = await answer("run1-v8")
+            assert first != base
+            in_flight = [asyncio.ensure_future(answer("run1-v8")) for _ in range(3)]
+            await asyncio.sleep(0)  # they are sent
+            report = await fleet.update(files.publish(adapter(2), version=9))
+            assert report.previous == 8 and bus.policy_version == 9
+            assert await asyncio.gather(*in_flight) == [first] * 3
+            assert await answer("run1-v9") not in (base, first)
+            report = await fleet.update(files.publish(adapter(1), version=10))
+            assert await answer("run1-v10") == first and await answer("m") == base
+            listed = await VllmServer(server.url).adapters(60)
+            assert [name for name in listed if name != "m"] == ["run1-v9", "run1-v10"]
+            assert not report.servers[0].error and not report.servers[0].warning
+    finally:
+        server.end()
