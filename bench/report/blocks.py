@@ -75,8 +75,8 @@ def _folded(directory: Path) -> dict[str, Any] | None:
 def _run_of(result: dict[str, Any], where: str) -> str:
     facts = result["machine"]
     return (
-        f"One run of `shmbus bench --{result['level']}` on {facts['cores']} cores of an "
-        f"{facts['cpu']}, load {facts['load_average'][0]:.1f} at its start;\n"
+        f"One run of `shmbus bench --{result['level']}` on {fold.cores_of(facts)}, "
+        f"load {facts['load_average'][0]:.1f} at its start;\n"
         f"[the whole report]({where}/report.md).\n"
     )
 
@@ -171,11 +171,9 @@ def _large_block(directory: Path, where: str) -> str:
         found = json.loads(path.read_text())
         facts, rows = found["machine"], found["rows"]
         days = sorted({row["date_utc"][:10] for row in rows})
-        # Prose of a page has no calls in it, which "Xeon(R) " looks like.
-        cpu = facts["cpu"].replace("(R)", "")
         parts += [
-            f"{len(rows)} points of `python -m bench.large` on {facts['cores']} cores of an "
-            f"{cpu},\nlast-level cache {found['cache_bytes'] >> 20} MiB, of "
+            f"{len(rows)} points of `python -m bench.large` on {fold.cores_of(facts)},\n"
+            f"last-level cache {found['cache_bytes'] >> 20} MiB, of "
             f"{' and '.join(days)}; [all figures]({beside}/{path.parent.name}/{LARGE_FILE}).\n",
             judged(rows),
         ]
@@ -189,8 +187,7 @@ def _weights_block(directory: Path, where: str) -> str:
     for path in sorted(directory.resolve().parent.glob(WEIGHTS_FILES)):
         found = json.loads(path.read_text())
         facts = found["machine"]
-        cpu = facts["cpu"].replace("(R)", "")
-        on, by = f"{facts['cores']} cores of an {cpu}", ""
+        on, by = fold.cores_of(facts), ""
         if "gpu" in facts:
             on = facts["gpu"] + (" under MPS" if facts["mps"] else "")
             by = f"`--device {found['rows']['device']}`, "

@@ -27,7 +27,18 @@ from typing import Any, Final
 from bench.rows.row import out_of_reach
 from bench.rows.targets import TARGETS, Target
 
-__all__ = ["DAYS", "REPORTS", "CannotFold", "FoldedRow", "add", "check", "fold", "main", "named"]
+__all__ = [
+    "DAYS",
+    "REPORTS",
+    "CannotFold",
+    "FoldedRow",
+    "add",
+    "check",
+    "cores_of",
+    "fold",
+    "main",
+    "named",
+]
 
 FORMAT: Final = 1
 #: Quiet values that a verdict rests on: with five, both ends of the spread may be chance.
@@ -242,6 +253,12 @@ def _comparable(row: dict[str, Any], newest: dict[str, Any], target: Target | No
     )
 
 
+def cores_of(machine: dict[str, Any]) -> str:
+    """Say of which processor a machine has how many cores."""
+    # Prose of a page has no calls in it, which "Xeon(R) " looks like.
+    return f"{machine['cores']} cores of an {machine['cpu'].replace('(R)', '')}"
+
+
 def named(folded: dict[str, Any]) -> str:
     """Say what was folded."""
     reports, machine = folded["reports"], folded["machine"]
@@ -249,11 +266,9 @@ def named(folded: dict[str, Any]) -> str:
     commits = len({one["commit"] for one in reports})
     of = f"of {commits} commit{'s' if commits > 1 else ''}"
     on = f"on {days} day{'s' if days > 1 else ''}"
-    # Prose of a page has no calls in it, which "Xeon(R) " looks like.
-    cpu = machine["cpu"].replace("(R)", "")
     return (
         f"Medians, lowest and highest of {len(reports)} runs of `shmbus bench --full` {on}, {of},\n"
-        f"on {machine['cores']} cores of an {cpu}."
+        f"on {cores_of(machine)}."
     )
 
 

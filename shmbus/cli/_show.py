@@ -23,6 +23,7 @@ __all__ = [
     "add_command",
     "bar",
     "bus_name",
+    "number_of",
     "print_json",
     "printable",
     "show_count",
@@ -74,6 +75,14 @@ def take_int(text: str, least: int, most: int | None = None) -> int:
     return value
 
 
+def number_of(text: str) -> float:
+    """Return the number; where there is none, NaN, which is within no bound."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def take_seconds(text: str, least: float | None = None, *, endless: bool = False) -> float:
     """Take seconds from the command line; others are a usage error.
 
@@ -90,10 +99,7 @@ def take_seconds(text: str, least: float | None = None, *, endless: bool = False
     -------
     float
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan  # which is within no bound
+    value = number_of(text)
     enough = value > 0 if least is None else value >= least
     if not enough or (value == math.inf and not endless):
         bound = "more than 0" if least is None else f"{least} or more"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shmbus.cli._show import (
     add_command,
     bus_name,
+    number_of,
     print_json,
     printable,
     show_count,
@@ -81,10 +82,7 @@ def _count(text: str) -> int:
 def _speed(text: str) -> float | None:
     if text == "max":
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan  # which is within no bound
+    value = number_of(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected more than 0, or max, got {text!r}")
     return value

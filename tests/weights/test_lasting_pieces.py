@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -67,16 +68,24 @@ CARRIERS = [
 ]
 
 
-@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
-def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(carrier: Any, device: str) -> None:
-    bus = f"test-lasting-{carrier}-{os.getpid()}"
-    module = model().to(device)
-    live = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+@contextlib.contextmanager
+def both_sides(
+    bus: str, module: torch.nn.Module, carrier: Any, device: str
+) -> Iterator[tuple[WeightPublisher, WeightSubscriber]]:
     options: Any = {"device": device} if carrier == "cuda_vmm" else {}
     with (
         WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
         WeightSubscriber(bus, device=device) as subscriber,
     ):
+        yield publisher, subscriber
+
+
+@pytest.mark.parametrize(("carrier", "device"), CARRIERS)
+def test_a_model_that_was_changed_in_any_way_arrives_as_it_is(carrier: Any, device: str) -> None:
+    bus = f"test-lasting-{carrier}-{os.getpid()}"
+    module = model().to(device)
+    live = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
         # Each change meets both slots, with and without what was known of them.
         for version, change in enumerate([nothing, nothing, *CHANGES, *reversed(CHANGES)]):
             change(module)
@@ -95,11 +104,7 @@ def test_a_live_model_that_was_changed_in_any_way_gets_what_was_published(
 ) -> None:
     bus = f"test-lasting-live-{carrier}-{os.getpid()}"
     module, live = model().to(device), model().to(device)
-    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
-    with (
-        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
-        WeightSubscriber(bus, device=device) as subscriber,
-    ):
+    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
         for version, change in enumerate([nothing, nothing, *CHANGES, *reversed(CHANGES)]):
             change_values(module)
             publisher.publish(version)
@@ -119,11 +124,7 @@ def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
     bus = f"test-lasting-misfit-{carrier}-{os.getpid()}"
     module, live = model().to(device), model().to(device)
     other = {name: torch.zeros(5, device=device) for name in module.state_dict()}
-    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
-    with (
-        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
-        WeightSubscriber(bus, device=device) as subscriber,
-    ):
+    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
         for version in range(6):
             change_values(module)
             publisher.publish(version)
@@ -164,11 +165,7 @@ def in_a_thread_of_its_own(call: Callable[[], object]) -> None:
 def test_a_thread_that_never_used_the_device_publishes_and_loads(carrier: Any, device: str) -> None:
     bus = f"test-lasting-thread-{carrier}-{os.getpid()}"
     module, live = model().to(device), model().to(device)
-    options: Any = {"device": device} if carrier == "cuda_vmm" else {}
-    with (
-        WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher,
-        WeightSubscriber(bus, device=device) as subscriber,
-    ):
+    with both_sides(bus, module, carrier, device) as (publisher, subscriber):
         for version in range(6):
             change_values(module)
             in_a_thread_of_its_own(lambda version=version: publisher.publish(version))  # type: ignore[misc]

@@ -11,7 +11,7 @@ out of them holds; what cannot be told counts as changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Final, TypeAlias
 
@@ -60,7 +60,7 @@ class SeenTensors:
         self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
         self._told = not any(is_sharded(tensor) for tensor in self._once)
         if self._told:
-            self._suspects = _suspects_of(self._once)
+            self._suspects = [each for each in self._once if each.dtype not in _NEVER_LAZY]
             self._look = _look_at(self._once)
 
     @property
@@ -134,10 +134,6 @@ def comparer_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return alike and not (places and _any_lazy([others[place] for place in places]))
 
     return are_alike
-
-
-def _suspects_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor.dtype not in _NEVER_LAZY]
 
 
 def _any_lazy(tensors: Sequence[torch.Tensor]) -> bool:
