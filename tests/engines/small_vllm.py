@@ -1,11 +1,14 @@
 """A small server with vLLM's routes. Faults of its own: "lie" (200, and nothing done) and "refuse"
 (half of it is loaded, and a row says why) of an update, and "lie" of a resume.
+
+Asked to start what is open, or to finish what is not, it raises; with several ranks no answer is
+that of its call from then on, as in vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from aiohttp import web
 from safetensors.torch import load_file
@@ -28,8 +31,20 @@ class SmallVllm(SmallEngine):
         self.subscribers: list[WeightSubscriber] = []
         self.attached: dict[str, str] = {}
         self.weight_version = "default"
-        self.updating = False  # one update at a time, as vLLM has it
+        self.updating = False
+        self.out_of_step = False
         self.loading: list[Weights] = []
+        self.problem = ""
+
+    @web.middleware
+    async def injected(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.out_of_step and request.path in self.steps:
+            return self.raised("the answer of another call")
+        return await super().injected(request, handler)
+
+    def raised(self, said: str) -> web.Response:
+        self.out_of_step = self.ranks > 1
+        return web.json_response({"error": said}, status=500)
 
     async def init(self, request: web.Request) -> web.Response:
         info = (await request.json())["init_info"]
@@ -45,6 +60,8 @@ class SmallVllm(SmallEngine):
             ]
         for subscriber in self.subscribers:
             subscriber.latest(timeout=10).close()
+        if self.updating:
+            self.mark()
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -71,38 +88,47 @@ class SmallVllm(SmallEngine):
     async def start(self, request: web.Request) -> web.Response:
         assert not self.running.is_set(), "an update of a server that generates"
         if self.updating:
-            return web.json_response({"error": "an update is active already"}, status=500)
-        self.updating = True
-        for subscriber, model in zip(self.subscribers, self.models, strict=True):
-            with subscriber.latest(timeout=0) as newest:
-                newest.loading()
+            return self.raised("an update is active already")
+        self.updating, self.problem = True, "no version came"
+        self.mark()
+        for model in self.models:
             model["value"].fill_(float("nan"))  # vLLM's model has no memory from here on
         return web.json_response({"message": "Weight update started"})
+
+    def mark(self) -> None:
+        for subscriber in self.subscribers:
+            with subscriber.latest(timeout=0) as newest:
+                newest.loading()
 
     async def update(self, request: web.Request) -> web.Response:
         version = (await request.json())["update_info"]["version"]
         if self.take_fault("update", "lie"):
             return web.json_response({"message": "Weights updated"})
         refuse = self.take_fault("update", "refuse")
+        self.problem = "injected: half of it was loaded" if refuse else ""
         for rank, (subscriber, model) in enumerate(zip(self.subscribers, self.models, strict=True)):
             weights = subscriber.at(version)
             weights.loading()
             if refuse and rank == self.ranks - 1:
                 model["value"][: len(model["value"]) // 2] = weights["value"][0]
-                weights.refused("injected: half of it was loaded")
-                weights.close()
             else:
                 model["value"].copy_(weights["value"])
-                self.loading.append(weights)
+            self.loading.append(weights)
         return web.json_response({"message": "Weights updated"})
 
     async def finish(self, request: web.Request) -> web.Response:
-        assert (await request.json())["weight_version"].isdigit()
+        named = (await request.json()).get("weight_version")
+        assert named is None or named.isdigit()
         if not self.updating:
-            return web.json_response({"error": "no update is active"}, status=500)
+            return self.raised("no update is active")
         self.updating = False
-        for weights in self.loading:
-            weights.applied()
+        leased = self.loading or [each.latest(timeout=0) for each in self.subscribers]
+        for rank, weights in enumerate(leased):
+            # A half one is that of the last rank; where nothing came, it came to nobody.
+            if self.problem and (rank == self.ranks - 1 or not self.loading):
+                weights.refused(self.problem)
+            else:
+                weights.applied()
             weights.close()
         self.loading.clear()
         return web.json_response({"message": "Weight update finished"})

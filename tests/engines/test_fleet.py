@@ -6,6 +6,7 @@ The servers are small, and the rest is real: sockets, processes, shared memory, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -74,6 +75,8 @@ async def test_every_server_runs_the_new_version_and_no_request_meets_a_mix(
 @pytest.mark.parametrize(
     ("step", "kind"),
     [
+        ("start", "500"),
+        ("start", "close"),
         ("update", "500"),
         ("update", "lie"),
         ("update", "refuse"),
@@ -169,14 +172,17 @@ async def test_a_server_that_hangs_costs_its_deadline(
     assert (await running[0].complete(1))["tokens"] == [1.0]
 
 
+@pytest.mark.parametrize("step", ["start", "update", "finish"])
 async def test_an_update_that_is_open_still_is_ended_before_the_next_begins(
-    bus: Bus, trainer: Trainer, servers: Any
+    step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
     running = [servers(2)]
-    await running[0].fault("start", "500")
-    report = await update(bus.name, trainer, 1, *running)
-    assert report.servers[0].version == 1
-    assert (await running[0].complete(1))["tokens"] == [1.0]
+    await running[0].fault(step, "close")  # it has done it, and nobody knows
+    with contextlib.suppress(EngineError):
+        await update(bus.name, trainer, 1, *running)
+    report = await update(bus.name, trainer, 2, *running)
+    assert report.servers[0].version == 2
+    assert (await running[0].complete(1))["tokens"] == [2.0]
 
 
 async def test_a_resume_that_did_nothing_is_said_again(

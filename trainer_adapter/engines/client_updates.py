@@ -122,7 +122,9 @@ class ClientUpdates:
         problem = ""
         timeout = self._timeout
         try:
-            self._start(version)
+            if self._rows.are_loading(self):  # what a dead trainer left open, or a lost answer
+                self._client.finish_weight_update()
+            self._client.start_weight_update()
             self._client.update_weights({"version": version})
             self._client.finish_weight_update(str(version))
         except Exception as error:
@@ -143,15 +145,6 @@ class ClientUpdates:
 
     def _in_force(self) -> int | None:
         return self._rows.whole_version(self, self.ranks)
-
-    def _start(self, version: int) -> None:
-        try:
-            self._client.start_weight_update()
-        except Exception:
-            # An update that a dead trainer left open is still open there, and vLLM takes one.
-            with contextlib.suppress(Exception):
-                self._client.finish_weight_update(str(version))
-            self._client.start_weight_update()
 
     def _await_rows(self, version: int, timeout: float) -> Missing | None:
         deadline = time.monotonic() + timeout

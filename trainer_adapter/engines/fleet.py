@@ -250,6 +250,8 @@ class EngineFleet(SharedSteps, Reloads):
             began = time.monotonic()
             error: EngineError | None = None
             try:
+                if self._rows.are_loading(server):
+                    await self._settle(server)
                 await server.load(version, self.clear_cache, self.timeout)
             except EngineError as failed:
                 # Its ranks may have loaded all the same: their rows decide.
@@ -258,12 +260,15 @@ class EngineFleet(SharedSteps, Reloads):
             await self._rows.require_version(server, report, version, error, self.timeout)
             if error is not None:
                 # All ranks have it; what the server has not finished must be, before it generates.
-                await server.settle(self.timeout)
+                await self._settle(server)
             report.version = version
             report.warning = "" if error is None else str(error)
             report.load_s = time.monotonic() - began
 
         return load
+
+    async def _settle(self, server: EngineServer) -> bool:
+        return await server.settle(self._rows.are_loading(server), self.timeout)
 
     # -- what a dead process has left -------------------------------------------------------------
 
@@ -304,7 +309,7 @@ class EngineFleet(SharedSteps, Reloads):
 
     async def _look(self, server: EngineServer, report: ServerReport) -> None:
         report.ranks = await server.ranks(self.timeout)
-        was_open = await server.settle(self.timeout)
+        was_open = await self._settle(server)
         report.version = None if was_open else self._rows.whole_version(server, report.ranks)
 
 

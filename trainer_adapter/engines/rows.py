@@ -86,6 +86,10 @@ class RankRows:
         begins = f"{row_name(server.address)} "
         return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
 
+    def are_loading(self, server: Addressed) -> bool:
+        """Whether a rank says that it has begun to load something, and not that this has ended."""
+        return any(row.error_code == LOADING_CODE for row in self.of(server))
+
     def newest(self, timeout: float) -> VersionLease | None:
         """Lease the newest whole version; None where there is none."""
         try:

@@ -74,10 +74,15 @@ class EngineServer(Protocol):
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
         """Read a checkpoint's directory on its machine, and say that it has that version."""
 
-    async def settle(self, timeout: float) -> bool:
+    async def settle(self, loading: bool, timeout: float) -> bool:
         """End an update that was left open, as its last step does; whether there was one.
 
-        False also where the ranks' rows say so themselves.
+        Parameters
+        ----------
+        loading : bool
+            Whether a rank's row says that it loads, for servers that do not say it themselves.
+        timeout : float
+            Seconds.
         """
 
     async def resume(self, timeout: float) -> None:

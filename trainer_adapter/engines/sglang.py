@@ -190,8 +190,8 @@ class SglangServer(HttpServer):
                 "the weights are new, and keys and values of the old ones may be served",
             )
 
-    async def settle(self, timeout: float) -> bool:
-        """End a session that a dead trainer or a lost answer has left open.
+    async def settle(self, loading: bool, timeout: float) -> bool:
+        """End a session that a dead trainer or a lost answer has left open; it says so itself.
 
         Returns
         -------
@@ -203,6 +203,7 @@ class SglangServer(HttpServer):
         EngineError
             It is not known.
         """
+        del loading
         status, text = await self.call(
             "end", "POST", "/end_weight_update", timeout, body={}, advice=_AGAIN
         )

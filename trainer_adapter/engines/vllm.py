@@ -9,7 +9,6 @@ Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transf
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 
 from trainer_adapter.engines.errors import EngineError
@@ -91,15 +90,7 @@ class VllmServer(HttpServer):
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Start, update and finish, with the version's number as vLLM's weight version."""
         del clear_cache  # `pause` has said it
-        try:
-            await self._start(timeout)
-        except EngineError as error:
-            if error.status is None:
-                raise
-            # An update whose answer was lost is still open there, and vLLM takes one at a time.
-            with contextlib.suppress(EngineError):
-                await self._finish(version, timeout)
-            await self._start(timeout)
+        await self.ask("start", "POST", "/start_weight_update", timeout, advice=_AGAIN)
         await self.ask(
             "update",
             "POST",
@@ -108,13 +99,9 @@ class VllmServer(HttpServer):
             body={"update_info": {"version": version}},
             advice=_AGAIN,
         )
-        await self._finish(version, timeout)
+        await self._finish({"weight_version": str(version)}, timeout)
 
-    async def _start(self, timeout: float) -> None:
-        await self.ask("start", "POST", "/start_weight_update", timeout, advice=_AGAIN)
-
-    async def _finish(self, version: int, timeout: float) -> None:
-        body = {"weight_version": str(version)}
+    async def _finish(self, body: Mapping[str, str], timeout: float) -> None:
         await self.ask("finish", "POST", "/finish_weight_update", timeout, body=body, advice=_AGAIN)
 
     async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
@@ -144,10 +131,15 @@ class VllmServer(HttpServer):
         if answer.get("weight_version") != said:
             raise self.refuse("reload", answer, _AGAIN)
 
-    async def settle(self, timeout: float) -> bool:
-        """Do nothing: each rank's row says that an update is open, and `load` ends it."""
-        del timeout
-        return False
+    async def settle(self, loading: bool, timeout: float) -> bool:
+        """Finish the update that a dead trainer or a lost answer has left open.
+
+        Only where a row says so: asked to finish what is not open, or to start what is, each rank
+        raises, and the answers of several are out of step from then on.
+        """
+        if loading:
+            await self._finish({}, timeout)
+        return loading
 
     async def load_adapter(self, name: str, path: str, timeout: float) -> None:
         """Load an adapter from a folder on its machine."""

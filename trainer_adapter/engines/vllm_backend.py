@@ -10,8 +10,9 @@ Invariants:
   what the fleet believes.
 - A version that could not be loaded is never said to be applied, and a row says so before vLLM is
   answered.
-- From start on the row says that this worker runs no whole version, until it does: a trainer that
-  dies in between leaves vLLM's model on no memory at all.
+- From start to finish, and at no other time, the row says that a version is being loaded. A trainer
+  that dies in between leaves vLLM's model on no memory at all, and an update open that has to be
+  finished before another is started: each worker raises otherwise.
 
 Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 """
@@ -19,7 +20,7 @@ Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from trainer_adapter.weights import Weights, WeightsError, WeightSubscriber
+from trainer_adapter.weights import ManifestError, Weights, WeightsError, WeightSubscriber
+from trainer_adapter.weights.errors import LOAD_CODE, MANIFEST_CODE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,13 +96,19 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._subscriber: WeightSubscriber | None = None
         self._attached: ShmbusInitInfo | None = None
         self._loading: Weights | None = None
+        self._updating = False
         self._problem = ""
+        self._code = LOAD_CODE
 
     def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
         """Attach to the weights and check the newest version's manifest; touch nothing."""
         known = self._subscriber
-        if known is not None and self._attached == init_info and not known.removed:
-            return
+        if known is None or self._attached != init_info or known.removed:
+            self._attach(init_info)
+        if self._updating:
+            self._mark()  # a row of now, for an update that was begun before
+
+    def _attach(self, init_info: ShmbusInitInfo) -> None:
         self.shutdown()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -123,6 +131,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._problem = ""
+        self._updating = True
         self._mark()
         self._guard("start", lambda: initialize_layerwise_reload(self.model))
 
@@ -130,14 +139,14 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         """Load a version; vLLM slices, fuses and quantises it as a checkpoint."""
         self._let_go()
         if self._subscriber is None:
-            self._problem = "the trainer has not said which bus (init_weight_transfer_engine)"
-            logger.error("shmbus: %s", self._problem)
+            self._fail("the trainer has not said which bus (init_weight_transfer_engine)")
             return
         try:
             self._loading = self._subscriber.at(update_info.version)
         except WeightsError as error:
-            self._problem = str(error)
-            logger.error("shmbus: %s", error)
+            manifest = isinstance(error, ManifestError)
+            self._fail(str(error), MANIFEST_CODE if manifest else LOAD_CODE)
+            self._mark()  # the row may have said so already, and the update is open still
             return
         weights = self._loading
         weights.loading()
@@ -148,20 +157,27 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._guard("finish", lambda: finalize_layerwise_reload(self.model, self.model_config))
-        if self._loading is not None:
-            if self._problem:
-                self._loading.refused(self._problem)
-            else:
-                self._loading.applied()
+        if self._loading is None:
+            self._fail("an update ended to which no version had come")
+            self._say(lambda newest: newest.refused(self._problem, code=self._code))
+        elif self._problem:
+            self._loading.refused(self._problem, code=self._code)
+        else:
+            self._loading.applied()
         self._let_go()
+        self._updating = False
 
     def _mark(self) -> None:
         """Say in the row that nothing is whole from here on; which version comes is said later."""
+        self._say(Weights.loading)
+
+    def _say(self, what: Callable[[Weights], None]) -> None:
+        """Say something in the row where no version is leased: of the newest."""
         if self._subscriber is None:
             return
         try:
             with self._subscriber.latest(timeout=0) as newest:
-                newest.loading()
+                what(newest)
         except WeightsError as error:
             logger.warning("shmbus: %s", error)
 
@@ -174,11 +190,15 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         try:
             action()
         except Exception as error:
-            # The first cause counts: what follows is often its consequence.
-            self._problem = self._problem or f"{step}: {type(error).__name__}: {error}"
-            logger.exception("shmbus: %s of new weights failed", step)
-            if self._loading is not None:
-                self._loading.refused(self._problem)
+            self._fail(f"{step}: {type(error).__name__}: {error}", cause=error)
+
+    def _fail(
+        self, problem: str, code: int = LOAD_CODE, cause: BaseException | None = None
+    ) -> None:
+        """Keep for the row what went wrong first: what follows is often its consequence."""
+        logger.error("shmbus: new weights: %s", problem, exc_info=cause)
+        if not self._problem:
+            self._problem, self._code = problem, code
 
     def _let_go(self) -> None:
         if self._loading is not None:

@@ -47,15 +47,8 @@ def die_before(step: str, url: str, bus: str, version: int) -> None:
     EngineFleet([Dying(url)], bus=bus, timeout=60).update_sync(publisher, version + 1)
 
 
-#: vLLM's ranks raise where an update is started that is open, and with several of them its answers
-#: are out of step from then on: the server stays paused, and is named. Known, not mended.
-OUT_OF_STEP = pytest.mark.xfail(strict=True, reason="an open update is started a second time")
-
-
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=OUT_OF_STEP if size > 1 else ()) for size in SIZES]
-)
+@pytest.mark.parametrize("size", SIZES)
 async def test_each_mode_and_each_death_of_a_trainer_leave_a_server_with_whole_weights(
     size: int, folders: dict[int, Path], bus: Bus, tmp_path: Path
 ) -> None:
