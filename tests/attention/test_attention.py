@@ -566,6 +566,12 @@ def test_on_a_gpu_both_backends_give_what_each_sequence_would_get_alone(
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from -1"),
         ({"window_size": (10**400, 0)}, ValueError, "window_size: expected numbers from -1"),
         ({"window_size": (-1, 2**31)}, ValueError, "window_size: expected numbers from -1"),
+        (
+            {"return_lse": torch.ones(2)},
+            TypeError,
+            "return_lse: expected True or False, got Tensor",
+        ),
+        ({"enable_gqa": "no"}, TypeError, "enable_gqa: expected True or False, got str"),
         ({"max_q": 2.5}, TypeError, "max_q: expected an integer, got float"),
         ({"max_k": -1}, ValueError, "max_k: expected 0 to"),
         ({"max_k": 10**400}, ValueError, "max_k: expected 0 to"),

@@ -23,6 +23,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from trainer_adapter._checks import check_flag
 from trainer_adapter.attention.arguments import (
     Call,
     as_autocast,
@@ -128,6 +129,8 @@ def varlen_attention(
 
     Under `torch.compile` there is no graph break; by SDPA, backward then runs forward once more.
     """
+    check_flag("enable_gqa", enable_gqa)
+    check_flag("return_lse", return_lse)
     check_operands(q, k, v, enable_gqa)
     q, k, v = as_autocast(q, k, v)
     call = Call(
