@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Daemon, Spawner, wait_until
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
 from shmbus.inspect.types import BusStatus
-from shmbus.inspect.verdict import waiting_for
 from shmbus.inspect.view_types import Finding, GroupCells, SampleCell, Verdict
+from shmbus.inspect.who_is_missing import waiting_for
 
 #: A worker that puts its index of each group, says so, and sleeps.
 WORKER = """
@@ -102,6 +103,32 @@ def test_a_full_ring_names_who_holds_it(bus_name: str) -> None:
         finally:
             filler.kill()
             filler.wait()
+
+
+def test_a_ring_full_of_complete_and_incomplete_groups_names_both(
+    bus_name: str, daemon: Callable[..., Daemon]
+) -> None:
+    daemon("--capacity", "1MiB")
+    with Producer(bus_name) as producer, Consumer(bus_name) as trainer:
+        producer.put("first", group_size=1, index=0, tokens=[1])
+        held = trainer.take(timeout=10.0)  # and asks for no more
+        for number in range(60):
+            producer.put(f"open{number}", group_size=4, index=0, tokens=[1])
+        with pytest.raises(BusFullError):
+            for number in range(1000):
+                producer.put(f"q{number}", group_size=1, index=0, tokens=[1] * 8000, timeout=0.2)
+        script = "import sys, shmbus\nshmbus.Producer(sys.argv[1]).put('z', group_size=1, index=0, "
+        waiting = subprocess.Popen([sys.executable, "-c", script + "tokens=[1] * 20000)", bus_name])
+        try:
+            wait_until(lambda: read_status(bus_name).space_wanted, what="a producer that waits")
+            sentence = said(bus_name).sentence
+        finally:
+            waiting.kill()
+            waiting.wait()
+        assert held and re.search(
+            r"60 incomplete groups, and \d+ complete ones that wait", sentence
+        ), sentence
+        assert "Have the trainer take groups, set group_timeout" in sentence, sentence
 
 
 def test_aborted_reservations_that_nobody_reads_are_not_a_lack_of_capacity(bus_name: str) -> None:
