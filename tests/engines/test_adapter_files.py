@@ -190,6 +190,23 @@ async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
     assert [each.version for each in report.servers] == [2, 2]
 
 
+async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it_stays(
+    bus: Bus, servers: Any, folder: Path
+) -> None:
+    server = server_of(servers(1, SmallLora), "vllm")
+    files = AdapterFiles(folder, "run1", CONFIG, keep=2)
+    for version in (7, 8, 9):
+        await bring(bus.name, files.publish(adapter_state(Peft()), version), server)
+    for version, stay in ((4, [4, 9]), (5, [5, 9]), (6, [6, 9]), (10, [9, 10])):
+        made = files.publish(adapter_state(Peft()), version)
+        assert files.versions() == stay and Path(made.path).is_dir()
+        report = await bring(bus.name, made, server)
+        assert report.previous == (9 if version in (4, 10) else version - 1)
+        there = set(await server.adapters(TIMEOUT_S)) - {"base"}
+        assert there == {f"run1-v{each}" for each in stay}
+        assert bus.policy_version == version
+
+
 async def test_a_server_that_has_ended_is_reported_gone(
     bus: Bus, servers: Any, folder: Path
 ) -> None:

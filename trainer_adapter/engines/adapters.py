@@ -29,7 +29,7 @@ from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.one_at_a_time import OneAtATime
 from trainer_adapter.engines.pauses import checked_addresses, checked_timeout, close_all
 from trainer_adapter.engines.report import ServerReport, UpdateReport
-from trainer_adapter.weights.adapters import AdapterVersion
+from trainer_adapter.weights.adapters import AdapterVersion, past_keeping
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -127,8 +127,9 @@ class AdapterFleet:
         async with self._busy:
             began = time.monotonic()
             before = await asyncio.gather(*(self._versions(each, adapter) for each in self.servers))
-            older = [n for each in before for n in each if n < adapter.version]
-            previous = max(older, default=None)
+            others = [n for each in before for n in each if n != adapter.version]
+            older = [n for n in others if n < adapter.version]
+            previous = max(older or others, default=None)
             reports = [ServerReport(address=server.address, ranks=1) for server in self.servers]
             report = UpdateReport(version=adapter.version, previous=previous, servers=reports)
             pairs = list(zip(self.servers, reports, strict=True))
@@ -139,7 +140,8 @@ class AdapterFleet:
                 raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
             self._announce(adapter.version)
             for pair in pairs:
-                for old in (await self._versions(pair[0], adapter))[: -self.keep]:
+                there = await self._versions(pair[0], adapter)
+                for old in past_keeping(there, adapter.version, self.keep):
                     await self._unload(*pair, _named(adapter, old))
             report.total_s = time.monotonic() - began
             return report

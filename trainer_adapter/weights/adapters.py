@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from trainer_adapter._checks import check_int64, check_text
 from trainer_adapter.weights.errors import WeightsError
 from trainer_adapter.weights.source import ModuleSource
 
-__all__ = ["AdapterFiles", "AdapterVersion", "adapter_source", "adapter_state"]
+__all__ = ["AdapterFiles", "AdapterVersion", "adapter_source", "adapter_state", "past_keeping"]
 
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
@@ -159,7 +159,7 @@ class AdapterFiles:
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
-        for old in self.versions()[: -self._keep]:
+        for old in past_keeping(self.versions(), version, self._keep):
             self.forget(old)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         return AdapterVersion(name=name, path=str(target.resolve()), version=version, size=size)
@@ -184,6 +184,29 @@ class AdapterFiles:
             Which one.
         """
         shutil.rmtree(self._directory / f"{self._name}-v{version}", ignore_errors=True)
+
+
+def past_keeping(versions: Sequence[int], newest: int, keep: int) -> list[int]:
+    """List which versions make room for the one that was made last, which need not be the highest.
+
+    A trainer that goes on from an older checkpoint makes lower numbers than are there.
+
+    Parameters
+    ----------
+    versions : sequence of int
+        Those that are there, lowest first.
+    newest : int
+        The one that was made last.
+    keep : int
+        How many stay; 1 or more.
+
+    Returns
+    -------
+    list of int
+    """
+    others = [version for version in versions if version != newest]
+    stay = keep - (newest in versions)
+    return others[: max(0, len(others) - stay)]
 
 
 def adapter_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
