@@ -106,7 +106,7 @@ class SmallEngine:
             self.in_flight -= 1
         return web.json_response({"tokens": tokens, "finish_reason": "length"})
 
-    async def serve(self, ready: Connection) -> None:
+    async def serve(self, ready: Connection, port: int) -> None:
         app = web.Application(middlewares=[self.injected])
         own = [
             web.post("/fault", self.fault),
@@ -116,7 +116,7 @@ class SmallEngine:
         app.add_routes([*self.routes(), *own])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         address = runner.addresses[0]
         ready.send(f"http://{address[0]}:{address[1]}")
@@ -125,12 +125,12 @@ class SmallEngine:
         os._exit(0)
 
 
-def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection) -> None:
+def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection, port: int) -> None:
     """Serve until the other end is closed: what a process of `Running` does."""
     torch.set_num_threads(1)
 
     async def main() -> None:
-        await make(ranks).serve(ready)
+        await make(ranks).serve(ready, port)
 
     asyncio.run(main())
 
@@ -139,8 +139,12 @@ class Running:
     """A server in a process of its own."""
 
     def __init__(self, make: Callable[[int], SmallEngine], ranks: int) -> None:
+        self._make = make, ranks
+        self._start(0)
+
+    def _start(self, port: int) -> None:
         self._ours, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=run, args=(make, ranks, theirs))
+        self.process = SPAWN.Process(target=run, args=(*self._make, theirs, port))
         self.process.start()
         theirs.close()
         assert self._ours.poll(START_S), "the server did not start"
@@ -171,6 +175,11 @@ class Running:
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    def start_anew(self) -> None:
+        """End it, and start another one at its address."""
+        self.kill()
+        self._start(int(self.url.rpartition(":")[2]))
 
     def kill(self) -> None:
         self.process.kill()

@@ -1,20 +1,27 @@
 """A small server with vLLM's routes. Faults of its own: "lie" (200, and nothing done) and "refuse"
-(half of it is loaded, and a row says why) of an update, and "lie" of a resume.
+(half of it is loaded, and a row says why) of an update, "lie" of a resume, and "slow": it begins
+with that step `SLOW_S` after it was asked.
 
+It does one step after another in the order in which it was asked, also for those who have left.
 Asked to start what is open, or to finish what is not, it raises; with several ranks no answer is
-that of its call from then on, as in vLLM.
+that of its call from then on. Both are as in vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
 from aiohttp import web
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
 from trainer_adapter.weights import Weights, WeightSubscriber
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+SLOW_S = 1.5
 
 
 class SmallVllm(SmallEngine):
@@ -32,15 +39,22 @@ class SmallVllm(SmallEngine):
         self.attached: dict[str, str] = {}
         self.weight_version = "default"
         self.updating = False
+        self.turn = asyncio.Lock()
         self.out_of_step = False
         self.loading: list[Weights] = []
         self.problem = ""
 
-    @web.middleware
-    async def injected(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if self.out_of_step and request.path in self.steps:
-            return self.raised("the answer of another call")
-        return await super().injected(request, handler)
+    def in_turn(self, step: Handler) -> Handler:
+        async def taken(request: web.Request) -> web.Response:
+            await request.read()  # it comes no more from those who have left
+            async with self.turn:
+                if self.out_of_step and request.path in self.steps:
+                    return self.raised("the answer of another call")
+                if self.take_fault(self.steps.get(request.path, ""), "slow"):
+                    await asyncio.sleep(SLOW_S)
+                return await step(request)
+
+        return taken
 
     def raised(self, said: str) -> web.Response:
         self.out_of_step = self.ranks > 1
@@ -156,15 +170,15 @@ class SmallVllm(SmallEngine):
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/init_weight_transfer_engine", self.init),
+            web.post("/init_weight_transfer_engine", self.in_turn(self.init)),
             web.post("/pause", self.pause),
-            web.post("/resume", self.resume),
+            web.post("/resume", self.in_turn(self.resume)),
             web.get("/is_paused", self.is_paused),
-            web.post("/start_weight_update", self.start),
-            web.post("/update_weights", self.update),
-            web.post("/finish_weight_update", self.finish),
+            web.post("/start_weight_update", self.in_turn(self.start)),
+            web.post("/update_weights", self.in_turn(self.update)),
+            web.post("/finish_weight_update", self.in_turn(self.finish)),
             web.get("/get_world_size", self.world),
-            web.post("/collective_rpc", self.rpc),
+            web.post("/collective_rpc", self.in_turn(self.rpc)),
             web.post("/update_weight_version", self.set_version),
             web.get("/weight_info", self.weight_info),
         ]

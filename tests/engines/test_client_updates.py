@@ -21,22 +21,23 @@ from trainer_adapter.weights import WeightSubscriber
 pytest_plugins = ["engine_fixtures"]
 
 
-def post(url: str, body: dict[str, Any] | None = None) -> Any:
+def post(url: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_S) -> Any:
     request = urllib.request.Request(
         url, data=json.dumps(body or {}).encode(), headers={"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+    with urllib.request.urlopen(request, timeout=timeout) as response:
         return json.load(response)
 
 
 class Client:
     """vLLM's client over HTTP, which pauses besides."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: Running, timeout: float = TIMEOUT_S) -> None:
         self.url = running.url
+        self.timeout = timeout
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        post(f"{self.url}/{path}", body)
+        post(f"{self.url}/{path}", body, self.timeout)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.post("init_weight_transfer_engine", {"init_info": init_info})

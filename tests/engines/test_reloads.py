@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_engine import SPAWN, Running
@@ -16,7 +18,13 @@ from small_vllm import SmallVllm
 from trainers import KINDS, TIMEOUT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineError, EngineFleet, UpdateReport, UpdateRolledBackError
+from trainer_adapter.engines import (
+    EngineError,
+    EngineFleet,
+    UpdateReport,
+    UpdateRolledBackError,
+    VllmServer,
+)
 from trainer_adapter.engines.pause_note import paused_by
 from trainer_adapter.engines.resume import resume
 from trainer_adapter.weights import WeightsError
@@ -112,6 +120,17 @@ async def test_a_server_that_cannot_go_back_stays_paused_and_is_named(
         await reload(bus.name, kind, tmp_path, running)
     assert await is_paused(kind, running)
     assert paused_by(bus.name) is not None
+
+
+@pytest.mark.parametrize("seconds", [np.float32(5), np.int64(5), Fraction(11, 2)])
+async def test_a_timeout_is_any_number_of_seconds(
+    seconds: Any, bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1)
+    writer.publish(1)
+    async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=seconds) as fleet:
+        await fleet.reload(tmp_path)
+    assert await tokens(running) == [1.0] * 3
 
 
 async def test_what_cannot_be_paused_is_left_alone(

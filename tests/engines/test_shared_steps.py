@@ -113,3 +113,39 @@ async def test_a_pause_around_a_step_that_was_not_begun_is_ended(bus: Bus, serve
         assert report is not None and report.servers[0].version == 1
         assert (await running.complete(1))["tokens"] == [1.0]
     assert paused_by(bus.name) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        (
+            {"action": None},
+            TypeError,
+            "expected a function .* such as optimizer.step, got NoneType",
+        ),
+        ({"action": asyncio.sleep}, TypeError, "expected a function that changes the parameters"),
+        ({"shared": None}, TypeError, "expected what share returned, got NoneType"),
+        ({"heal": "no"}, TypeError, "expected True or False, got str"),
+        ({"version": True}, TypeError, "expected an int, got bool"),
+    ],
+)
+async def test_what_makes_no_step_is_refused_before_anybody_is_paused(
+    given: dict[str, Any], error: type[Exception], match: str, bus: Bus, servers: Any
+) -> None:
+    running = servers(1, SmallShared)
+    with share(bus.name, model_of(1), version=1) as shared:
+        await attached(bus.name, running)
+        whole = {"shared": shared, "action": dict, "version": 2, **given}
+        async with fleet_of(bus.name, running) as fleet:
+            with pytest.raises(error, match=match):
+                await fleet.step(**whole)
+        assert not shared.torn and shared.version == 1
+    assert paused_by(bus.name) is None
+    assert (await running.complete(1))["tokens"] == [1.0]
+
+
+async def test_a_model_of_another_bus_is_refused(bus: Bus) -> None:
+    with share(f"{bus.name}-b", model_of(1), version=1) as shared:
+        fleet = EngineFleet([VllmServer("http://127.0.0.1:1")], bus=bus.name, timeout=TIMEOUT_S)
+        with pytest.raises(ValueError, match=f"expected a model of bus '{bus.name}', got"):
+            await fleet.step(shared, dict, 2)

@@ -78,10 +78,13 @@ class ClientUpdates:
                 "publish a version first; nothing was touched",
             )
         with newest:
-            client.init_weight_transfer_engine({"bus": bus, "server": self.address})
+            self._attach()
             self.ranks: Final = len(self._rows.of(self))
             # None at all is one too few.
             self._rows.require_attached(self, max(1, self.ranks), newest.version)
+
+    def _attach(self) -> None:
+        self._client.init_weight_transfer_engine({"bus": self.bus, "server": self.address})
 
     def bring(self, version: int, previous: int | None) -> None:
         """Load a published version into all ranks.
@@ -130,6 +133,9 @@ class ClientUpdates:
         except Exception as error:
             # A client raises what its transport raises; the ranks may have loaded all the same.
             problem = f" ({type(error).__name__}: {error})"
+            # They do one thing after another: by this answer the rows speak of what they did.
+            with contextlib.suppress(Exception):
+                self._attach()
             timeout = 0.0 if self._is_whole() else timeout
         missing = self._await_rows(version, timeout)
         return None if missing is None else missing.said + problem

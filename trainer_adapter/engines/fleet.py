@@ -10,6 +10,7 @@ Invariants:
 - What ran before stays leased until the rows agree, so there is a way back for as long as it may be
   needed.
 - A server that is not whole stays paused, and the error names it.
+- Nothing is loaded into a server that does not say that it is paused.
 - An update that was begun is ended, by its deadlines at the latest: a cancelled task waits for it,
   and what a dead process leaves is recovered by its note.
 """
@@ -197,11 +198,7 @@ class EngineFleet(SharedSteps, Reloads):
                     before = None if previous is None else previous.version
                 else:
                     before = version  # the servers may run an older one; nothing older is leased
-                report = UpdateReport(
-                    version=version,
-                    previous=before,
-                    servers=[ServerReport(address=server.address) for server in self.servers],
-                )
+                report = self._begin(note, version, before)
                 await self._bring(note, report)
             finally:
                 if previous is not None:
@@ -215,7 +212,9 @@ class EngineFleet(SharedSteps, Reloads):
             # A server that has no version from before stays as it is.
             if report.previous is None:
                 return []
-            return await self._each(behind, self._load(report.previous))
+            return await self._each(
+                await self._each(behind, self._await_turn), self._load(report.previous)
+            )
 
         await self._in_order(
             note,
@@ -250,6 +249,7 @@ class EngineFleet(SharedSteps, Reloads):
             began = time.monotonic()
             error: EngineError | None = None
             try:
+                await self._keep_paused(server, report)
                 if self._rows.are_loading(server):
                     await self._settle(server)
                 await server.load(version, self.clear_cache, self.timeout)
@@ -267,6 +267,19 @@ class EngineFleet(SharedSteps, Reloads):
 
         return load
 
+    async def _await_turn(self, server: EngineServer, report: ServerReport) -> None:
+        """Wait until it has done what it was asked before, since its rows speak of that only then.
+
+        Whoever asked may have died, or given up. Servers do one thing after another, so any answer
+        to what changes nothing is one.
+        """
+        del report
+        try:
+            await server.prepare(self.bus, self.timeout)
+        except EngineError as error:
+            if error.status is None:
+                raise
+
     async def _settle(self, server: EngineServer) -> bool:
         return await server.settle(self._rows.are_loading(server), self.timeout)
 
@@ -282,28 +295,24 @@ class EngineFleet(SharedSteps, Reloads):
             return await self._reload_newest(note, left)
         newest = await asyncio.to_thread(self._rows.newest, self.timeout)
         version = None if newest is None else newest.version
-        report = UpdateReport(
-            version=left.version if version is None else version,
-            previous=left.previous,
-            servers=[
-                ServerReport(address=server.address, state="paused") for server in self.servers
-            ],
-        )
+        report, pairs = self._begin_recovery(left)
+        report.version = left.version if version is None else version
         try:
-            pairs = list(zip(self.servers, report.servers, strict=True))
-            known = await self._each(pairs, self._look)
+            there = pairs if version is None else await self._each(pairs, self._await_turn)
+            known = await self._each(there, self._look)
             untouched = [pair for pair in known if pair[1].version is not None]
             mixed = [pair for pair in known if pair[1].version is None]
             if version is not None:
-                for step in (self._prepare(version), self._attach(version), self._load(version)):
+                prepare, attach = self._prepare(version), self._attach(version)
+                for step in (prepare, self._keep_paused, attach, self._load(version)):
                     mixed = await self._each(mixed, step)
                 untouched += mixed
             await self._each(untouched, self._resume)
         finally:
             if newest is not None:
                 newest.close()
-        if not report.torn:
-            note.clear()
+        self._clear(note, report)
+        if note.left is None:
             self._release_workers()
         return report
 

@@ -1,8 +1,8 @@
 """Which servers of a bus are paused for new weights, and by whom: a file with a lock.
 
-Invariants: the note is there from before the first server is paused until the last one was resumed
-or was named as torn; whoever pauses holds its lock for as long. A note whose lock is free was left
-by a process that died, and `EngineFleet.recover` ends what it says.
+Invariants: the note names a server from before it is paused until it was resumed, or has ended;
+whoever pauses holds its lock for as long. A note whose lock is free was left by a process that
+died, or could not resume all, and `EngineFleet.recover` ends what it says.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Collection
 from types import TracebackType
 
 import msgspec
@@ -71,18 +72,36 @@ class PauseNote:
         self._path = SHM_DIRECTORY + companion_name(KIND, bus)
         self._file = _locked(self._path, bus)
         self._pid = os.getpid()
-        self.left: PauseNotice | None = _read(self._file)
+        try:
+            self.left: PauseNotice | None = _read(self._file)
+        except BaseException:
+            os.close(self._file)  # and with it the lock
+            raise
 
     def write(self, notice: PauseNotice) -> None:
-        """Say it, whole or not at all, before anything is paused."""
+        """Say it, whole or not at all, before anything is paused; who was named before stays so."""
+        named = {address for _, address in notice.servers}
+        others = [each for each in self.named() if each[1] not in named]
+        notice = msgspec.structs.replace(notice, servers=[*notice.servers, *others])
+        self._write(notice)
+
+    def _write(self, notice: PauseNotice) -> None:
         encoded = msgspec.msgpack.encode(notice)
         # One write into an empty file: a process that dies here leaves nothing, or all.
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, encoded, 0)
         self.left = notice
 
-    def clear(self) -> None:
-        """Take it back: nothing is paused any more."""
+    def named(self) -> list[tuple[str, str]]:
+        """Return kind and address of each server that it names."""
+        return [] if self.left is None else list(self.left.servers)
+
+    def clear(self, addresses: Collection[str]) -> None:
+        """Take it back for servers that are paused no more."""
+        others = [each for each in self.named() if each[1] not in addresses]
+        if self.left is not None and others:
+            self._write(msgspec.structs.replace(self.left, servers=others))
+            return
         os.ftruncate(self._file, 0)
         self.left = None
 

@@ -52,6 +52,8 @@ SETTLED = ("serving", "gone")
 PAUSE_MODES = ("keep", "wait", "abort")
 #: How the reason begins with which a fleet pauses the bus.
 HELD = "weights of version "
+#: What is said of a server that a note names and a fleet does not know.
+_FOREIGN = "it is none of this fleet's; end its pause by: shmbus weights {bus} --resume"
 
 
 class Pauses:
@@ -111,6 +113,12 @@ class Pauses:
         await server.pause(self.mode, self.clear_cache, self.timeout)
         report.state = "paused"
 
+    async def _keep_paused(self, server: EngineServer, report: ServerReport) -> None:
+        """Pause a server that generates after all: it was started anew, or others resumed it."""
+        del report  # it counts as paused, whatever comes of this
+        if not await server.paused(self.timeout):
+            await server.pause(self.mode, self.clear_cache, self.timeout)
+
     async def _resume(self, server: EngineServer, report: ServerReport) -> None:
         deadline = time.monotonic() + self.timeout
         while True:
@@ -134,10 +142,26 @@ class Pauses:
         """End what a dead process has left; `EngineFleet` knows each kind of update."""
         raise NotImplementedError
 
-    def _clear(self, note: PauseNote, pairs: Pairs) -> None:
-        """Take the note back, unless one that was paused is so still, or says nothing."""
-        if all(each.state in SETTLED for _, each in pairs):
-            note.clear()
+    def _begin(self, note: PauseNote, version: int, previous: int | None) -> UpdateReport:
+        """Begin the report of an update; who could not be resumed before is paused still."""
+        paused = {address for _, address in note.named()}
+        servers = [ServerReport(address=server.address) for server in self.servers]
+        for each in servers:
+            each.state = "paused" if each.address in paused else "serving"
+        return UpdateReport(version=version, previous=previous, servers=servers)
+
+    def _begin_recovery(self, left: PauseNotice) -> tuple[UpdateReport, Pairs]:
+        """Begin the report of what a note names, with pairs of those that are of this fleet."""
+        own = {server.address: server for server in self.servers}
+        servers = [ServerReport(address=address, state="paused") for _, address in left.servers]
+        for each in servers:
+            each.error = "" if each.address in own else _FOREIGN.format(bus=self.bus)
+        report = UpdateReport(version=left.version, previous=left.previous, servers=servers)
+        return report, [(own[each.address], each) for each in servers if each.address in own]
+
+    def _clear(self, note: PauseNote, report: UpdateReport) -> None:
+        """Take the note back, but for those that are paused still, or say nothing."""
+        note.clear({each.address for each in report.servers if each.state in SETTLED})
 
     async def _in_order(
         self,
@@ -164,6 +188,7 @@ class Pauses:
             For the note, as `PauseNotice` has it.
         """
         pairs = list(zip(self.servers, report.servers, strict=True))
+        torn = [pair for pair in pairs if pair[1].state == "paused"]
         ready = await self._each(pairs, prepare)
         self._require(ready, report, "nothing was touched, and the old weights are in force")
         note.write(
@@ -179,10 +204,10 @@ class Pauses:
             untouched = await self._each(ready, self._pause)
             if attach is not None:
                 untouched = await self._each(untouched, attach)
-            aside = [pair for pair in ready if pair not in untouched]
+            aside = [pair for pair in ready if pair not in untouched and pair not in torn]
             if len(untouched) < self.quorum:
-                await self._each(ready, self._resume)
-                self._clear(note, ready)
+                await self._each([pair for pair in ready if pair not in torn], self._resume)
+                self._clear(note, report)
                 self._require(untouched, report, "the old weights are in force")
             loaded = await self._each(untouched, load)
             behind = [pair for pair in untouched if pair not in loaded]
@@ -190,9 +215,9 @@ class Pauses:
                 behind, loaded = untouched, []
             restored = await restore(behind)
             await self._each(aside + loaded + restored, self._resume)
-        self._clear(note, ready)
-        torn = [each for _, each in behind if each.state not in SETTLED]
-        self._judge(loaded, torn, report)
+        self._clear(note, report)
+        left = [each for _, each in behind if each.state not in SETTLED]
+        self._judge(loaded, left, report)
 
     def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
         first = next((self._failures[each.address] for each in report.servers if each.error), None)
@@ -300,11 +325,14 @@ def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return a deadline: without one a server that hangs would stop all others."""
+    """Return a deadline in a float of its own, since a server may be told it in JSON.
+
+    It has to have an end: a server that hangs would stop all others.
+    """
     check_seconds("timeout", timeout)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout: expected more than 0 seconds, and an end, got {timeout}")
-    return timeout
+    return float(timeout)
 
 
 def _as_engine_error(server: EngineServer, error: Exception) -> EngineError:

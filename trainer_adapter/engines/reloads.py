@@ -26,6 +26,7 @@ from trainer_adapter.engines.pauses import Pairs, Pauses, Step, uninterrupted
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.server import EngineServer
 from trainer_adapter.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
+from trainer_adapter.weights.errors import WeightsError
 
 __all__ = ["Reloads"]
 
@@ -78,11 +79,7 @@ class Reloads(Pauses):
             if note.left is not None:
                 await self._recover(note)
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
-            report = UpdateReport(
-                version=newest.version,
-                previous=None if before is None else before.version,
-                servers=[ServerReport(address=server.address) for server in self.servers],
-            )
+            report = self._begin(note, newest.version, None if before is None else before.version)
             await self._bring_files(note, report, newest, before)
         self._say(newest.version)
         report.total_s = time.monotonic() - began
@@ -124,6 +121,7 @@ class Reloads(Pauses):
         async def read(server: EngineServer, report: ServerReport) -> None:
             began = time.monotonic()
             report.version = None
+            await self._keep_paused(server, report)
             path = str(place.path.absolute())
             await server.reload(path, place.version, self.clear_cache, self.timeout)
             report.version = place.version
@@ -133,18 +131,17 @@ class Reloads(Pauses):
 
     async def _reload_newest(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
         """End the pause of a trainer that died in a reload: all read the newest."""
-        newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
-        report = UpdateReport(
-            version=newest.version,
-            previous=left.previous,
-            servers=[
-                ServerReport(address=server.address, state="paused") for server in self.servers
-            ],
-        )
-        pairs = list(zip(self.servers, report.servers, strict=True))
+        report, pairs = self._begin_recovery(left)
+        try:
+            newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
+        except (OSError, WeightsError) as error:  # they stay paused, until they get other weights
+            for _, each in pairs:
+                each.error = str(error)
+            return report
+        report.version = newest.version
         for step in (self._find, self._read(newest), self._resume):
             pairs = await self._each(pairs, step)
-        if not report.torn:
-            note.clear()
+        self._clear(note, report)
+        if note.left is None:
             self._release_workers()
         return report

@@ -10,20 +10,19 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from trainer_adapter._checks import check_int
+from trainer_adapter._checks import check_flag, check_int
+from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.pause_note import PauseNote, PauseNotice
 from trainer_adapter.engines.pauses import Pairs, Pauses, uninterrupted
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.engines.server import EngineServer
 from trainer_adapter.weights.errors import TornWeightsError
+from trainer_adapter.weights.shared import SharedModel
 from trainer_adapter.weights.shared_file import shared_state
-
-if TYPE_CHECKING:
-    from trainer_adapter.weights.shared import SharedModel
 
 __all__ = ["SharedSteps"]
 
@@ -62,9 +61,16 @@ class SharedSteps(Pauses):
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
-            The version is no int of 0 or more.
+            The version is no int of 0 or more, the model none of this bus, or the action none that
+            ends when it returns.
         """
         version = check_int("version", version, 0, (1 << 63) - 1)
+        check_flag("heal", heal)
+        if not isinstance(shared, SharedModel):
+            raise TypeError(f"shared: expected what share returned, got {type(shared).__name__}")
+        if shared.bus != self.bus:
+            raise ValueError(f"shared: expected a model of bus {self.bus!r}, got {shared.bus!r}'s")
+        _require_function(action)
         async with self._busy:
             with PauseNote(self.bus) as note:
                 task = asyncio.ensure_future(self._step(note, shared, action, version, heal))
@@ -82,26 +88,27 @@ class SharedSteps(Pauses):
         version: int,
         heal: bool,
     ) -> None:
-        reports = [ServerReport(address=server.address) for server in self.servers]
-        pairs = list(zip(self.servers, reports, strict=True))
         if note.left is not None:
-            await self._resume_whole(note, note.left)
+            self._require_shared(note, await self._recover(note))
+        report = self._begin(note, version, shared.version)
+        reports = report.servers
+        pairs = list(zip(self.servers, reports, strict=True))
         await self._all(await self._each(pairs, self._ask), reports)
         servers = [(server.kind, server.address) for server in self.servers]
-        previous = shared.version
-        note.write(PauseNotice(os.getpid(), servers, version, previous, shared=True))
+        note.write(PauseNotice(os.getpid(), servers, version, report.previous, shared=True))
         async with self._workers_held(version):
             paused = await self._each(pairs, self._pause)
             if len(paused) < len(pairs):
-                await self._each(pairs, self._resume)
-                self._clear(note, pairs)
+                if not shared.torn:
+                    await self._each(pairs, self._resume)
+                    self._clear(note, report)
                 await self._all(paused, reports)
             try:
                 await asyncio.to_thread(_change, shared, action, version, heal)
             except Exception as error:
                 if not shared.torn:  # it was refused before anything was changed
                     await self._each(pairs, self._resume)
-                    self._clear(note, pairs)
+                    self._clear(note, report)
                     raise
                 raise TornWeightsError(
                     f"the step to version {version} failed, so the model is a mix; "
@@ -109,9 +116,19 @@ class SharedSteps(Pauses):
                     "whole weights in a step with heal=True"
                 ) from error
             resumed = await self._each(pairs, self._resume)
-        self._clear(note, pairs)
+        self._clear(note, report)
         self._say(version)
         await self._all(resumed, reports)
+
+    def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
+        """Raise EngineError where other weights than shared ones have left a server torn."""
+        if left is None or note.left is None or note.left.shared:
+            return
+        own = {server.address for server in self.servers}
+        for each in left.servers:
+            if each.state == "paused" and each.address in own:
+                advice = "it stays paused, since its model is not whole; nothing was changed"
+                raise EngineError(each.address, "recover", None, each.error, advice)
 
     async def _ask(self, server: EngineServer, report: ServerReport) -> None:
         """Find out that it is there before anybody is paused."""
@@ -124,28 +141,30 @@ class SharedSteps(Pauses):
 
     async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
         """End the pause of a trainer that died around a step, unless it died in it."""
-        report = UpdateReport(
-            version=left.version,
-            previous=left.previous,
-            servers=[
-                ServerReport(address=server.address, state="paused") for server in self.servers
-            ],
-        )
+        report, pairs = self._begin_recovery(left)
         state = shared_state(self.bus)
         if state is None or state[1]:
             why = "its memory is gone" if state is None else "the trainer died in a step"
-            for each in report.servers:
+            for _, each in pairs:
                 each.error = f"the shared model is no whole one: {why}"
             return report
         report.version = state[0]
-        pairs = list(zip(self.servers, report.servers, strict=True))
         for server, each in await self._each(pairs, self._resume):
             del server
             each.version = state[0]
-        self._clear(note, pairs)
+        self._clear(note, report)
         if note.left is None:
             self._release_workers()
         return report
+
+
+def _require_function(action: object) -> None:
+    """Raise TypeError for what would be found out in the step, which leaves the model torn."""
+    if not callable(action) or inspect.iscoroutinefunction(action):
+        raise TypeError(
+            "action: expected a function that changes the parameters, such as optimizer.step, got "
+            f"{type(action).__name__} {action!r}"
+        )
 
 
 def _change(shared: SharedModel, action: Callable[[], object], version: int, heal: bool) -> None:

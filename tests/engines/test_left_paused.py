@@ -1,0 +1,164 @@
+"""What was left paused stays named until it was resumed with a whole model, whoever updates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_shared import SmallShared
+from test_fleet import is_paused, update
+from test_shared_steps import attached, model_of
+from test_trainer_deaths import fleet_of, start_trainer
+from trainers import SHORT_S, TIMEOUT_S, Trainer
+
+from shmbus import Bus, LayoutMismatchError
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from trainer_adapter.engines import EngineError, EngineFleet, VllmServer
+from trainer_adapter.engines.pause_note import KIND, PauseNote, PauseNotice, paused_by
+from trainer_adapter.engines.resume import resume
+from trainer_adapter.weights import WeightsError, share
+
+pytest_plugins = ["engine_fixtures"]
+
+
+def named(bus: str) -> list[str]:
+    found = paused_by(bus)
+    return [] if found is None else [address for _, address in found[0].servers]
+
+
+@pytest.mark.parametrize("quorum", [1, 2])
+async def test_a_torn_server_is_not_resumed_where_an_update_goes_no_further_than_the_pause(
+    quorum: int, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1), servers(1)]
+    await running[0].fault("update", "refuse")
+    with pytest.raises(EngineError, match="stays paused"):
+        await update(bus.name, trainer, 1, *running)
+    await running[0].fault("update", "refuse")  # it is not repaired
+    await running[quorum - 1].fault("pause", "500")
+    with contextlib.suppress(EngineError):
+        await update(bus.name, trainer, 2, *running, quorum=quorum)
+    assert await is_paused(running[0]) and named(bus.name) == [running[0].url]
+    assert not await is_paused(running[1])
+    await update(bus.name, trainer, 3, *running)
+    for each in running:
+        assert (await each.complete(1))["tokens"] == [3.0]
+    assert named(bus.name) == []
+
+
+async def test_a_server_that_answers_nothing_stays_named_over_the_updates_of_the_others(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1), servers(1)]
+    async with EngineFleet(
+        [VllmServer(each.url) for each in running], bus=bus.name, quorum=1, timeout=SHORT_S / 2
+    ) as fleet:
+        await fleet.update(trainer, 1)
+        await running[1].fault("update", "stop")
+        for version in (2, 3):
+            report = await fleet.update(trainer, version)
+            assert report.servers[0].version == version
+            assert report.torn == [running[1].url] == named(bus.name)
+    running[1].signal(signal.SIGCONT)
+    left = await resume(bus.name, timeout=TIMEOUT_S)
+    assert left is not None and [each.version for each in left.servers] == [3]
+    assert (await running[1].complete(1))["tokens"] == [3.0] and named(bus.name) == []
+
+
+async def test_servers_of_another_fleet_stay_in_the_note_until_somebody_knows_them(
+    bus: Bus, servers: Any
+) -> None:
+    left, mine = servers(1), servers(1)
+    process = start_trainer(bus.name, "vllm", [left], "update", False, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    async with fleet_of(bus.name, "vllm", [mine]) as fleet:
+        report = await fleet.recover()
+        assert report is not None and report.torn == [left.url]
+        assert "none of this fleet's" in report.servers[0].error
+        trainer = Trainer(bus.name)
+        await fleet.update(trainer, 3)
+    assert (await mine.complete(1))["tokens"] == [3.0]
+    assert await is_paused(left) and named(bus.name) == [left.url]
+    report = await resume(bus.name, timeout=TIMEOUT_S)
+    assert report is not None and report.torn == [] and named(bus.name) == []
+    assert (await left.complete(1))["tokens"] == [3.0]
+    trainer.publisher.close()
+
+
+async def test_a_checkpoint_that_is_gone_keeps_no_trainer_from_other_weights(
+    bus: Bus, trainer: Trainer, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1)
+    with PauseNote(bus.name) as note:
+        gone = str(tmp_path / "gone")
+        note.write(PauseNotice(1, [("vllm", running.url)], 7, None, directory=gone))
+    async with fleet_of(bus.name, "vllm", [running]) as fleet:
+        report = await fleet.recover()
+        assert report is not None and report.torn == [running.url]
+        assert "publish first" in report.servers[0].error
+        with pytest.raises(WeightsError, match="publish first"):
+            await fleet.reload(gone)
+        await fleet.update(trainer, 8)
+    assert (await running.complete(1))["tokens"] == [8.0] and named(bus.name) == []
+
+
+async def test_a_step_of_a_shared_model_resumes_no_server_that_an_update_left_torn(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1)
+    await running.fault("update", "refuse")
+    with pytest.raises(EngineError, match="stays paused"):
+        await update(bus.name, trainer, 1, running)
+    model = model_of(1)
+    await running.fault("update", "refuse")
+    with share(bus.name, model, version=1) as shared:
+        async with fleet_of(bus.name, "vllm", [running]) as fleet:
+            with pytest.raises(EngineError, match=f"{running.url}.*nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2)
+            assert await is_paused(running) and named(bus.name) == [running.url]
+            assert shared.version == 1
+            await fleet.step(shared, lambda: model.value.fill_(2), 2)  # by now it could be loaded
+    assert (await running.complete(1))["tokens"] == [1.0] and named(bus.name) == []
+
+
+async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_pause(
+    bus: Bus, servers: Any
+) -> None:
+    running = [servers(1, SmallShared), servers(1, SmallShared)]
+    model = model_of(1)
+
+    def broken() -> None:
+        model.value[:500] = 2
+        raise RuntimeError("the optimizer failed")
+
+    with share(bus.name, model, version=1) as shared:
+        await attached(bus.name, *running)
+        async with fleet_of(bus.name, "vllm", running) as fleet:
+            with pytest.raises(WeightsError, match="stay paused"):
+                await fleet.step(shared, broken, 2)
+            await running[1].fault("pause", "500")
+            with pytest.raises(EngineError, match="nothing was changed"):
+                await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+            assert await is_paused(running[0]) and await is_paused(running[1])
+            assert named(bus.name) == [each.url for each in running]
+            await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+        for each in running:
+            assert (await each.complete(1))["tokens"] == [2.0]
+    assert named(bus.name) == []
+
+
+async def test_a_note_that_cannot_be_read_is_locked_by_nobody(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1)
+    path = Path(SHM_DIRECTORY + companion_name(KIND, bus.name))
+    path.write_bytes(b"another version's")
+    with pytest.raises(LayoutMismatchError, match="none of this version"):
+        await update(bus.name, trainer, 1, running)
+    path.write_bytes(b"")
+    await update(bus.name, trainer, 1, running)
+    assert not path.exists()
