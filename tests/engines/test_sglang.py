@@ -188,6 +188,34 @@ async def test_ranks_that_cannot_attach_leave_the_old_weights_in_force(
     assert (await running.complete(1))["tokens"] == [2.0]
 
 
+@pytest.mark.parametrize("step", ["begin", "update", "end"])
+async def test_a_session_in_which_a_rank_did_not_attach_is_ended_before_anybody_generates(
+    step: str, bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = servers(1, SmallSglang)
+    await running.fault(step, "close")  # it has done it, and nobody knows
+    with pytest.raises(EngineError, match=f"{step}: .*the old weights are in force"):
+        await update(bus.name, trainer, 1, running)
+    assert not await is_paused(running) and paused_by(bus.name) is None
+    assert (await running.complete(1))["tokens"] == [0.0]
+    assert ["/end_weight_update", {}] in await running.calls()
+
+
+async def test_a_session_of_which_nobody_knows_the_end_keeps_the_server_paused_and_named(
+    bus: Bus, trainer: Trainer, servers: Any
+) -> None:
+    running = [servers(1, SmallSglang), servers(1, SmallSglang)]
+    await running[0].fault("begin", "close")
+    await running[0].fault("end", "503")
+    with pytest.raises(EngineError, match="the old weights are in force"):
+        await update(bus.name, trainer, 1, *running)
+    assert await is_paused(running[0]) and not await is_paused(running[1])
+    left = paused_by(bus.name)
+    assert left is not None and left[0].servers == [("sglang", running[0].url)]
+    await update(bus.name, trainer, 2, *running)
+    assert [(await each.complete(1))["tokens"] for each in running] == [[2.0]] * 2
+
+
 async def test_servers_of_both_kinds_are_one_fleet(
     bus: Bus, trainer: Trainer, servers: Any
 ) -> None:

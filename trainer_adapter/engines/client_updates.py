@@ -19,6 +19,7 @@ import time
 from typing import Any, Final, Protocol
 
 from shmbus import Bus, BusNotFoundError
+from trainer_adapter._checks import check_int64, check_seconds
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.rows import POLL_S, Missing, RankRows
 
@@ -60,9 +61,12 @@ class ClientUpdates:
     ------
     EngineError
         No rank reads these weights, or one can never load them; nothing was touched.
+    TypeError, ValueError
+        The timeout is no number of seconds.
     """
 
     def __init__(self, bus: str, client: WeightSyncClient, *, timeout: float) -> None:
+        check_seconds("timeout", timeout)
         self.bus: Final = bus
         self.address: Final = f"vllm.{secrets.token_hex(_NAME_BYTES)}"
         self._client = client
@@ -102,7 +106,11 @@ class ClientUpdates:
             A rank could not take it, and all of them run the previous one again.
         EngineError
             Nor could it be loaded again: a rank's model is not whole.
+        TypeError, ValueError
+            A version is no int64; nothing was touched.
         """
+        version = check_int64("version", version)
+        previous = None if previous is None else check_int64("previous", previous)
         failed = self._load(version)
         if failed is None:
             self._say(version)

@@ -244,6 +244,10 @@ class EngineFleet(SharedSteps, Reloads):
 
         return attach
 
+    async def _end(self, server: EngineServer, report: ServerReport) -> None:
+        del report  # it says already why no rank was attached
+        await self._settle(server)
+
     def _load(self, version: int) -> Step:
         async def load(server: EngineServer, report: ServerReport) -> None:
             began = time.monotonic()

@@ -142,6 +142,10 @@ class Pauses:
         """End what a dead process has left; `EngineFleet` knows each kind of update."""
         raise NotImplementedError
 
+    async def _end(self, server: EngineServer, report: ServerReport) -> None:
+        """End what a failed `attach` may have left open; `EngineFleet` knows what that is."""
+        raise NotImplementedError
+
     def _begin(self, note: PauseNote, version: int, previous: int | None) -> UpdateReport:
         """Begin the report of an update; who could not be resumed before is paused still."""
         paused = {address for _, address in note.named()}
@@ -201,12 +205,14 @@ class Pauses:
             )
         )
         async with self._workers_held(report.version):
-            untouched = await self._each(ready, self._pause)
-            if attach is not None:
-                untouched = await self._each(untouched, attach)
-            aside = [pair for pair in ready if pair not in untouched and pair not in torn]
+            paused = await self._each(ready, self._pause)
+            untouched = paused if attach is None else await self._each(paused, attach)
+            ended = await self._each([each for each in paused if each not in untouched], self._end)
+            aside = [each for each in ready if each not in paused] + ended
+            aside = [each for each in aside if each not in torn]
             if len(untouched) < self.quorum:
-                await self._each([pair for pair in ready if pair not in torn], self._resume)
+                whole = [each for each in untouched if each not in torn]
+                await self._each(aside + whole, self._resume)
                 self._clear(note, report)
                 self._require(untouched, report, "the old weights are in force")
             loaded = await self._each(untouched, load)
