@@ -29,6 +29,8 @@ class OddServer:
         self.prefix = prefix
         self.instead: dict[str, Instead] = {}
         self.pieces = 1
+        self.status = "200 OK"
+        self.head = ""
         self.paused = False
         self.seen: list[str] = []
         self.model = torch.zeros(1000)
@@ -62,6 +64,7 @@ class OddServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             sizes = [line for line in head.lower().split("\r\n") if line.startswith("content-len")]
             body = await reader.readexactly(int(sizes[0].split(":")[1])) if sizes else b""
+            self.head = head
             path = head.split(" ")[1].split("?")[0].removeprefix(self.prefix)
             self.seen.append(path)
             said = self.instead[path]() if path in self.instead else None
@@ -71,7 +74,7 @@ class OddServer:
                 step = -(-len(whole) // self.pieces)
                 said = [whole[at : at + step] for at in range(0, len(whole), step)]
             length = sum(map(len, said))
-            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode())
+            writer.write(f"HTTP/1.1 {self.status}\r\nContent-Length: {length}\r\n\r\n".encode())
             for piece in said:
                 writer.write(piece)
                 await writer.drain()

@@ -99,6 +99,23 @@ async def test_a_failed_call_keeps_its_step_status_and_advice(bus: Bus, trainer:
         assert (caught.value.step, caught.value.status) == ("pause", 200)
 
 
+@pytest.mark.parametrize("status", ["200 OK", "401 Unauthorized", "200 sk-0123456789\0"])
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+async def test_a_server_that_says_what_it_was_sent_puts_no_key_into_an_error(
+    kind: Any, status: str, bus: Bus, trainer: Trainer
+) -> None:
+    async with OddServer() as server:
+        server.status = status
+        for path in ("/get_world_size", "/server_info"):
+            server.instead[path] = lambda: [server.head.encode()]
+        keyed = kind(server.url, headers={"Authorization": "Bearer sk-0123456789"})
+        with pytest.raises(EngineError) as caught:
+            await EngineFleet([keyed], bus=bus.name, timeout=TIMEOUT_S).update(trainer, 1)
+        assert "sk-0123456789" in server.head
+        shown = [caught.value, caught.value.__cause__]
+        assert not any("0123456789" in f"{each} {getattr(each, 'body', '')}" for each in shown)
+
+
 async def test_an_address_of_any_length_finds_its_rows(bus: Bus, trainer: Trainer) -> None:
     async with OddServer(prefix="/of-a-service-with-a-very-long-name" * 3) as server:
         report = await fleet_of(bus, server).update(trainer, 2)
@@ -217,6 +234,10 @@ async def test_what_makes_no_update_is_refused_before_anybody_is_asked(
         ("http://h:1/?a=b", ValueError, "http://host:port"),
         ("http://" + "h" * 64, ValueError, "http://host:port"),
         ("http://user:key@h:1", ValueError, "pass headers="),
+        ("http://h:1?", ValueError, "http://host:port"),
+        ("http://h:1#", ValueError, "http://host:port"),
+        ("http://h:1/\x00", ValueError, "http://host:port"),
+        ("http://h:1/\ud800", ValueError, "http://host:port"),
     ],
 )
 def test_an_address_that_leads_nowhere_is_refused(

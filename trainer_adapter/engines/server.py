@@ -1,8 +1,8 @@
 """One inference server as the fleet sees it: verbs with a deadline and a checked answer each.
 
 Invariants: no status and no body is taken for granted; a verb either did what it says, by the
-server's own word, or raises EngineError; nothing is sent twice. That the weights are there is not
-believed from here: the readers' rows say it.
+server's own word, or raises EngineError; nothing is sent twice; no error has a key that was sent.
+That the weights are there is not believed from here: the readers' rows say it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 #: Bytes of an answer that are read; a control answer has a few hundred.
 MAX_ANSWER_BYTES = 1 << 20
+
+#: Characters of what may be a key; a shorter word of a header is part of many others.
+LEAST_KEY = 8
 
 #: Which routes and options it has, as each step's own advice has it, is no question there.
 _NOBODY = "nobody listens there: is this the server's address, and has it started?"
@@ -195,16 +198,24 @@ class HttpServer:
                 error.os_error, ConnectionRefusedError
             )
             advice = _NOBODY if gone else advice
-            raise EngineError(
-                self.address, step, None, str(error) or repr(error), advice, gone=gone
-            ) from error
-        return status, raw.decode("utf-8", "replace")
+            said = self._without_keys(str(error) or repr(error))
+            raise EngineError(self.address, step, None, said, advice, gone=gone) from error
+        text = raw.decode("utf-8", "replace")
+        return status, text if status == 200 else self._without_keys(text)
+
+    def _without_keys(self, said: str) -> str:
+        """Take out what was sent in headers: some servers say in an error what they were sent."""
+        words = [word for value in self._headers.values() for word in value.split()]
+        for word in sorted(words, key=len, reverse=True):
+            if len(word) >= LEAST_KEY:
+                said = said.replace(word, "***")
+        return said
 
     def _object(self, step: str, text: str, advice: str) -> dict[str, Any]:
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            shown = f"expected a JSON object, got {text[:SHOWN_BODY]!r}"
+            shown = f"expected a JSON object, got {self._without_keys(text)[:SHOWN_BODY]!r}"
             raise EngineError(self.address, step, 200, shown, advice) from error
 
     async def models_with_paths(self, timeout: float) -> dict[str, str]:
@@ -219,7 +230,8 @@ class HttpServer:
 
     def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
         """Make the error of an answer that is a 200 and no success."""
-        return EngineError(self.address, step, 200, repr(dict(answer)), advice)
+        said = self._without_keys(repr(dict(answer)))
+        return EngineError(self.address, step, 200, said, advice)
 
     async def close(self) -> None:
         """Let go of what it holds, which is nothing; may be called twice."""
@@ -248,7 +260,7 @@ def _checked_url(url: object) -> str:
         raise ValueError(
             "url: expected http://host:port, got one with a user or a password; pass headers="
         )
-    plain = url == "".join(url.split()) and not parts.query and not parts.fragment
+    plain = url.isprintable() and not any(c in " ?#" for c in url)
     if parts.scheme not in ("http", "https") or not _is_host(parts) or not plain:
         raise ValueError(f"url: expected http://host:port, got {url!r}")
     return url.rstrip("/")

@@ -143,7 +143,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             return
         try:
             self._loading = self._subscriber.at(update_info.version)
-        except WeightsError as error:
+        except Exception as error:  # of a version that is no number, too: here nothing is raised
             manifest = isinstance(error, ManifestError)
             self._fail(str(error), MANIFEST_CODE if manifest else LOAD_CODE)
             self._mark()  # the row may have said so already, and the update is open still
