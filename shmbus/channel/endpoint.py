@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
@@ -73,6 +74,7 @@ class Endpoint:
         self._path = channel_path(name)
         self._identity = os.fstat(handle.fd)
         self._lock = threading.RLock()
+        _endpoints.add(self)
         life, _, claims, _, _ = handle.look(self.OTHER)
         # Who was gone before this side came is awaited, not mourned.
         self._mourned = claims if life in (_core.CHANNEL_DEAD, _core.CHANNEL_LEFT) else 0
@@ -230,6 +232,18 @@ class Endpoint:
             f"shmbus.channel.unlink_channel({self.name!r}), and resume both sides from a checkpoint"
         )
 
+    def require_timeout(self, timeout: object) -> None:
+        """Raise TypeError or ValueError unless it is 0 or more seconds, or None for the default.
+
+        Parameters
+        ----------
+        timeout : object
+            Of a wait, given by a user: also one that is over before it begins is looked at.
+        """
+        # A float is what it is, as a rule, and each step asks.
+        if not (type(timeout) is float and timeout >= 0):
+            check_timeout(timeout)
+
     def _wait(
         self,
         ready: Callable[[], _T | None],
@@ -241,12 +255,14 @@ class Endpoint:
 
         `doze` sleeps for at most so many seconds, and may have what is waited for.
         """
+        if timeout is not None:
+            self.require_timeout(timeout)
         self.on_wake()
         got = ready()
         if got is not None:
             return got
-        check_timeout(timeout)
-        limit = self.timeout if timeout is None else timeout
+        # A clock says more than a number of NumPy's with few bits can have.
+        limit = float(self.timeout if timeout is None else timeout)
         deadline = time.monotonic() + limit
         while True:
             ticket = self._handle.announce(self.OTHER)
@@ -319,6 +335,18 @@ class Endpoint:
             f"{what} (sent up to step {self.sent_step}, acknowledged up to step "
             f"{self.acked_step}); {state}. Nothing is lost: call again"
         )
+
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # Another thread of the parent's may have had it; its handle says here that it is none.
+    for endpoint in list(_endpoints):
+        endpoint._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def fit_text(text: str, most: int) -> str:

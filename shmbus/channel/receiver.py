@@ -94,7 +94,7 @@ class ChannelReceiver(Endpoint):
         check_deadline("timeout", timeout)
         check_deadline("wait", wait)
         label = own_label(label)
-        handle = open_handle(name, deadline=time.monotonic() + wait)
+        handle = open_handle(name, deadline=time.monotonic() + float(wait))
         super().__init__(name, handle, timeout)
         self._resumed: int | None = None
         if not handle.claim(self.SIDE, label):
