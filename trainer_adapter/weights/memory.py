@@ -19,6 +19,7 @@ __all__ = [
     "byte_view",
     "copy_tensor",
     "has_memory",
+    "is_elsewhere",
     "is_plain_copy",
     "payload_tensor",
     "tensor_at",
@@ -134,11 +135,27 @@ def has_memory(tensor: torch.Tensor) -> bool:
     tensor : Tensor
         Of the layout torch.strided.
     """
-    if tensor.numel() == 0:
+    count = tensor.numel()
+    if count == 0:
         return True
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = count - 1
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return bool(tensor.untyped_storage().nbytes() >= end)
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in other tensors, as those of a wrapper do.
+
+    What a wrapper stands for may be replaced, and nothing of the wrapper changes.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Of any kind that has an address.
+    """
+    return torch.Tensor.data_ptr(tensor) == 0 and torch.Tensor.numel(tensor) > 0
 
 
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

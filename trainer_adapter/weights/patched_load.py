@@ -26,7 +26,7 @@ from trainer_adapter.weights.carriers.patched import CarriedPatch
 from trainer_adapter.weights.copies import Pair
 from trainer_adapter.weights.loading import Loading
 from trainer_adapter.weights.manifest import Manifest, TensorPlace
-from trainer_adapter.weights.memory import byte_view
+from trainer_adapter.weights.memory import byte_view, is_elsewhere
 from trainer_adapter.weights.seen import SeenTensors
 from trainer_adapter.weights.source import dtype_name
 
@@ -146,7 +146,9 @@ def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
     found = []
     for name, (target, _) in pairs.items():
         at = (target.data_ptr(), target.device, target.dtype, tuple(target.shape), target.stride())
-        found.append((name, at, target._version))
+        # Of what a wrapper stands for nothing is counted: no list is equal to another one.
+        written = object() if is_elsewhere(target) else target._version
+        found.append((name, at, written))
     return tuple(found)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from shmbus.tensor_forms import have_forms, tensor_forms
+from trainer_adapter.weights.memory import is_elsewhere
 from trainer_adapter.weights.sharded import is_sharded
 
 __all__ = ["SeenTensors", "are_same", "comparer_of"]
@@ -56,9 +57,10 @@ class SeenTensors:
 
     def __init__(self, tensors: Mapping[str, object]) -> None:
         self._names, self._tensors = _tensors_of(tensors)
-        # What is tied comes once. A DTensor's own part may move without a trace.
+        # What is tied comes once. A DTensor's own part, and what any other wrapper stands for, may
+        # move without a trace.
         self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
-        self._told = not any(is_sharded(tensor) for tensor in self._once)
+        self._told = not any(is_sharded(each) or is_elsewhere(each) for each in self._once)
         if self._told:
             self._suspects = [each for each in self._once if each.dtype not in _NEVER_LAZY]
             self._look = _look_at(self._once)
@@ -160,7 +162,8 @@ def _exchange() -> object | None:
     """Return DLPack's table for torch's tensors; None where this torch has none that is known."""
     found: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     try:
-        tensor_forms(found, (torch.zeros(1),))
-    except (TypeError, ValueError, RuntimeError, BufferError):
+        # Of no tensor: one that is made here is of whatever mode torch is in, and this is kept.
+        tensor_forms(found, ())
+    except (TypeError, ValueError):
         return None
     return found
