@@ -67,10 +67,22 @@ class Agreement:
         """State what this side says."""
         _, claim = self._endpoint.presence(self._side)
         statement = msgspec.structs.replace(statement, claim=claim)
-        if statement != self.own:
-            self.own = statement
-            self._agreed, self._passed = False, None
+        if statement == self.own:
+            return
+        try:
             self._endpoint.state(msgspec.msgpack.encode(statement))
+        except ValueError as error:
+            raise ValueError(
+                f"specs: {error}; give the {len(statement.specs)} tensors shorter names, or send "
+                "several as one; nothing was sent"
+            ) from error
+        self.own = statement
+        self._agreed, self._passed = False, None
+
+    def forget_own(self) -> None:
+        """Let the next step say what is sent: that which has stated it was not sent."""
+        self.own = None
+        self._agreed, self._passed = False, None
 
     def check(self) -> None:
         """Compare with the other side.

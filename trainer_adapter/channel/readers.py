@@ -75,6 +75,8 @@ class StepReader:
         if places.buffer is None:
             assert message.memory is not None
             check_places(places, message.memory.bytes, what)
+            if not places.tensors:
+                return {}, _nothing
             # By a memoryview, which the tensors keep. Of the object alone torch keeps no export, by
             # which the channel knows that they outlive their step.
             payload = payload_tensor(memoryview(message.memory))

@@ -163,8 +163,12 @@ class TensorReceiver:
         expected = Statement(parse_specs(specs))
         self._channel = ChannelReceiver(name, timeout=timeout, wait=wait, label=label)
         self._reader = StepReader(self._channel, device=device, views=views)
-        self._agreement = Agreement(self._channel, "receiver")
-        self._agreement.state(expected)
+        try:
+            self._agreement = Agreement(self._channel, "receiver")
+            self._agreement.state(expected)
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
         self._item: StepItem | None = None
         # Heads of late, with what was read of them: the next step's is one of them, as a rule.
         self._last: tuple[bytes, int | None] = b"", None

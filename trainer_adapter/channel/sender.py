@@ -15,7 +15,16 @@ from trainer_adapter._checks import check_int64
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.config import Carrier
 from trainer_adapter.channel.places import StepForm, encode_meta
-from trainer_adapter.channel.specs import Statement, acked_step_of, parse_specs, specs_of
+from trainer_adapter.channel.specs import (
+    SpecMismatchError,
+    Statement,
+    acked_step_of,
+    is_text,
+    is_there,
+    parse_specs,
+    specs_of,
+    unsendable,
+)
 from trainer_adapter.channel.writers import SendAlike, open_writer
 from trainer_adapter.weights.seen import comparer_of
 
@@ -65,7 +74,11 @@ class TensorSender:
         self._alike: tuple[bytes, SendAlike] | None = None
         self._alike_since: int | None = None
         if declared is not None:
-            self._agreement.state(declared)
+            try:
+                self._agreement.state(declared)
+            except BaseException as error:
+                self.close(f"{type(error).__name__}: {error}")
+                raise
 
     @property
     def name(self) -> str:
@@ -101,8 +114,8 @@ class TensorSender:
         Parameters
         ----------
         tensors : mapping of str to Tensor
-            Contiguous, not empty, on the carrier's device; of a CUDA device they may be changed on
-            the stream that is current now.
+            Contiguous, not empty, with memory, on the carrier's device; of a CUDA device they may
+            be changed on the stream that is current now. A step may have a meta alone.
         step : int, optional
             Which step it is, to be sure.
         meta : mapping, optional
@@ -130,10 +143,12 @@ class TensorSender:
         """
         if step is not None and type(step) is not int:
             step = check_int64("step", step)
+        if timeout is not None:
+            self._channel.require_timeout(timeout)
+        extra = encode_meta(meta)
         alike = self._alike
         if alike is not None:
             head, send = alike
-            extra = encode_meta(meta)
             sent = send(tensors, head + extra if extra else None, step)
             if sent is not None:
                 return sent
@@ -146,23 +161,40 @@ class TensorSender:
         if step is not None and step != number:
             self._writer.settle()
             self._channel.check_step(step)
+        undeclared = self._agreement.own is None
+        try:
+            self._send(dict(tensors), number, extra, timeout)
+        except SpecMismatchError:
+            raise  # both sides are held to what has contradicted each other
+        except BaseException:
+            if undeclared:
+                self._agreement.forget_own()
+            raise
+        return number
+
+    def _send(
+        self,
+        tensors: dict[str, torch.Tensor],
+        number: int,
+        extra: bytes,
+        timeout: float | None,
+    ) -> None:
         form = self._form if self._is_like_the_last(tensors) else None
         self._agreement.check()
         if form is None or not self._agreement.has_passed(form.specs):
             self._alike = None
             form = self._agreed_form(tensors, number)
-        elif alike is None or self._alike_since != self._agreement.agreed:
+        elif self._alike is None or self._alike_since != self._agreement.agreed:
             # The second of its kind: there will be more.
             self._alike_since = self._agreement.agreed
             self._alike = self._writer.alike(form, self._alike_since, self._form_guard)
-        self._writer.write(tensors, form, meta, timeout)
-        return number
+        self._writer.write(tensors, form, extra, timeout)
 
     def _is_like_the_last(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether a step can be sent as the last one was: it has the same tensors to look at."""
         guard = self._form_guard
         if guard is not None and [*tensors] == self._form_names and guard(*tensors.values()):
-            return True
+            return all(map(is_there, tensors.values()))
         key = self._form_key
         device = self._writer.device
         if len(key) != len(tensors):
@@ -176,6 +208,7 @@ class TensorSender:
                 and tensor.shape == shape
                 and tensor.device == device
                 and tensor.is_contiguous()
+                and is_there(tensor)
             ):
                 return False
         if guard is None:
@@ -301,16 +334,9 @@ class TensorSender:
                     f"channel {self.name!r}, step {step}: {name!r}: expected a tensor, got "
                     f"{type(tensor).__name__}; nothing was sent"
                 )
-            problem = ""
-            if tensor.device != self._writer.device:
-                problem = (
-                    f"expected a tensor on the agreed device {str(self._writer.device)!r}, got "
-                    f"{str(tensor.device)!r}"
-                )
-            elif not tensor.is_contiguous():
-                problem = f"expected a contiguous tensor, got strides {tensor.stride()}"
-            elif tensor.numel() == 0:
-                problem = f"expected elements, got shape {list(tensor.shape)}; use skip()"
+            problem = unsendable(tensor, self._writer.device)
+            if not is_text(name):
+                problem = "expected a name that UTF-8 can encode"
             if problem:
                 raise ValueError(
                     f"channel {self.name!r}, step {step}, tensor {name!r}: {problem}; nothing was "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -16,16 +16,23 @@ import torch
 from shmbus.channel import ChannelError
 from trainer_adapter._checks import check_int
 from trainer_adapter.weights.manifest import DTYPE_BYTES
+from trainer_adapter.weights.memory import has_memory
 
 __all__ = [
     "SpecMismatchError",
     "Statement",
     "TensorSpec",
     "differences",
+    "is_text",
+    "is_there",
     "parse_specs",
     "specs_of",
     "step_differences",
+    "unsendable",
 ]
+
+#: Of a dimension: more than any memory has, and every reader's integers hold it.
+_MOST_SIZE: Final = (1 << 63) - 1
 
 
 class SpecMismatchError(ChannelError):
@@ -96,6 +103,8 @@ def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
     for name, spec in specs.items():
         if not isinstance(name, str):
             raise TypeError(f"specs: expected names as str, got {name!r}")
+        if not is_text(name):
+            raise ValueError(f"specs: expected names that UTF-8 can encode, got {name!a}")
         dtype: Any
         shape: Any
         if isinstance(spec, TensorSpec):
@@ -110,14 +119,64 @@ def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
             raise ValueError(f"specs[{name!r}]: expected a dtype of torch, got {dtype!r}")
         if isinstance(shape, str) or not isinstance(shape, Sequence):
             raise TypeError(f"specs[{name!r}]: expected a shape, got {shape!r}")
-        for size in shape:
-            if size is not None and (not isinstance(size, int) or size < 0):
-                raise ValueError(
-                    f"specs[{name!r}]: expected sizes from 0 on, or None for one that varies, got "
-                    f"{size!r}"
-                )
-        parsed[name] = TensorSpec(dtype, tuple(shape))
+        parsed[name] = TensorSpec(dtype, tuple(_parsed_size(name, size) for size in shape))
     return parsed
+
+
+def _parsed_size(name: str, size: object) -> int | None:
+    if size is None:
+        return None
+    try:
+        return check_int("size", size, 0, _MOST_SIZE)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"specs[{name!r}]: expected sizes from 0 on, or None for one that varies, got {size!r}"
+        ) from None
+
+
+def is_text(name: str) -> bool:
+    """Whether UTF-8 can encode a name, as statements and tables of tensors do."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def unsendable(tensor: torch.Tensor, device: torch.device) -> str:
+    """Say why a tensor cannot be sent from a device; empty where it can."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "expected a shape, got a parameter before its module's first forward pass"
+    if tensor.device != device:
+        return f"expected a tensor on the agreed device {str(device)!r}, got {str(tensor.device)!r}"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else "one"
+        return (
+            f"expected a plain tensor, got {kind} of the layout {tensor.layout}; call to_dense(), "
+            "or send its parts"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        return f"expected one of the dtypes {', '.join(DTYPE_BYTES)}, got {dtype}"
+    if not tensor.is_contiguous():
+        return f"expected a contiguous tensor, got strides {tensor.stride()}"
+    if tensor.numel() == 0:
+        return f"expected elements, got shape {list(tensor.shape)}; use skip()"
+    if not is_there(tensor):
+        return (
+            "expected a tensor with memory for all of its elements; its storage was freed or cut, "
+            "as FSDP does between forward passes, or it stands for others, as in a transform of "
+            "torch.func or FakeTensorMode"
+        )
+    return ""
+
+
+def is_there(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor has memory for all of its elements, on its device."""
+    try:
+        return has_memory(tensor) and tensor.untyped_storage().device == tensor.device
+    except NotImplementedError:  # torch's word for a tensor without a storage
+        return False
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from shmbus.device_calls import DEVICE_MAX_COPIES, device_copy
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
-from trainer_adapter.channel.places import StepForm, channel_form, encode_head, encode_meta
+from trainer_adapter.channel.places import StepForm, channel_form, encode_head
 from trainer_adapter.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
 from trainer_adapter.device.completion import Completion, Work
 from trainer_adapter.device.driver import CudaDriverError, address, check
@@ -115,10 +115,10 @@ class StepWriter(Protocol):
         self,
         tensors: Mapping[str, torch.Tensor],
         form: StepForm,
-        meta: Mapping[str, Any] | None,
+        more: bytes,
         timeout: float | None,
     ) -> None:
-        """Copy a step's tensors, and send it once they are there."""
+        """Copy a step's tensors, and send it once they are there; `more` follows its head."""
 
     def alike(
         self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
@@ -163,16 +163,17 @@ class SlotWriter:
         self,
         tensors: Mapping[str, torch.Tensor],
         form: StepForm,
-        meta: Mapping[str, Any] | None,
+        more: bytes,
         timeout: float | None,
     ) -> None:
         """Copy a step's tensors into its slot, and send it."""
-        table = encode_head(form) + encode_meta(meta)
+        table = encode_head(form) + more
         memory = self._channel.begin(form.size, len(table), timeout=timeout)
-        payload = payload_tensor(memory)
-        for place in form.places:
-            copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
-        del payload
+        if form.places:
+            payload = payload_tensor(memory)
+            for place in form.places:
+                copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
+            del payload
         self._channel.commit(table)
 
     def alike(
@@ -251,13 +252,12 @@ class ExportedWriter:
         self,
         tensors: Mapping[str, torch.Tensor],
         form: StepForm,
-        meta: Mapping[str, Any] | None,
+        more: bytes,
         timeout: float | None,
     ) -> None:
         """Copy a step's tensors into the next buffer, and have it sent when they are there."""
         step = self.next_step
         number = step % self._channel.slots
-        more = encode_meta(meta)
         self._make_room(step, form.size, timeout)
         self._channel.await_slot(step, timeout=timeout)
         ready = self._targets_of(number, form)

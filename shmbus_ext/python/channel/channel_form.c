@@ -12,6 +12,7 @@
 #include "python/channel/dlpack.h"
 
 static PyObject *s_dtype, *s_shape, *s_is_cpu, *s_is_contiguous, *s_is_neg, *s_data_ptr;
+static PyObject *s_untyped_storage, *s_nbytes, *s_storage_offset;
 
 static bool intern_names(void) {
     struct {
@@ -21,6 +22,8 @@ static bool intern_names(void) {
         {&s_dtype, "dtype"},   {&s_shape, "shape"},
         {&s_is_cpu, "is_cpu"}, {&s_is_contiguous, "is_contiguous"},
         {&s_is_neg, "is_neg"}, {&s_data_ptr, "data_ptr"},
+        {&s_nbytes, "nbytes"}, {&s_untyped_storage, "untyped_storage"},
+        {&s_storage_offset, "storage_offset"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (*names[i].at == NULL) {
@@ -59,6 +62,26 @@ static const uint8_t *data_of(PyObject *tensor) {
     return at;
 }
 
+/* False also with an exception. */
+static bool count_of(PyObject *object, PyObject *method, uint64_t *count) {
+    PyObject *number = object == NULL ? NULL : PyObject_CallMethodNoArgs(object, method);
+    *count = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(number);
+    return number != NULL && !PyErr_Occurred();
+}
+
+/* Whether its storage has all of its bytes: one that was freed, or cut, leaves a tensor's address
+ * and shape as they were. */
+static bool is_there(PyObject *tensor, const struct form_tensor *form) {
+    uint64_t bytes, first;
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, s_untyped_storage);
+    bool known = count_of(storage, s_nbytes, &bytes) && count_of(tensor, s_storage_offset, &first);
+    Py_XDECREF(storage);
+    return known && form->bytes <= bytes &&
+           !__builtin_mul_overflow(first, (uint64_t)(form->dl_bits / 8), &first) &&
+           first <= bytes - form->bytes;
+}
+
 static bool has_shape(PyObject *tensor, PyObject *wanted) {
     PyObject *shape = PyObject_GetAttr(tensor, s_shape);
     bool same = shape != NULL && PyObject_RichCompareBool(shape, wanted, Py_EQ) == 1;
@@ -73,7 +96,7 @@ static bool find_one(ChannelFormObject *self, const struct form_tensor *form, Py
            is_attribute(tensor, s_dtype, form->dtype) &&
            is_attribute(tensor, s_is_cpu, Py_True) && has_shape(tensor, form->shape) &&
            says(tensor, s_is_contiguous, Py_True) && says(tensor, s_is_neg, Py_False) &&
-           (*at = data_of(tensor)) != NULL;
+           is_there(tensor, form) && (*at = data_of(tensor)) != NULL;
 }
 
 void py_channel_form_let_go(struct form_found *found) {
