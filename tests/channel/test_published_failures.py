@@ -174,7 +174,7 @@ def tensor_sender(name: str, phase: str, pipe: Connection) -> None:
     if phase in ("created", "declared"):
         stay(phase, pipe)
     if phase == "copying":
-        writers.copy_tensor = lambda *_: stay(phase, pipe)  # type: ignore[attr-defined]
+        writers.copy_bytes = lambda *_: stay(phase, pipe)  # type: ignore[attr-defined]
     sender.send(good())
     if phase == "sent":
         stay(phase, pipe)

@@ -32,8 +32,8 @@ __all__ = [
     "head_of",
 ]
 
-#: Of a step that is sent and received in one call; more take longer than what that saves.
-MAX_ALIKE_TENSORS: Final = 64
+#: Tensors of a step that is sent and received in one call: as many as a ChannelForm may have.
+MAX_ALIKE_TENSORS: Final = 1024
 
 #: Bytes in front of a table, which say where it ends.
 _LENGTH_BYTES: Final = 4

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from shmbus import BusClosedError, BusRemovedError, CapacityError
 from shmbus.channel import ChannelError, ChannelSender
 from shmbus.device_calls import DEVICE_MAX_COPIES, device_copy
+from shmbus.pool.copying import copy_bytes
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from trainer_adapter.channel.config import Carrier, CudaCarrier, HostCarrier
@@ -24,7 +25,7 @@ from trainer_adapter.device.arena import Arena, BufferName, Memory, MemoryKind, 
 from trainer_adapter.device.completion import Completion, Work
 from trainer_adapter.device.driver import CudaDriverError, address, check
 from trainer_adapter.device.streams import stream_number
-from trainer_adapter.weights.memory import copy_tensor, payload_tensor, tensor_at
+from trainer_adapter.weights.memory import byte_view, copy_tensor, payload_tensor, tensor_at
 
 __all__ = [
     "TABLE_BYTES",
@@ -170,10 +171,7 @@ class SlotWriter:
         table = encode_head(form) + more
         memory = self._channel.begin(form.size, len(table), timeout=timeout)
         if form.places:
-            payload = payload_tensor(memory)
-            for place in form.places:
-                copy_tensor(tensor_at(payload, place), tensors[place.name].detach())
-            del payload
+            _copy_in(memory, form, tensors)
         self._channel.commit(table)
 
     def alike(
@@ -191,6 +189,18 @@ class SlotWriter:
 
     def close(self, *, drain: bool) -> None:
         """Do nothing: the segment keeps what was sent."""
+
+
+def _copy_in(memory: Any, form: StepForm, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy contiguous host tensors to their places; a view of a slot for each would take longer."""
+    payload = payload_tensor(memory)
+    flat = payload.numpy()
+    for place in form.places:
+        source = tensors[place.name].detach()
+        if source.is_neg() or source.is_conj():
+            copy_tensor(tensor_at(payload, place), source)
+        else:
+            copy_bytes(flat[place.offset : place.offset + place.size], byte_view(source))
 
 
 class _Targets(NamedTuple):

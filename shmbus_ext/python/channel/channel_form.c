@@ -260,7 +260,7 @@ static PyObject *form_new(PyTypeObject *type, PyObject *args, PyObject *named) {
         return PyErr_Format(PyExc_ValueError, "ChannelForm: expected at most %d tensors, got %zd",
                             CHANNEL_FORM_MAX_TENSORS, PyTuple_GET_SIZE(tensors));
     }
-    ChannelFormObject *self = (ChannelFormObject *)type->tp_alloc(type, 0);
+    ChannelFormObject *self = (ChannelFormObject *)type->tp_alloc(type, PyTuple_GET_SIZE(tensors));
     if (self == NULL) {
         return NULL;
     }
@@ -293,6 +293,7 @@ static void form_dealloc(ChannelFormObject *self) {
 PyTypeObject ChannelFormType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ChannelForm",
     .tp_basicsize = sizeof(ChannelFormObject),
+    .tp_itemsize = sizeof(struct form_tensor),
     .tp_new = form_new,
     .tp_dealloc = (destructor)form_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,

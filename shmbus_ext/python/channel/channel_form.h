@@ -6,7 +6,7 @@
 #include "python/channel/channel_memory.h"
 
 /* Of one step; what has more goes another way. */
-#define CHANNEL_FORM_MAX_TENSORS 64
+#define CHANNEL_FORM_MAX_TENSORS 1024
 /* Copied with the interpreter lock held: at 5 GB/s some 50 us, less than it takes to hand the lock
  * to another thread and to get it back. */
 #define CHANNEL_FORM_MAX_BYTES (256u << 10)
@@ -22,14 +22,14 @@ struct form_tensor {
 };
 
 typedef struct {
-    PyObject_HEAD
+    PyObject_VAR_HEAD
     PyObject *head;       /* bytes, with which the meta of such a step begins */
     PyObject *tensor_type;
     PyObject *from_dlpack;
     bool refused; /* from_dlpack has raised: not asked again */
     uint64_t bytes;
-    Py_ssize_t count;
-    struct form_tensor tensors[CHANNEL_FORM_MAX_TENSORS];
+    Py_ssize_t count; /* of those that are set: all, once it is made */
+    struct form_tensor tensors[];
 } ChannelFormObject;
 
 extern PyTypeObject ChannelFormType;
