@@ -190,6 +190,34 @@ async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
     assert [each.version for each in report.servers] == [2, 2]
 
 
+@pytest.mark.parametrize("verb", ["load_adapter", "adapters", "unload_adapter"])
+async def test_what_a_server_of_the_users_raises_is_a_failure_of_that_server(
+    verb: str, bus: Bus, servers: Any, folder: Path
+) -> None:
+    class Broken(VllmServer):
+        pass
+
+    async def broken(self: Broken, *arguments: Any) -> Any:
+        raise KeyError("their own code")
+
+    setattr(Broken, verb, broken)
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    both = [Broken(running[0].url), server_of(running[1], "vllm")]
+    files = AdapterFiles(folder, "run1", CONFIG)
+    first = files.publish(adapter_state(Peft()), 1)
+    if verb != "unload_adapter":
+        with pytest.raises(UpdateRolledBackError, match="KeyError: 'their own code'"):
+            await bring(bus.name, first, *both)
+        assert set(await both[1].adapters(TIMEOUT_S)) == {"base"}, "it is unloaded"
+    report = await bring(bus.name, first, *both, quorum=1)
+    assert report.servers[1].version == 1
+    if verb == "unload_adapter":
+        second = files.publish(adapter_state(Peft()), 2)
+        report = await bring(bus.name, second, *both, keep=1)
+        assert "their own code" in report.servers[0].warning
+        assert report.servers[1].warning == ""
+
+
 async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it_stays(
     bus: Bus, servers: Any, folder: Path
 ) -> None:

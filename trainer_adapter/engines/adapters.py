@@ -7,6 +7,7 @@ Invariants:
 
 - The policy version is announced only when enough servers list the new name with its path; neither
   a status nor a body of the loading itself is believed.
+- Whatever a server's class raises is a failure of that server.
 - A version that too few took is unloaded again; the one before stays loaded until `keep` newer ones
   are.
 """
@@ -27,7 +28,12 @@ from shmbus.segment.names import check_name
 from trainer_adapter._checks import check_int
 from trainer_adapter.engines.errors import EngineError, UpdateRolledBackError
 from trainer_adapter.engines.one_at_a_time import OneAtATime
-from trainer_adapter.engines.pauses import checked_addresses, checked_timeout, close_all
+from trainer_adapter.engines.pauses import (
+    as_engine_error,
+    checked_addresses,
+    checked_timeout,
+    close_all,
+)
 from trainer_adapter.engines.report import ServerReport, UpdateReport
 from trainer_adapter.weights.adapters import AdapterVersion, past_keeping
 
@@ -153,12 +159,14 @@ class AdapterFleet:
         error: EngineError | None = None
         try:
             await server.load_adapter(adapter.name, adapter.path, self.timeout)
-        except EngineError as failed:  # what it lists decides
-            error = failed
+        except Exception as failed:  # whatever it is: what the server lists decides
+            error = as_engine_error(server, failed)
         try:
             there = await server.adapters(self.timeout)
-        except EngineError as failed:
-            report.error, report.state = str(error or failed), "gone" if failed.gone else "unknown"
+        except Exception as found:
+            unlisted = as_engine_error(server, found)
+            report.error = str(error or unlisted)
+            report.state = "gone" if unlisted.gone else "unknown"
             return False
         if there.get(adapter.name) != adapter.path:
             report.error = str(error or f"it does not list {adapter.name!r} with {adapter.path}")
@@ -172,15 +180,15 @@ class AdapterFleet:
         try:
             if name in await server.adapters(self.timeout):
                 await server.unload_adapter(name, self.timeout)
-        except EngineError as error:
-            report.warning = str(error)
+        except Exception as error:
+            report.warning = str(as_engine_error(server, error))
 
     async def _versions(self, server: AdapterServer, adapter: AdapterVersion) -> list[int]:
         """List which versions of this adapter a server has, whoever loaded them."""
         ends = re.compile(re.escape(_named(adapter, 0)[:-1]) + r"(\d+)")
         try:
             found = [ends.fullmatch(name) for name in await server.adapters(self.timeout)]
-        except EngineError:  # loading it says why
+        except Exception:  # loading it says why
             return []
         return sorted(int(match[1]) for match in found if match)
 

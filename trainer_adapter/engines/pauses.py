@@ -36,6 +36,7 @@ __all__ = [
     "Pairs",
     "Pauses",
     "Step",
+    "as_engine_error",
     "checked_addresses",
     "checked_timeout",
     "close_all",
@@ -306,7 +307,7 @@ class Pauses:
                 await step(server, report)
             except Exception as error:
                 # Whatever it is: servers that are paused are not left so by one that failed oddly.
-                failed = _as_engine_error(server, error)
+                failed = as_engine_error(server, error)
                 self._failures[server.address] = failed
                 report.error = str(failed)
                 if failed.gone:
@@ -341,7 +342,8 @@ def checked_timeout(timeout: float) -> float:
     return float(timeout)
 
 
-def _as_engine_error(server: EngineServer, error: Exception) -> EngineError:
+def as_engine_error(server: Addressed, error: Exception) -> EngineError:
+    """Return what a server, or its class, raised as what the fleet takes for its failure."""
     if isinstance(error, EngineError):
         return error
     found = EngineError(
