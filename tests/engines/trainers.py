@@ -33,19 +33,26 @@ class Trainer:
 def end_in_an_update(
     bus: str, kind: str, urls: list[str], step: str, after: bool, number: int
 ) -> None:
-    """Bring version 1 to the servers, and get a signal in a step of bringing version 2."""
+    """Bring version 1 to the servers, and get a signal when all are at a step of version 2."""
     torch.set_num_threads(1)
     server = KINDS[kind]
+    at_it: list[str] = []
+
+    async def end(address: str) -> None:
+        at_it.append(address)
+        while len(at_it) < len(urls):
+            await asyncio.sleep(0.001)
+        os.kill(os.getpid(), number)
 
     class Ending(server):  # type: ignore[misc, valid-type]
         """Every request that a fleet sends goes through `call`."""
 
         async def call(self, called: str, *arguments: Any, **options: Any) -> Any:
             if called == step and not after:
-                os.kill(os.getpid(), number)
+                await end(self.address)
             answer = await super().call(called, *arguments, **options)
             if called == step and after:
-                os.kill(os.getpid(), number)
+                await end(self.address)
             return answer
 
     async def main() -> None:
