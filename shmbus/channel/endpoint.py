@@ -189,8 +189,16 @@ class Endpoint:
         """
         if self._handle.closed:
             return
+        text = fit_text(reason, _core.CHANNEL_REASON_BYTES)
+        try:
+            self._leave(text)
+        finally:
+            # A handle that has left is no side: it is closed, whatever came between.
+            self._handle.close()
+
+    def _leave(self, reason: str) -> None:
         with contextlib.suppress(errors.BusClosedError):  # of before a fork
-            self._handle.leave(fit_text(reason, _core.CHANNEL_REASON_BYTES))
+            self._handle.leave(reason)
             life = self._handle.look(self.OTHER)[0]
             sent, acked, _, _ = self._counts()
             # Both leave before they look, so at least one sees the other gone.
@@ -199,7 +207,6 @@ class Endpoint:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path)
                 remove_dead_socket("channel", self.name)
-        self._handle.close()
 
     def __repr__(self) -> str:
         try:

@@ -168,19 +168,20 @@ class ChannelReceiver(Endpoint):
                     if isinstance(memory, dict):
                         return Message(number, None, meta, memory)
                     return Message(number, memory, meta)
-                self.ack()
-                text = f"channel {self.name!r}: step {number} was "
-                if kind == _core.CHANNEL_SKIP:
-                    raise StepSkippedError(
-                        f"{text}skipped: {reason}. It is acknowledged: receive the next",
-                        number,
-                        reason,
-                    )
-                raise StepFailedError(
-                    f"{text}not made: {reason}. It is acknowledged: receive the next",
+                skipped = kind == _core.CHANNEL_SKIP
+                error = (StepSkippedError if skipped else StepFailedError)(
+                    f"channel {self.name!r}: step {number} was "
+                    f"{'skipped' if skipped else 'not made'}: {reason}. It is acknowledged: "
+                    "receive the next",
                     number,
                     reason,
                 )
+                try:
+                    # Last: where anything is raised before, the step comes again.
+                    self.ack()
+                    raise error
+                finally:
+                    del error  # its traceback has this frame
 
     def ack(self) -> None:
         """Acknowledge what was received last: its slot may be written again."""

@@ -53,6 +53,13 @@ bool py_channel_usable(ChannelObject *self) {
 }
 
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
+    if (self->c.side < 0) {
+        /* By a close() that was interrupted, as a rule. */
+        PyErr_Format(hooks.closed_error,
+                     "channel '%U': this handle is no side, or has left; open the channel again",
+                     self->name);
+        return false;
+    }
     if (self->c.side != (int32_t)side) {
         PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->name,
                      side == CHANNEL_SENDER ? "sender" : "receiver");
