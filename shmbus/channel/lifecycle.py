@@ -44,17 +44,33 @@ def create_handle(name: str, slots: int, max_bytes: int) -> _core.Channel:
             f"channel {name!r}: expected 1 to {_MOST_SLOTS} slots of 1 to {_MOST_BYTES} bytes, got "
             f"{slots} of {max_bytes}"
         )
+    made: list[_core.Channel] = []
+    try:
+        _core.uninterrupted(_create_into, made, name, path, slots, max_bytes)
+        return made[0]
+    except BaseException:
+        for channel in made:
+            channel.close()
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                os.unlink(path)
+        raise
+
+
+def _create_into(
+    made: list[_core.Channel], name: str, path: str, slots: int, max_bytes: int
+) -> None:
+    """Create the file and the channel in it, for `create_handle`; where that fails, neither."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        made = _core.Channel.create(fd, name, slots, max_bytes)
-        if not isinstance(made, _core.Channel):
+        channel = _core.Channel.create(fd, name, slots, max_bytes)
+        if not isinstance(channel, _core.Channel):
             raise no_space(name, "its tables")
     except BaseException:
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
             os.unlink(path)
         raise
-    return made
+    made.append(channel)
 
 
 def no_space(name: str, what: str) -> errors.CapacityError:

@@ -30,8 +30,10 @@ __all__ = ["SLICE_S", "attach", "fit"]
 SLICE_S: Final = 0.05
 
 
-def attach(bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float) -> _core.SlotPool:
-    """Open a pool, or make it.
+def attach(
+    bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
+) -> tuple[_core.SlotPool, bool]:
+    """Open a pool, or make it; say whether it was made.
 
     Parameters
     ----------
@@ -46,7 +48,7 @@ def attach(bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
 
     Returns
     -------
-    SlotPool
+    SlotPool, bool
 
     Raises
     ------
@@ -66,7 +68,7 @@ def attach(bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
                 raise
             if rank == 0 and spec is not None:
                 with contextlib.suppress(errors.BusExistsError):  # another was faster
-                    return create_handle(bus, kind, spec)
+                    return create_handle(bus, kind, spec), True
             if time.monotonic() > deadline:
                 raise PoolTimeoutError(
                     f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
@@ -75,7 +77,7 @@ def attach(bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
             time.sleep(SLICE_S)
             continue
         if rank or spec is None or _is_enough(pool, spec):
-            return pool
+            return pool, False
         _remove_small(bus, kind, pool, spec)
 
 

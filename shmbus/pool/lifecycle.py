@@ -126,29 +126,50 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     room = os.statvfs(SHM_DIRECTORY)
     if needed > room.f_bavail * room.f_frsize:
         raise _no_space(path, needed)
+    sizes = (
+        slots,
+        most,
+        slot_bytes,
+        bytes_of(spec.meta_bytes, "meta_bytes"),
+        bytes_of(spec.block_bytes, "block_bytes"),
+        patch_bytes,
+    )
+    made: list[_core.SlotPool] = []
+    try:
+        # To allocate takes as long as the slots are large, and a Ctrl-C waits for its end.
+        _core.uninterrupted(_create_into, made, bus, kind, path, needed, sizes)
+        return made[0]
+    except BaseException:
+        for pool in made:
+            pool.close()
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                os.unlink(path)
+        raise
+
+
+def _create_into(
+    made: list[_core.SlotPool],
+    bus: str,
+    kind: str,
+    path: str,
+    needed: int,
+    sizes: tuple[int, int, int, int, int, int],
+) -> None:
+    """Create the file and the pool in it, for `create_handle`; where that fails, neither."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileExistsError as error:
         raise _exists(bus, kind, path) from error
     try:
-        made = _core.SlotPool.create(
-            fd,
-            f"{bus}:{kind}",
-            slots,
-            most,
-            slot_bytes,
-            bytes_of(spec.meta_bytes, "meta_bytes"),
-            bytes_of(spec.block_bytes, "block_bytes"),
-            patch_bytes,
-        )
-        if not isinstance(made, _core.SlotPool):
+        pool = _core.SlotPool.create(fd, f"{bus}:{kind}", *sizes)
+        if not isinstance(pool, _core.SlotPool):
             raise _no_space(path, needed)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
             os.unlink(path)
         raise
-    return made
+    made.append(pool)
 
 
 def _exists(bus: str, kind: str, path: str) -> errors.BusExistsError:

@@ -103,12 +103,13 @@ class PoolPublisher:
         # Ranks that were there in this process's time: one that died before it may be on its way.
         self._seen: set[int] = set()
         self._path = pool_path(bus, kind)
-        self._pool = attach(bus, kind, rank, spec, timeout)
-        self._identity = identity_of(self._path)
+        self._pool, made = attach(bus, kind, rank, spec, timeout)
         try:
+            self._identity = identity_of(self._path)
             claimed = self._pool.claim_writer(rank, label)
         except BaseException:
-            self._pool.close()
+            # One that this call has made has nothing in it.
+            self.close(remove=made)
             raise
         if not claimed:
             holder = self._holder()

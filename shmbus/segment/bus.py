@@ -173,7 +173,11 @@ class Bus:
         segment = creation.create_segment(
             name, capacity, max_producers, extent_bytes, bounds=bounds, schema=declared
         )
-        return cls(segment, owned=True)
+        try:
+            return cls(segment, owned=True)
+        except BaseException:
+            creation.remove_made(segment)
+            raise
 
     @classmethod
     def ensure(

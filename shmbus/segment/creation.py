@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import time
-from typing import Final
+from typing import Any, Final
 
 import posix_ipc
 
@@ -33,10 +33,17 @@ from shmbus.segment.lifecycle import (
     open_once,
     open_segment,
 )
-from shmbus.segment.names import PREFIX, SHM_DIRECTORY, check_name, is_named, shm_path
+from shmbus.segment.names import (
+    PREFIX,
+    SHM_DIRECTORY,
+    check_name,
+    identity,
+    is_named,
+    shm_path,
+)
 from shmbus_ext import _core
 
-__all__ = ["create_segment", "ensure_segment", "remove_unfinished"]
+__all__ = ["create_segment", "ensure_segment", "remove_made", "remove_unfinished"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +92,38 @@ def create_segment(
     size = _default_capacity(name) if capacity is None else parse_size(capacity, "capacity")
     max_producers = _producers_with_room(name, size, max_producers, extent_bytes, crowded)
     _check_room(name, size)
+    declared = b"" if schema is None else schema.encoded
+    made: list[tuple[_core.Segment, os.stat_result]] = []
+    try:
+        # To allocate takes as long as the memory is large, and a Ctrl-C waits for its end.
+        _core.uninterrupted(
+            _create_into, made, name, size, max_producers, extent_bytes, *bounds, declared
+        )
+        return made[0][0]
+    except BaseException:
+        for segment, known in made:
+            segment.close()
+            _unlink(name, known)
+        raise
+
+
+def remove_made(segment: _core.Segment) -> None:
+    """Close and remove a segment that this process has just created, and gives to nobody."""
+    made = identity(segment.name)
+    segment.close()
+    if made is not None:
+        _unlink(segment.name, made)
+
+
+def _unlink(name: str, known: os.stat_result) -> None:
+    """Remove this file of a bus; another process may have removed it, and made another."""
+    if is_named(name, known):
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_shared_memory(PREFIX + name)
+
+
+def _create_into(made: list[tuple[_core.Segment, os.stat_result]], name: str, *sizes: Any) -> None:
+    """Create the file and the segment in it, for `create_segment`; where that fails, neither."""
     try:
         shm = posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600)
     except posix_ipc.ExistentialError as error:
@@ -94,27 +133,22 @@ def create_segment(
             f"bus {name!r}: may not create {shm_path(name)}; it belongs to another user, or "
             f"{SHM_DIRECTORY} is not writable for uid {os.geteuid()}"
         ) from error
-    identity = os.fstat(shm.fd)
+    known = os.fstat(shm.fd)
     try:
-        declared = b"" if schema is None else schema.encoded
-        segment = _core.Segment.create(
-            shm.fd, name, size, max_producers, extent_bytes, *bounds, declared
-        )
+        segment = _core.Segment.create(shm.fd, name, *sizes)
     except BaseException as error:
         os.close(shm.fd)
-        # Another process may have removed it, and made another; or it holds the lock to do so.
-        busy = isinstance(error, OSError) and error.errno == errno.EBUSY
-        if not busy and is_named(name, identity):
-            with contextlib.suppress(posix_ipc.ExistentialError):
-                posix_ipc.unlink_shared_memory(PREFIX + name)
+        # Another process may hold the lock to remove it.
+        if not (isinstance(error, OSError) and error.errno == errno.EBUSY):
+            _unlink(name, known)
         raise
-    if not is_named(name, identity):
+    if not is_named(name, known):
         segment.close()
         raise errors.BusNotFoundError(
             f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
             "create it again"
         )
-    return segment
+    made.append((segment, known))
 
 
 def _check_sizes(
