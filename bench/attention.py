@@ -12,7 +12,6 @@ turns: what disturbs a turn only ever makes it slower.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench import machine
+from bench import command, machine
+from bench.fitness import Need
 from trainer_adapter import pad_input, unpad_input, varlen_attention
 
 __all__ = ["main", "plot"]
@@ -56,17 +56,22 @@ def mixes() -> dict[str, NDArray[np.int64]]:
     }
 
 
+@command.orderly("attention")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the JSON; exit status 1 where a mix misses the target."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.attention", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    parser.add_argument("--plot", type=Path, help="where a picture goes")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=MIX_SECONDS, help="for each mix")
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
+    parser.add_argument("--plot", type=command.file, help="where a picture goes")
+    parser.add_argument("--heads", type=command.at_least_one, default=4)
+    parser.add_argument("--head-dim", type=command.at_least_one, default=64)
+    parser.add_argument(
+        "--seconds", type=command.positive, default=MIX_SECONDS, help="for each mix"
+    )
     options = parser.parse_args(argv)
+    if command.refused(Need(), "attention"):
+        return 1
     torch.set_num_threads(1)
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
@@ -87,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "target": TARGET,
         "rows": rows,
     }
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if status := command.keep(options.output, result, "attention"):
+        return status
     if options.plot:
         plot(result, options.plot)
     return 0 if met else 1

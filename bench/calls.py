@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -203,3 +204,7 @@ def test_attention(benchmark: Any) -> None:
         )
 
     benchmark.pedantic(attend, rounds=30, warmup_rounds=3)
+
+
+if __name__ == "__main__":
+    sys.exit("bench.calls: pytest runs it: make bench-calls, or pytest bench/calls.py")

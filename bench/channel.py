@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import multiprocessing
 import os
 import secrets
@@ -33,7 +32,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from bench import machine
+from bench import command, machine
+from bench.fitness import TWO, Need
 from bench.native import CannotRun, compile_program
 from bench.native import run as run_program
 from bench.rows import interpreters
@@ -41,6 +41,7 @@ from bench.rows.wake import SOURCE
 from bench.weights_cuda import turn_s
 from shmbus.channel import ChannelReceiver, ChannelSender
 from trainer_adapter.channel import ChannelClosedError, TensorChannel
+from trainer_adapter.weights import DeviceMismatchError
 from trainer_adapter.weights.probe import checked_device
 
 __all__ = ["main"]
@@ -49,6 +50,8 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 #: Elements of bfloat16 of a step's three tensors: 160 MB.
 SHAPES: Final[Shapes] = {"hidden": (8192, 4096), "logits": (4096, 8192), "ids": (12_885_902,)}
+#: Of both slots of such a step.
+SHM_BYTES: Final = 384 << 20
 SMALL: Final[Shapes] = {"small": (2048,)}
 WARM_UP: Final = 10
 #: Of each small thing, in turns: a slow minute of the machine falls on all of them.
@@ -295,18 +298,26 @@ def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     return told
 
 
+@command.orderly("channel")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write the JSON; exit status 1 where a target is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.channel", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
-    parser.add_argument("--rounds", type=int, default=200, help="steps of each figure (200)")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument(
+        "--rounds", type=command.at_least_one, default=200, help="steps of each figure (200)"
+    )
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
     options = parser.parse_args(argv)
+    try:
+        device = str(checked_device(options.device))
+    except (ValueError, DeviceMismatchError) as error:
+        parser.error(f"--device: {error}")
+    if command.refused(Need(processors=TWO, shm_bytes=SHM_BYTES), "channel"):
+        return 1
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
-    device = str(checked_device(options.device))
     if device != "cpu":
         facts["gpu"] = torch.cuda.get_device_name(device)
     rows = measure(device, options.rounds)
@@ -324,9 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = verdicts(rows)
     for name, figure, target, met in told:
         print(f"  {name:54} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
-    if options.output:
-        options.output.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-    return 0 if all(met for *_, met in told) else 1
+    status = command.keep(options.output, {"machine": facts, "rows": rows}, "channel")
+    return status or int(not all(met for *_, met in told))
 
 
 if __name__ == "__main__":

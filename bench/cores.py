@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import shmbus
-from bench import fitness, machine
+from bench import command, fitness, machine
 from bench.contest import usage
+from bench.fitness import TWO, Need
 from bench.processes import STALL_S, MeasurementError, Role, run_together, use_template
 from bench.sending import check_ledger, put_batches, temporary_bus
 from bench.workload import BYTES_PER_TOKEN, Workload
+from shmbus._arguments import parse_size
 
 __all__ = ["Line", "bend", "main", "table"]
 
@@ -95,18 +95,28 @@ class Line:
         return "put" if self.batch == 1 else f"put_many of {self.batch}"
 
 
+@command.orderly("cores")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        parse_size(options.capacity, "--capacity")
+    except ValueError as error:
+        parser.error(str(error))
     if options.forked or options.tiny:
         use_template("bench.contest.usage", "bench.sending")
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
-    for note in fitness.notes(fitness.here()):
+    here = fitness.here()
+    for note in fitness.notes(here):
         print(note, end="", flush=True)
     lines: list[Line] = []
     try:
         for wanted in _points(options):
+            if why := fitness.why_not(wanted.need, here):
+                print(f"{wanted}: cannot be measured here: {why}", flush=True)
+                continue
             lines.append(_measure(wanted, options.runs))
             print(table(lines[-1:], heads=len(lines) == 1), flush=True)
     except (MeasurementError, shmbus.ShmbusError, OSError) as error:
@@ -116,10 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         same = [one for one in lines if (one.batch, one.views) == (batch, views)]
         if told := bend(same):
             print(told)
-    if options.output:
-        result = {"machine": facts, "tokens": TOKENS, "lines": [asdict(line) for line in lines]}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    result = {"machine": facts, "tokens": TOKENS, "lines": [asdict(line) for line in lines]}
+    return command.keep(options.output, result, "cores")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,15 +136,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure one reader beside 1 to 64 producers of 256 tokens.",
         epilog="example: python -m bench.cores --producers 1 --producers 16 --seconds 2",
     )
-    parser.add_argument("--output", type=Path, metavar="PATH", help="write the figures as JSON")
     parser.add_argument(
-        "--producers", type=int, action="append", metavar="N",
+        "--output", type=command.file, metavar="PATH", help="write the figures as JSON"
+    )
+    parser.add_argument(
+        "--producers", type=command.at_least_one, action="append", metavar="N",
         help="this many; may be repeated (default 1, 2, 4 ... 64)",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="that a run is to take (default 1)"
+        "--seconds", type=command.positive, default=1.0, help="that a run is to take (default 1)"
     )
-    parser.add_argument("--runs", type=int, default=3, help="of each point (default 3)")
+    parser.add_argument(
+        "--runs", type=command.at_least_one, default=3, help="of each point (default 3)"
+    )
     parser.add_argument("--capacity", default=CAPACITY, help=f"of the bus (default {CAPACITY})")
     parser.add_argument(
         "--forked", action="store_true",
@@ -153,6 +165,18 @@ class _Point:
     workload: Workload
     views: bool
     alone: bool
+
+    @property
+    def need(self) -> Need:
+        """Two processors, but where a full ring is read with nobody beside."""
+        ring = parse_size(self.workload.capacity)
+        return Need(processors=1.0 if self.alone else TWO, shm_bytes=ring)
+
+    def __str__(self) -> str:
+        how = "views" if self.views else "groups"
+        if self.alone:
+            return f"a full ring to {how}"
+        return f"{self.workload.producers} producers, {self.workload.batch} a call, to {how}"
 
 
 def _points(options: argparse.Namespace) -> list[_Point]:

@@ -27,7 +27,7 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from bench import machine
+from bench import command, machine
 from bench.fitness import TWO, Need, here, why_not
 from bench.rows import packed
 from bench.rows.daemon import serving
@@ -170,23 +170,31 @@ def _colour(name: str) -> str:
 # -- the processes -----------------------------------------------------------------------------
 
 
+@command.orderly("flame")
 def main(argv: Sequence[str] | None = None) -> int:
     """Record and draw; exit status 1, and why, where that cannot be done."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.flame", description="Flame graphs of a running bus, by perf."
     )
-    parser.add_argument("graph", nargs="*", choices=[*GRAPHS, []], help="default: all")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of sampling (default 4)")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument(
+        "graph", nargs="*", metavar="GRAPH", help=f"of {', '.join(GRAPHS)}; all where none is named"
+    )
+    parser.add_argument(
+        "--seconds", type=command.positive, default=4.0, help="of sampling (default 4)"
+    )
+    parser.add_argument("--output", type=command.directory, default=str(RESULTS), metavar="DIR")
     parser.add_argument("--side", nargs=2, metavar=("SIDE", "BUS"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.side:
         return _run_side(*options.side)
+    if unknown := set(options.graph) - set(GRAPHS):
+        parser.error(f"expected some of {', '.join(GRAPHS)}, got {', '.join(sorted(unknown))}")
     why = why_not(Need(processors=TWO, shm_bytes=128 << 20), here())
     if why or shutil.which("perf") is None:
-        print(f"flame: {why or 'there is no perf here'}", file=sys.stderr)
+        lacks = "there is no perf here; install it (Debian: apt-get install linux-perf)"
+        print(f"flame: {why or lacks}", file=sys.stderr)
         return 1
-    options.output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(exist_ok=True)
     for graph in options.graph or GRAPHS:
         root = tree(_record(graph, options.seconds), graph)
         if not root.samples:

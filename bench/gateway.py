@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import shmbus
-from bench import machine
+from bench import command, machine
 from bench.contenders.base import free_port
+from bench.fitness import Need
 from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
 
 __all__ = ["main"]
@@ -355,23 +356,30 @@ def show(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+@command.orderly("gateway")
+def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="groups of each kind (default 60)")
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__)
+    parser.add_argument(
+        "--rounds", type=command.at_least_one, default=60, help="groups of each kind (default 60)"
+    )
     parser.add_argument(
         "--parts", default=",".join(PARTS), help="what is measured (default %(default)s)"
     )
-    parser.add_argument("--output", type=Path, help="where the figures go as JSON")
+    parser.add_argument("--output", type=command.file, help="where the figures go as JSON")
     arguments = parser.parse_args()
     parts = tuple(arguments.parts.split(","))
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    theirs = () if parts == ("ring",) else ("atroposlib", "uvicorn")
+    if command.lacks(("aiohttp", *theirs), "gateway", "make test-peers makes an environment of it"):
+        return 1
+    if command.refused(Need(shm_bytes=256 << 20), "gateway"):
+        return 1
     found = measure(arguments.rounds, parts)
     print(show(found))
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+    return command.keep(arguments.output, found, "gateway")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

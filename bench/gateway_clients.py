@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import shmbus
-from bench import machine
+from bench import command, machine
 from bench.contenders.base import free_port
 from bench.gateway import REGISTRATION, ask, server
 
@@ -161,22 +162,28 @@ def measure(clients: int, megabytes: float, capacity: str = "256MiB") -> dict[st
     }  # fmt: skip
 
 
-def main() -> None:
+@command.orderly("gateway_clients")
+def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, default=1000, help="at once (default 1000)")
-    parser.add_argument("--megabytes", type=float, default=10.0, help="of JSON each (default 10)")
-    parser.add_argument("--output", type=Path, help="where the figures go as JSON")
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway_clients", description=__doc__)
+    parser.add_argument(
+        "--clients", type=command.at_least_one, default=1000, help="at once (default 1000)"
+    )
+    parser.add_argument(
+        "--megabytes", type=command.positive, default=10.0, help="of JSON each (default 10)"
+    )
+    parser.add_argument("--output", type=command.file, help="where the figures go as JSON")
     arguments = parser.parse_args()
+    if command.lacks(("aiohttp",), "gateway_clients", "pip install 'shmbus[gateway]'"):
+        return 1
     found = measure(arguments.clients, arguments.megabytes)
     print(
         f"{found['clients']} clients with {found['megabytes']:g} MB each: the gateway had "
         f"{found['before_bytes'] >> 20} MiB of its own before, {found['most_bytes'] >> 20} MiB at "
         f"the most; every group came once, in {found['seconds']:.0f} s"
     )
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+    return command.keep(arguments.output, found, "gateway_clients")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import secrets
 import statistics
@@ -30,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from bench import gpu_plot, machine
+from bench import command, gpu_plot, machine
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
 from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.batches.batch import IN_BLOCK, Batch
@@ -81,18 +79,19 @@ TIME_TARGET_SHORT: Final = 1.2
 MEMORY_TARGET: Final = 1.15
 
 
+@command.orderly("gpu")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write the JSON; exit status 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    parser.add_argument("--plot", type=Path, help="where a picture goes")
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
+    parser.add_argument("--plot", type=command.file, help="where a picture goes")
     parser.add_argument("--capacity", default="512MiB", help="of the ring (512MiB)")
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=command.at_least_one, default=20)
     parser.add_argument("--only", choices=["transfer", "attention"])
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("bench.gpu: no CUDA device here", file=sys.stderr)
-        return 1
+        lacks = f"torch {torch.__version__} sees none; nvidia-smi says whether the machine has one"
+        sys.exit(f"gpu: cannot be measured here: needs a CUDA device, {lacks}")
     facts = {**machine.describe(), **_gpu_facts()}
     result: dict[str, Any] = {"machine": facts, "transfer": [], "attention": []}
     print(f"{facts['gpu']}, torch {facts['torch']}, CUDA {facts['cuda']}", flush=True)
@@ -102,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["attention"] = _attention(options.repetitions)
     for row in (*result["transfer"], *result["attention"]):
         print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"wrote {options.output}")
+    if status := command.keep(options.output, result, "gpu"):
+        return status
     if options.plot:
         gpu_plot.plot(result, options.plot, TRANSFER_TARGET)
     return 0

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from bench import command
 from bench.native import CORE, PROGRAMS, CannotRun, compile_program, compiler, run
 
 __all__ = ["OPERATIONS", "built", "compare", "count", "count_one", "main"]
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example: python -m bench.instructions check",
     )
     parser.add_argument("what", choices=("check", "record"))
-    parser.add_argument("--baselines", type=Path, default=BASELINES, metavar="PATH")
+    parser.add_argument(
+        "--baselines", type=Path, default=BASELINES, metavar="PATH",
+        help="of all toolchains, by compiler (default: those of the repository)",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     try:
         key, counts = toolchain(), count()
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = json.loads(options.baselines.read_text()) if options.baselines.exists() else {}
     if options.what == "record":
         known[key] = counts
-        options.baselines.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+        command.write(options.baselines, json.dumps(known, indent=2, sort_keys=True) + "\n")
         print(f"recorded for {key}: {counts}")
         return 0
     if key not in known:

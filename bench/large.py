@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench import fitness, machine, yardsticks
+from bench import command, fitness, machine, yardsticks
 from bench.bounds import Beside, turns
 from bench.contenders import contenders, module
 from bench.contest import environments, moving
@@ -110,6 +110,7 @@ def last_level_cache(caches: Path = CACHES) -> int:
     return max((int(text[:-1]) << units[text[-1]] for text in sizes), default=0)
 
 
+@command.orderly("large")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for."""
     parser = _parser()
@@ -143,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.output:
             # Point by point, so that a run that is cut short keeps those that it has measured.
             result = {"machine": facts, "cache_bytes": cache, "rows": _joined(kept, rows, facts)}
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+            if status := command.keep(options.output, result, "large"):
+                return status
     print(f"\n{table(rows)}")
     return 0
 
@@ -156,7 +158,9 @@ def _kept(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, 
     if options.tiny:
         raise ValueError(f"{path} is there, and figures of --tiny belong to none that is kept")
     found = json.loads(path.read_text())
-    there, here = ({what: one[what] for what in MACHINE} for one in (found["machine"], facts))
+    if not isinstance(found, dict) or not {"machine", "cache_bytes", "rows"} <= set(found):
+        raise ValueError(f"{path} is there, and not of this command")
+    there, here = ({what: one.get(what) for what in MACHINE} for one in (found["machine"], facts))
     if there != here:
         raise ValueError(f"{path} has points of {there}, and this machine is {here}")
     kept: list[dict[str, Any]] = found["rows"]
@@ -180,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m bench.large --payload '16 MiB' --group 64",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="PATH",
+        "--output", type=command.file, metavar="PATH",
         help="write the figures as JSON; a file that is there keeps its other points",
     )  # fmt: skip
     parser.add_argument(
@@ -188,15 +192,22 @@ def _parser() -> argparse.ArgumentParser:
         help=f"only this size; may be repeated: {', '.join(PAYLOADS)}",
     )  # fmt: skip
     parser.add_argument(
-        "--group", type=int, action="append", metavar="N",
+        "--group", type=int, choices=GROUPS, action="append", metavar="N",
         help=f"only groups of so many; may be repeated: {', '.join(map(str, GROUPS))}",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=1.0, help="that a run is to take")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each point at least")
-    parser.add_argument("--most", type=int, default=9, help="and at most, until it is narrow")
     parser.add_argument(
-        "--time", type=float, default=20.0, help="seconds after which a point has no more turns"
+        "--seconds", type=command.positive, default=1.0, help="that a run is to take"
     )
+    parser.add_argument(
+        "--rounds", type=command.at_least_one, default=3, help="turns of each point at least"
+    )
+    parser.add_argument(
+        "--most", type=command.at_least_one, default=9, help="and at most, until it is narrow"
+    )
+    parser.add_argument(
+        "--time", type=command.positive, default=20.0,
+        help="seconds after which a point has no more turns",
+    )  # fmt: skip
     parser.add_argument(
         "--tiny", action="store_true", help="only see that it runs; its figures mean nothing"
     )

@@ -13,14 +13,12 @@ in versions, the reward is that of held-out prompts after the last step.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import secrets
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +26,8 @@ import numpy as np
 import torch
 
 import shmbus
+from bench import command
+from bench.fitness import TWO, Need
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.demo.evaluate import evaluate
 from trainer_adapter.demo.learner import Learner
@@ -221,19 +221,25 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+@command.orderly("lead")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every bound, print the table, write what was asked for."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.lead", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--steps", type=int, default=150, help="of the trainer (default 150)")
+    parser.add_argument(
+        "--steps", type=command.at_least_one, default=150, help="of the trainer (default 150)"
+    )
     parser.add_argument(
         "--step-s", type=float, default=0.25, help="seconds a step takes at least (default 0.25)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=list(BOUNDS), help="may be repeated")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
     arguments = parser.parse_args(argv)
+    # Where the workers share the trainer's core, its steps hold them, and not the bus.
+    if command.refused(Need(processors=TWO, shm_bytes=16 << 20), "lead"):
+        return 1
     results = []
     for bound in arguments.only or BOUNDS:
         results.append(
@@ -241,15 +247,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(results[-1], file=sys.stderr, flush=True)
     print(table(results))
-    if arguments.output is not None:
-        found: dict[str, Any] = {
-            "steps": arguments.steps,
-            "step_s": arguments.step_s,
-            "seed": arguments.seed,
-            "runs": [msgspec.to_builtins(each) for each in results],
-        }
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
+    found: dict[str, Any] = {
+        "steps": arguments.steps,
+        "step_s": arguments.step_s,
+        "seed": arguments.seed,
+        "runs": [msgspec.to_builtins(each) for each in results],
+    }
+    return command.keep(arguments.output, found, "lead")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import shmbus
-from bench import machine
+from bench import command, machine
+from bench.fitness import Need
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.web import settings
@@ -320,13 +321,20 @@ def browser(seconds: float) -> dict[str, Any] | None:
         }
 
 
+@command.orderly("page")
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and write where told."""
     parser = argparse.ArgumentParser(prog="python -m bench.page", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn (default 20)")
+    parser.add_argument(
+        "--seconds", type=command.positive, default=20.0, help="of each turn (default 20)"
+    )
     parser.add_argument("--browser-s", type=float, default=600.0, help="0 for no browser")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
     told = parser.parse_args(arguments)
+    if command.lacks(("aiohttp",), "page", "pip install 'shmbus[web]'"):
+        return 1
+    if command.refused(Need(shm_bytes=512 << 20), "page"):
+        return 1
     found: dict[str, Any] = {
         "machine": machine.describe(),
         "files_bytes": sum(len(body) for _, _, body in read_files().values()),
@@ -338,9 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
         found["browser"] = browser(told.browser_s)
     text = json.dumps(found, indent=1)
     print(text)
-    if told.output is not None:
-        told.output.write_text(text + "\n")
-    return 0
+    return 0 if told.output is None else command.keep(told.output, found, "page")
 
 
 if __name__ == "__main__":

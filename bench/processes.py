@@ -189,6 +189,16 @@ def _begin(process: BaseProcess, role: Role) -> None:
 
     The program's imports take as long as those of most roles.
     """
+    # A Ctrl-C reaches every process of the terminal, and the parent ends its children by itself:
+    # one that still imports would print where it was.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _start(process, role)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(process: BaseProcess, role: Role) -> None:
     if _of_program(role):
         process.start()
         return

@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from bench import fitness, machine, yardsticks
+from bench import command, fitness, machine, yardsticks
 from bench.fitness import MEMORY, TWO, Here, Need
 from bench.processes import MeasurementError, use_template
 from bench.rows import (
@@ -64,15 +62,13 @@ DEFAULT_CAPACITY: Final = "64MiB"
 FORMAT: Final = 1
 #: What most processes of a run import, the slow ones.
 TEMPLATE_MODULES: Final = ("torch", "trainer_adapter", "bench.run")
-NO_TORCH: Final = "there is no torch here"
+NO_TORCH: Final = "there is no torch here; pip install 'shmbus[train]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, and return the exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.output and not options.output.resolve().parent.is_dir():
-        parser.error(f"--output: there is no directory {options.output.resolve().parent}")
     sizes = TINY if options.tiny else QUICK if options.quick else FULL
     if options.tiny:
         use_template(*TEMPLATE_MODULES)
@@ -94,15 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     print(f"\n{table(rows)}")
     print("".join(f"\n{note}" for note in notes(rows, tiny=options.tiny)), end="")
-    if options.output:
-        result = {
-            "format": FORMAT,
-            "machine": facts,
-            "settings": dataclasses.asdict(sizes) | {"capacity": options.capacity},
-            "rows": [row.as_json() for row in rows],
-        }
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    result = {
+        "format": FORMAT,
+        "machine": facts,
+        "settings": dataclasses.asdict(sizes) | {"capacity": options.capacity},
+        "rows": [row.as_json() for row in rows],
+    }
+    return command.keep(options.output, result, "bench")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,14 +114,16 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=NAMES, metavar="NAME",
         help=f"measure this, and what it is compared with; may be repeated: {', '.join(NAMES)}",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="PATH", help="write the figures as JSON")
+    parser.add_argument(
+        "--output", type=command.file, metavar="PATH", help="write the figures as JSON"
+    )
     parser.add_argument(
         "--capacity", default=DEFAULT_CAPACITY, metavar="SIZE",
         help=f"of the bus in all rows but stash-memory (default {DEFAULT_CAPACITY})",
     )  # fmt: skip
     parser.add_argument(
         "--repetitions",
-        type=_positive,
+        type=command.at_least_one,
         metavar="N",
         help="runs of each throughput row (default: 3, and more until narrow)",
     )
@@ -146,13 +142,6 @@ def _check_capacity(parser: argparse.ArgumentParser, capacity: str) -> None:
         raise
     except ValueError as error:
         parser.error(f"--capacity: {error}")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
 
 
 def _say(what: str) -> None:

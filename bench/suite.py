@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import fitness, machine, yardsticks
+from bench import command, fitness, machine, yardsticks
 from bench import run as core
 from bench import sizes as core_sizes
 from bench.contenders import contenders
@@ -28,16 +27,14 @@ from bench.contest import plan
 from bench.contest import run as contest
 from bench.fitness import TWO, Need
 from bench.processes import MeasurementError, use_template
-from bench.report import blocks, fold, report, verdicts
+from bench.report import blocks, fold, reading, report, verdicts
 from bench.rows import curves
 from bench.rows.row import Row, table
 from shmbus import ShmbusError
 from shmbus._arguments import parse_size
 
-__all__ = ["FORMAT", "main"]
+__all__ = ["main"]
 
-#: Of results.json.
-FORMAT: Final = 3
 OUTPUT: Final = "shmbus-bench"
 #: Open groups of the curve, and what is timed at each.
 OPEN_GROUPS: Final = {
@@ -59,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     output: Path = options.output
-    if not output.resolve().parent.is_dir():
-        parser.error(f"--output: there is no directory {output.resolve().parent}")
     try:
         parse_size(options.capacity, "--capacity")
     except ValueError as error:
@@ -74,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine.describe()
     try:
         _check_output(output, facts, options)
-    except (fold.CannotFold, OSError, ValueError) as error:
+    except (fold.CannotFold, reading.CannotRead) as error:
         parser.error(
             f"--output: {output} holds reports that were folded: {error}; name another directory"
         )
@@ -88,12 +83,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     result["took_s"] = time.monotonic() - began
-    output.mkdir(exist_ok=True)
-    path = output / "results.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{table(rows)}\n\n{report.contest_text(result)}")
     print("".join(f"\n{note}" for note in result["notes"]), end="")
-    report.write(result, output)
+    path = output / reading.RESULTS
+    try:
+        output.mkdir(exist_ok=True)
+    except OSError as error:
+        # What stands in its way stands in the way of a file in it too, which says so.
+        print(f"bench: --output: {error}", file=sys.stderr)
+    if status := command.keep(path, result, "bench"):
+        return status
+    try:
+        report.write(result, output)
+    except OSError as error:
+        print(f"bench: --output: no report beside {path}: {error}", file=sys.stderr)
+        return 1
     print(f"\n{result['took_s']:.0f} s; {path} and report.md beside it")
     return 0
 
@@ -102,8 +106,7 @@ def _check_output(output: Path, facts: dict[str, Any], options: argparse.Namespa
     """Refuse to write over the newest of kept reports what could not be added to them."""
     kept = output / blocks.FOLDED
     if kept.exists():
-        folded = json.loads(kept.read_text())
-        fold.check(folded, facts, options.level, partial=_is_partial(options))
+        fold.check(reading.folded(kept), facts, options.level, partial=_is_partial(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"only these of the contest; may be repeated: {', '.join(contest.SERIES)}",
     )  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, default=Path(OUTPUT), metavar="DIR",
+        "--output", type=command.directory, default=OUTPUT, metavar="DIR",
         help=f"where results, report and plots go (default {OUTPUT})",
     )  # fmt: skip
     parser.add_argument(
@@ -222,7 +225,7 @@ def _measure(
             for row in verdicts.rows(found, around)
         ]
     return rows, {
-        "format": FORMAT,
+        "format": reading.FORMAT,
         "machine": facts,
         "level": options.level,
         "partial": _is_partial(options),

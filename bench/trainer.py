@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import secrets
 import statistics
@@ -33,8 +32,10 @@ import numpy as np
 import torch
 
 import shmbus
-from bench import machine
+from bench import command, machine
+from bench.fitness import Need
 from bench.workload import GROUP_SIZE
+from shmbus._arguments import parse_size
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import pack
@@ -46,20 +47,29 @@ BATCH_TOKENS: Final = 65_536
 BYTES_PER_PACKED_TOKEN: Final = 25
 MEMCPY_BYTES: Final = 256 << 20
 PACKING_TARGET: Final = 1.5
+#: Of the largest ring but `--capacity`'s.
+ROWS_BYTES: Final = 384 << 20
 EXPERTS: Final = (48, 8)
 EXPERTS_TARGET: Final = 0.9
 OVERHEAD_TARGET_US: Final = 100.0
 
 
+@command.orderly("trainer")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for; exit status 1 where a target is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.trainer", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    parser.add_argument("--plot", type=Path, help="where a picture goes")
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
+    parser.add_argument("--plot", type=command.file, help="where a picture goes")
     parser.add_argument("--capacity", default="384MiB", help="of the ring (384MiB)")
     options = parser.parse_args(argv)
+    try:
+        ring = parse_size(options.capacity, "--capacity")
+    except ValueError as error:
+        parser.error(str(error))
+    if command.refused(Need(shm_bytes=max(ring, ROWS_BYTES)), "trainer"):
+        return 1
     torch.set_num_threads(1)
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
@@ -94,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"between two batches: {ready_us:.0f} us where the next is ready, {plain_us:.0f} us and "
         f"its packing where not (target: at most {OVERHEAD_TARGET_US:.0f})"
     )
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if status := command.keep(options.output, result, "trainer"):
+        return status
     if options.plot:
         _plot(result, options.plot)
     met = packing / memcpy >= PACKING_TARGET and experts / experts_memcpy >= EXPERTS_TARGET

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
-import json
 import os
 import secrets
 import shutil
@@ -42,9 +41,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench import machine, weights_cuda
+from bench import command, machine, weights_cuda
+from bench.fitness import MEMORY, TWO, Need, here, why_not
 from shmbus.pool import same_bytes
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from trainer_adapter.weights import (
+    DeviceMismatchError,
+    ModuleSource,
+    WeightPublisher,
+    WeightSubscriber,
+)
 from trainer_adapter.weights.probe import checked_device
 
 __all__ = ["main"]
@@ -55,6 +60,11 @@ TENSORS: Final = 340
 ROUNDS: Final = 5
 #: What is measured, in this order; publishing always.
 PARTS: Final = ("load", "readers", "digests", "patches", "contenders")
+#: Of weights, so that `TENSORS` of a transformer's shapes have an element each.
+LEAST_BYTES: Final = 3_700_000
+#: Times their bytes: in /dev/shm, both slots or Ray's store; in memory, that and the copies.
+SHM: Final = 3
+COPIES: Final = 7
 #: In the environment while ``--cpu-time`` is asked for.
 CPU_TIME: Final = "SHMBUS_BENCH_CPU_TIME"
 #: In the environment of processes that share a device by CUDA's multi-process service.
@@ -386,32 +396,49 @@ def verdicts(rows: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     return told + [(n, f"{rows[k]:.4g}", f"<= {goal:g}", rows[k] <= goal) for n, k, goal in most]
 
 
+@command.orderly("weights")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write the JSON; exit status 1 where a target is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.weights", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--size", type=float, default=2.0, help="GB of weights (2)")
-    parser.add_argument("--readers", type=int, default=64, help="processes that wait (64)")
+    parser.add_argument("--size", type=command.positive, default=2.0, help="GB of weights (2)")
+    parser.add_argument(
+        "--readers", type=command.at_least_one, default=64, help="processes that wait (64)"
+    )
     parser.add_argument(
         "--part", choices=PARTS, action="append", help="publishing and this; all by default"
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each figure ({ROUNDS})")
+    parser.add_argument(
+        "--rounds", type=command.at_least_one, default=ROUNDS, help=f"of each figure ({ROUNDS})"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--output", type=command.file, help="where the JSON goes")
     parser.add_argument("--cpu-time", action="store_true", help="of this thread, on a busy machine")
     options = parser.parse_args(argv)
     if options.cpu_time:
         os.environ[CPU_TIME] = "1"
+    size = int(options.size * 1e9)
+    if size < LEAST_BYTES:
+        parser.error(f"--size: expected {LEAST_BYTES / 1e9:g} or more, got {options.size:g}")
+    try:
+        device = str(checked_device(options.device))
+    except (ValueError, DeviceMismatchError) as error:
+        parser.error(f"--device: {error}")
+    need = Need(shm_bytes=SHM * size, memory_bytes=MEMORY + COPIES * size)
+    if device == "cpu" and command.refused(need, "weights"):
+        return 1
+    parts = options.part or PARTS
+    if "readers" in parts and (why := why_not(Need(processors=TWO), here())):
+        print(f"publishing beside readers cannot be measured here: {why}")
+        parts = [part for part in parts if part != "readers"]
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
-    size = int(options.size * 1e9)
-    if options.device == "cpu":
-        rows = measure(size, options.readers, options.rounds, options.part or PARTS)
+    if device == "cpu":
+        rows = measure(size, options.readers, options.rounds, parts)
         print(f"{rows['bytes'] / 1e9:.2f} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
         told = verdicts(rows)
     else:
-        device = str(checked_device(options.device))
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["mps"] = MPS in os.environ
         shapes = [tuple(value.shape) for value in model_of(size).parameters()]
@@ -423,10 +450,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = weights_cuda.verdicts(rows)
     for name, figure, target, met in told:
         print(f"  {name:44} {figure:>8}   target {target:8} {'' if met else 'MISSED'}")
-    if options.output:
-        kept = {"machine": facts, "rows": rows, "verdicts": told}
-        options.output.write_text(json.dumps(kept, indent=1) + "\n")
-    return 0 if all(met for *_, met in told) else 1
+    kept = {"machine": facts, "rows": rows, "verdicts": told}
+    status = command.keep(options.output, kept, "weights")
+    return status or int(not all(met for *_, met in told))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def versions(contender: Contender) -> dict[str, Any]:
     )
     if result.returncode:
         last = result.stderr.strip().splitlines()[-1]
-        raise MeasurementError(f"not installed ({last}); pip install 'shmbus[bench-all]'")
+        raise MeasurementError(f"not installed ({last}); pip install 'shmbus[bench-all,train]'")
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 

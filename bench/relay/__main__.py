@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from bench import command
+from bench.fitness import TWO, Need
 from bench.relay.bounds import RECORD, ray_bounds, tcp
 from bench.relay.cluster import cluster
 from bench.relay.hop import hop
@@ -56,11 +58,16 @@ def _ratios(said: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@command.orderly("relay")
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.relay", description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all where none is named")
     parts = parser.parse_args().parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if command.refused(Need(processors=TWO), "relay"):
+        sys.exit(1)
     said: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     if "parts" in parts:
         said["a_record"] = core_parts()

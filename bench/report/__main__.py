@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import fold
+from bench.report import fold, reading
 from bench.report.blocks import replace_blocks
 from bench.report.report import write
 
@@ -32,10 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="Markdown pages whose blocks are replaced",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    result = json.loads((options.directory / "results.json").read_text())
-    write(result, options.directory)
-    for page in options.readme:
-        replace_blocks(result, options.directory, page)
+    try:
+        result = reading.result(options.directory)
+        write(result, options.directory)
+        for page in options.readme:
+            replace_blocks(result, options.directory, page)
+    except (reading.CannotRead, OSError) as error:
+        parser.exit(1, f"report: {error}\n")
     return 0
 
 

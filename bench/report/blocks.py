@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.report import fold
+from bench import command
+from bench.report import fold, reading
 from bench.report.report import judged, markdown, survives, throughput_table, with_spread
 from bench.report.verdicts import find
 
@@ -63,13 +64,12 @@ def replace_blocks(result: dict[str, Any], directory: Path, page: Path) -> None:
         if not end:
             raise SystemExit(f"{page}: expected the line {END!r} behind {begin!r}, found none")
         text = f"{before}{begin}\n{block(name, result, directory, where)}\n{END}{after}"
-    page.write_text(text)
+    command.write(page, text)
 
 
 def _folded(directory: Path) -> dict[str, Any] | None:
     path = directory / FOLDED
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
+    return reading.folded(path) if path.exists() else None
 
 
 def _run_of(result: dict[str, Any], where: str) -> str:
@@ -136,6 +136,8 @@ def _rows_block(result: dict[str, Any], where: str) -> str:
 
 
 def _contest_block(result: dict[str, Any], where: str) -> str:
+    if not result["contest"]:
+        return "Nothing was set beside other ways in this run.\n"
     heads, lines = throughput_table(result)
     few = [[line[0], line[1], line[3], line[4], line[5], line[8]] for line in lines]
     killed = {

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench import command
+from bench.report import reading
 from bench.rows.row import out_of_reach
 from bench.rows.targets import TARGETS, Target
 
@@ -40,11 +42,12 @@ __all__ = [
     "named",
 ]
 
-FORMAT: Final = 1
 #: Quiet values that a verdict rests on: with five, both ends of the spread may be chance.
 REPORTS: Final = 5
 #: Different days of them: a virtual machine's neighbours stay for hours.
 DAYS: Final = 2
+#: Said in the place of figures of a row that the newest report has not.
+GONE: Final = "not in the newest run"
 #: Of a machine: what has to be the same in all reports of a file.
 MACHINE: Final = ("cpu", "cores", "machine")
 
@@ -149,7 +152,7 @@ def add(folded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         "rows": rows,
     }
     return {
-        "format": FORMAT,
+        "format": reading.FOLDED_FORMAT,
         "machine": _machine(facts),
         "reports": sorted([*reports, more], key=lambda one: str(one["date_utc"])),
     }
@@ -206,17 +209,22 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def fold(folded: dict[str, Any]) -> list[FoldedRow]:
-    """Fold all reports, row by row, in the order of the newest one."""
+    """Fold all reports, row by row, in the order of the newest one; what it lacks is last."""
     reports = folded["reports"]
     if not reports:
         return []
-    rows = [_fold(name, reports) for name in reports[-1]["rows"]]
+    newest = reports[-1]["rows"]
+    # What has a target is told though the newest report is without it: nothing may leave a table
+    # because a contender was not there that day.
+    gone = [name for one in reversed(reports) for name in one["rows"] if name not in newest]
+    names = dict.fromkeys([*newest, *(name for name in gone if name in TARGETS)])
+    rows = [_fold(name, reports) for name in names]
     # A row that has neither value nor target says something about the others of its report.
     return [row for row in rows if row.values or row.target]
 
 
 def _fold(name: str, reports: Sequence[dict[str, Any]]) -> FoldedRow:
-    newest = reports[-1]["rows"][name]
+    newest = next(one["rows"][name] for one in reversed(reports) if name in one["rows"])
     target = TARGETS.get(name) or (Target.parse(newest["target"]) if newest["target"] else None)
     same = [
         (one["date_utc"], row)
@@ -232,7 +240,7 @@ def _fold(name: str, reports: Sequence[dict[str, Any]]) -> FoldedRow:
     return FoldedRow(
         name=name,
         title=newest["title"],
-        measured=newest["measured"],
+        measured=newest["measured"] if name in reports[-1]["rows"] else GONE,
         values=tuple(row["value"] for _, row in quiet),
         days=len({when[:10] for when, _ in quiet}),
         restless=len(same) - len(quiet),
@@ -283,16 +291,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help="that is made, or added to")
     parser.add_argument("directories", type=Path, nargs="*", help="that hold a results.json each")
     options = parser.parse_args(argv)
-    folded = json.loads(options.file.read_text()) if options.file.exists() else {"reports": []}
-    for directory in options.directories:
-        try:
-            folded = add(folded, json.loads((directory / "results.json").read_text()))
-        except (CannotFold, OSError, ValueError) as error:
-            parser.exit(1, f"fold: {directory}: {error}; nothing was written\n")
+    try:
+        folded = reading.folded(options.file) if options.file.exists() else {"reports": []}
+        for directory in options.directories:
+            try:
+                folded = add(folded, reading.result(directory))
+            except CannotFold as error:
+                parser.exit(1, f"fold: {directory}: {error}; nothing was written\n")
+    except reading.CannotRead as error:
+        parser.exit(1, f"fold: {error}; nothing was written\n")
     if not folded["reports"]:
         parser.exit(1, f"fold: {options.file} holds no report, and none was named\n")
     if options.directories:
-        options.file.write_text(json.dumps(folded, indent=1) + "\n")
+        try:
+            command.write(options.file, json.dumps(folded, indent=1) + "\n")
+        except OSError as error:
+            parser.exit(1, f"fold: cannot write {options.file}: {error}; it is as it was\n")
     print(named(folded))
     for row in fold(folded):
         median = "" if row.median is None else f"{row.median:.3g}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from bench import machine
+from bench import command, machine
 from bench.contest.run import SERIES
 from bench.report.verdicts import OURS, USUAL, find, percentile
 
@@ -46,10 +46,12 @@ def write(result: dict[str, Any], directory: Path) -> None:
         "# One run of the benchmark\n",
         "```text\n" + machine.summary(result["machine"]) + "\n```\n",
     ]
+    # Whatever makes figures mean less, or nothing, stands above them.
+    parts += [f"{note.strip()}\n" for note in result.get("notes", ())]
     parts += [f"![{caption}]({name})\n\n*{caption}*\n" for name, caption in pictures]
     parts += [missing, _rows(result), _contest(result), _claim(result), _skipped(result)]
     parts += [_favours(result), _took(result)]
-    (directory / "report.md").write_text("\n".join(filter(None, parts)))
+    command.write(directory / "report.md", "\n".join(filter(None, parts)))
 
 
 # -- tables ------------------------------------------------------------------------------------

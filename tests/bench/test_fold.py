@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from bench import machine, suite
-from bench.report import blocks, fold
+from bench.report import blocks, fold, reading
 from bench.report.__main__ import main
 from bench.rows.targets import Target
 
 MACHINE = {"cpu": "A", "cores": 2, "machine": "x86_64", "commit": "c", "load_average": [0.1, 0, 0]}
+NEAR = {"name": "memcpy", "share": 0.5, "median": 9.0, "unit": "GB/s", "share_interval": [0.4, 0.6]}
 
 
 def report(
@@ -25,12 +26,22 @@ def report(
         "measured": f"{value} there",
         "value": value,
         "target": "at least 0.9 of memcpy",
-        "bound": {"name": "memcpy", "share": 0.5},
+        "spread": None,
+        "met": None,
+        "bound": NEAR,
         "not_quiet": not_quiet,
         "skipped": None if value else "no memory",
     }
     machine = MACHINE | {"date_utc": when}
-    return {"level": "full", "machine": machine, "rows": [row | more]}
+    return {
+        "format": reading.FORMAT,
+        "level": "full",
+        "machine": machine,
+        "memcpy_bytes_per_s": 9e9,
+        "rows": [row | more],
+        "contest": {},
+        "open_groups": [],
+    }
 
 
 def folded(*reports: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +117,7 @@ def test_values_of_another_workload_or_unit_or_bound_are_left_out() -> None:
     for changed in (
         {"title": "put of something else"},
         {"target": "at least 0.9 of a futex"},
-        {"bound": {"name": "a futex", "share": 0.5}},
+        {"bound": NEAR | {"name": "a futex"}},
     ):
         (row,) = fold.fold(folded(report("2026-01-01", 9.0, **changed), last))
         assert row.values == (1.0,), changed
@@ -175,7 +186,8 @@ def test_a_run_that_could_not_be_added_is_refused_before_it_is_measured(
     monkeypatch.setattr(suite, "use_template", lambda *_: None)
     here = machine.describe() | {"date_utc": "2026-01-01"}
     kept = here if cpu == "A" else here | {"cpu": cpu}
-    (tmp_path / "folded.json").write_text(json.dumps(folded(report("", 1.0) | {"machine": kept})))
+    only = folded(report("2026-01-01", 1.0) | {"machine": kept})
+    (tmp_path / "folded.json").write_text(json.dumps(only))
     (tmp_path / "results.json").write_text("the newest")
     with pytest.raises(SystemExit) as refused:
         suite.main([*level.split(), "--output", str(tmp_path)])

@@ -1,0 +1,167 @@
+"""What the commands of the benchmark have in common: their options, their ends, their files.
+
+Invariants:
+
+- A path that cannot be written is refused before anything is measured.
+- A file is replaced whole: where a disk is full, what was there before stays as it was.
+- Figures that cannot be written in the end are printed: a run may have taken half an hour.
+- An interrupt and SIGTERM are ordinary exits, so that processes and segments are cleaned up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench import fitness
+from bench.fitness import Need
+
+__all__ = [
+    "at_least_one",
+    "directory",
+    "file",
+    "keep",
+    "lacks",
+    "orderly",
+    "positive",
+    "refused",
+    "write",
+]
+
+#: Written and removed again where a file is to be: a disk without this has no room for figures.
+PROBE_BYTES: Final = 64 << 10
+
+
+def at_least_one(text: str) -> int:
+    """Read a number of things, as argparse's ``type``."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
+    return value
+
+
+def positive(text: str) -> float:
+    """Read seconds, or a size, as argparse's ``type``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def file(text: str) -> Path:
+    """Read the path of a file that is to be written, as argparse's ``type``."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"expected the path of a file, {path} is a directory; name a file in it"
+        )
+    if not path.exists() or path.is_file():
+        _probe(path.resolve().parent)
+    return path
+
+
+def directory(text: str) -> Path:
+    """Read the path of a directory that is made or written into, as argparse's ``type``."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"expected the path of a directory, {path} is a file; name another one"
+        )
+    _probe(path if path.is_dir() else path.resolve().parent)
+    return path
+
+
+def _probe(place: Path) -> None:
+    """Refuse a directory in which nothing can be written."""
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {place}; make it first")
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot write into {place}: {error.strerror}; name another place"
+        ) from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, whole or not at all; OSError where it cannot be."""
+    if path.exists() and not path.is_file():
+        # A device or a pipe, which nothing may take the place of.
+        path.write_text(text)
+        return
+    path = path.resolve()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def keep(path: Path | None, result: dict[str, Any], program: str) -> int:
+    """Write figures as JSON where a path is named, and print them where that fails; exit status."""
+    if path is None:
+        return 0
+    text = json.dumps(result, indent=1) + "\n"
+    try:
+        write(path, text)
+    except OSError as error:
+        print(
+            f"{program}: --output: cannot write {path}: {error.strerror}; the figures are on "
+            "stdout, and an older file is as it was",
+            file=sys.stderr,
+        )
+        print(text, end="")
+        return 1
+    return 0
+
+
+def refused(need: Need, program: str) -> bool:
+    """Say on stderr what keeps a command from measuring here; False if nothing does."""
+    why = fitness.why_not(need, fitness.here())
+    if why:
+        print(f"{program}: cannot be measured here: {why}", file=sys.stderr)
+    return bool(why)
+
+
+def lacks(modules: Sequence[str], program: str, install: str) -> bool:
+    """Say on stderr which packages a command lacks, and how they come here; False if none."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{program}: there is no {', '.join(missing)} here; {install}", file=sys.stderr)
+    return bool(missing)
+
+
+@contextlib.contextmanager
+def orderly(program: str) -> Iterator[None]:
+    """Clean up on an interrupt and on SIGTERM, and exit with 128 and the signal's number."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
