@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ __all__ = ["MEMORY", "TWO", "Here", "Need", "Watch", "here", "main", "notes", "w
 #: Where a bus lies.
 SHM: Final = "/dev/shm"
 CGROUPS: Final = Path("/sys/fs/cgroup")
+MOUNTS: Final = Path("/proc/self/mounts")
+#: The first Linux that makes huge pages of what was written, whatever else is set but "deny".
+COLLAPSES: Final = (6, 1)
 SHMEM_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 #: Names of programs that run other programs' instructions themselves, at a speed of their own.
 EMULATORS: Final = ("valgrind", "qemu")
@@ -51,7 +55,9 @@ class Here:
     emulator : str
         What runs this interpreter's instructions, where that is not a processor.
     huge_pages : str
-        What the kernel does about huge pages in shared memory: "advise", "never", "unknown".
+        The kernel's setting for huge pages in shared memory: "advise", "never", "unknown".
+    no_huge_pages : str
+        Why a bus gets none; nothing where it does.
     """
 
     processors: float
@@ -60,6 +66,7 @@ class Here:
     memory_bytes: float
     emulator: str = ""
     huge_pages: str = "unknown"
+    no_huge_pages: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +125,24 @@ def here(cgroups: Path = CGROUPS) -> Here:
     if quota < processors:
         processors, why = quota, "the quota of its control group"
     shm = os.statvfs(SHM)
+    setting = _huge_pages()
     return Here(
         processors=processors,
         processors_why=why,
         shm_bytes=shm.f_bavail * shm.f_frsize,
         memory_bytes=min(_available(), *_of_groups(cgroups, "memory", _memory_left)),
         emulator=_emulator(),
-        huge_pages=_huge_pages(),
+        huge_pages=setting,
+        no_huge_pages=_no_huge_pages(setting, os.uname().release, MOUNTS),
     )
 
 
 def notes(found: Here) -> list[str]:
     """Say what changes figures here without making them meaningless."""
-    if found.huge_pages in ("never", "deny", "unknown"):
+    if found.no_huge_pages:
         return [
-            f"NOTE: no huge pages for shared memory (shmem_enabled is {found.huge_pages}): rings "
-            "lie in pages of 4 KiB, which cost each byte more.\n"
+            f"NOTE: no huge pages for shared memory ({found.no_huge_pages}): rings lie in small "
+            "pages, which cost each byte more.\n"
         ]
     return []
 
@@ -220,6 +229,19 @@ def _huge_pages(path: Path = SHMEM_HUGE_PAGES) -> str:
     return chosen[0] if chosen else "unknown"
 
 
+def _no_huge_pages(setting: str, release: str, mounts: Path) -> str:
+    """Say why a bus, which asks for huge pages once it is made, gets none; nothing if it does."""
+    if setting in ("deny", "unknown"):
+        return f"shmem_enabled is {setting}"
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if version is not None and tuple(map(int, version.groups())) >= COLLAPSES:
+        return ""
+    for words in map(str.split, mounts.read_text().splitlines()):
+        if words[1:2] == [SHM] and re.search(r"\bhuge=(always|within_size)\b", words[3]):
+            return ""
+    return f"Linux {release} gives them only where {SHM} is mounted with huge=within_size"
+
+
 class Watch:
     """Counts the processors that other work takes while it is open.
 
@@ -260,7 +282,8 @@ def main() -> int:
     print(
         f"{found.processors:.2g} processors ({found.processors_why}), "
         f"{found.shm_bytes / 2**20:.0f} MiB free in {SHM}, {found.memory_bytes / 2**20:.0f} MiB of "
-        f"memory, huge pages for shared memory: {found.huge_pages}"
+        f"memory, huge pages for shared memory: {'no' if found.no_huge_pages else 'yes'} "
+        f"(shmem_enabled is {found.huge_pages})"
     )
     print("".join(notes(found)), end="")
     for what, need in (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from conftest import Spawner
 
+import shmbus
 from bench import fitness, run
 from bench.fitness import MEMORY, TWO, Here, Need, why_not
 from bench.sizes import TINY
@@ -142,6 +144,36 @@ def test_a_kernel_without_huge_pages_for_shared_memory_is_named(tmp_path: Path) 
         file.write_text(text)
         assert fitness._huge_pages(file) == chosen
     assert fitness._huge_pages(tmp_path / "none") == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("setting", "release", "mounted", "why"),
+    [
+        ("never", "6.18.44-fc", "rw,nosuid", ""),
+        ("advise", "6.1", "rw", ""),
+        ("deny", "6.18.44", "rw,huge=always", "shmem_enabled is deny"),
+        ("unknown", "6.18.44", "rw", "shmem_enabled is unknown"),
+        ("never", "5.15.0-91-generic", "rw,huge=within_size", ""),
+        ("never", "5.15.0-91-generic", "rw,huge=never", "Linux 5.15.0-91-generic gives them only"),
+        ("never", "6.0-rc3", "rw", "Linux 6.0-rc3 gives them only"),
+    ],
+)
+def test_a_note_of_small_pages_is_there_only_where_a_bus_lies_in_them(
+    setting: str, release: str, mounted: str, why: str, tmp_path: Path
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"proc /proc proc rw 0 0\ntmpfs /dev/shm tmpfs {mounted} 0 0\n")
+    found = fitness._no_huge_pages(setting, release, mounts)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_huge_pages_are_said_as_a_bus_has_them(bus_name: str) -> None:
+    with shmbus.Bus.create(bus_name, "8MiB"):
+        _, _, ours = Path("/proc/self/smaps").read_text().partition(f"shmbus.{bus_name}")
+    mapped = re.search(r"^ShmemPmdMapped: +(\d+) kB$", ours, re.MULTILINE)
+    assert mapped is not None
+    if int(mapped[1]):
+        assert fitness.here().no_huge_pages == ""
 
 
 # --- what follows from it
