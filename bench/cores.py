@@ -170,7 +170,9 @@ class _Point:
     def need(self) -> Need:
         """Two processors, but where a full ring is read with nobody beside."""
         ring = parse_size(self.workload.capacity)
-        return Need(processors=1.0 if self.alone else TWO, shm_bytes=ring)
+        # What is filled before it is read has a size of its own.
+        less = "" if self.alone else "--capacity"
+        return Need(processors=1.0 if self.alone else TWO, shm_bytes=ring, less=less)
 
     def __str__(self) -> str:
         how = "views" if self.views else "groups"

@@ -83,12 +83,15 @@ class Need:
         Of ordinary memory.
     timed : bool
         Whether it counts seconds.
+    less : str
+        The option that asks for less of /dev/shm; "" where none does.
     """
 
     processors: float = 1.0
     shm_bytes: int = 0
     memory_bytes: int = MEMORY
     timed: bool = True
+    less: str = ""
 
 
 #: A producer and a consumer.
@@ -105,9 +108,10 @@ def why_not(need: Need, found: Here) -> str:
             f"({found.processors_why})"
         )
     if found.shm_bytes < need.shm_bytes:
+        less = f", or ask for less by {need.less}" if need.less else ""
         return (
             f"needs {need.shm_bytes >> 20} MiB in {SHM}, {found.shm_bytes / 2**20:.1f} are free; "
-            "enlarge it, or ask for less by --capacity"
+            f"enlarge it{less}"
         )
     if found.memory_bytes < need.memory_bytes:
         return (

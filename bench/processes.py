@@ -44,6 +44,8 @@ __all__ = [
 DEADLINE_S: Final = 300.0
 #: Seconds that one call in a process may wait for another process, which may still import torch.
 STALL_S: Final = 60.0
+#: Seconds until a process that has closed its pipe is gone.
+END_S: Final = 5.0
 #: Seconds between two checks of watched processes, and of whether they are ready.
 WATCH_S: Final = 0.02
 READY_POLL_S: Final = 0.01
@@ -115,7 +117,7 @@ def run_together(
         deadline = time.monotonic() + deadline_s
         if watch:
             _watch(watch, processes, pipes, barrier, deadline)
-        results = _collect(roles, pipes, deadline)
+        results = _collect(roles, processes, pipes, deadline)
         for process in processes:
             process.join()
         return results
@@ -257,7 +259,12 @@ def _watch(
         watch(pids)
 
 
-def _collect(roles: Sequence[Role], pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(
+    roles: Sequence[Role],
+    processes: Sequence[BaseProcess],
+    pipes: list[Connection],
+    deadline: float,
+) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(roles):
         open_pipes = [pipe for number, pipe in enumerate(pipes) if number not in results]
@@ -272,9 +279,19 @@ def _collect(roles: Sequence[Role], pipes: list[Connection], deadline: float) ->
             try:
                 done, result = pipe.recv()
             except EOFError:
-                done, result = False, "it died without a word"
+                done, result = False, f"it died without a word{_of(processes[number])}"
             if not done:
                 name = roles[number].function.__qualname__
                 raise MeasurementError(f"{name} failed: {result}")
             results[number] = result
     return [results[number] for number in range(len(roles))]
+
+
+def _of(process: BaseProcess) -> str:
+    """Say of which signal a process has died, where it is one."""
+    process.join(END_S)
+    code = process.exitcode
+    if code is None or code >= 0:
+        return ""
+    hint = ", as where /dev/shm has no room left" if -code == signal.SIGBUS else ""
+    return f", of {signal.Signals(-code).name}{hint}"

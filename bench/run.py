@@ -202,7 +202,8 @@ def measure(
 
 def _families(sizes: Sizes, capacity: str, say: Callable[[str], None]) -> list[_Family]:
     ring = parse_size(capacity)
-    one, two = Need(shm_bytes=ring), Need(processors=TWO, shm_bytes=ring)
+    one = Need(shm_bytes=ring, less="--capacity")
+    two = dataclasses.replace(one, processors=TWO)
     # A group of the stash with its samples takes about a kilobyte.
     many = Need(memory_bytes=MEMORY + (sizes.stash_groups[1] << 10))
     room = Need(

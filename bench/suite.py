@@ -43,6 +43,8 @@ OPEN_GROUPS: Final = {
     "tiny": (100, 1_000),
 }
 OPEN_GROUP_ADDS: Final = {"quick": 0, "full": 400_000, "tiny": 10_000}
+#: Of what is set beside other ways: both ends, and the ring of the usual size.
+CONTEST: Final = Need(processors=TWO, shm_bytes=parse_size(core.DEFAULT_CAPACITY))
 LEVELS: Final = {"quick": plan.QUICK, "full": plan.FULL, "tiny": plan.TINY}
 CORE: Final = {
     "quick": core_sizes.QUICK,
@@ -208,7 +210,7 @@ def _measure(
     found: dict[str, Any] = {}
     here = fitness.here()
     notes = core.notes(rows, tiny=options.level == "tiny", found=here)
-    if why := fitness.why_not(Need(processors=TWO), here):
+    if why := fitness.why_not(CONTEST, here):
         notes.append(f"NOTE: nothing was set beside other ways to move a trajectory: {why}\n")
     elif chosen or not options.only:
         known = list(contenders())

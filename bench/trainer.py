@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ring = parse_size(options.capacity, "--capacity")
     except ValueError as error:
         parser.error(str(error))
-    if command.refused(Need(shm_bytes=max(ring, ROWS_BYTES)), "trainer"):
+    less = "--capacity" if ring > ROWS_BYTES else ""
+    if command.refused(Need(shm_bytes=max(ring, ROWS_BYTES), less=less), "trainer"):
         return 1
     torch.set_num_threads(1)
     facts = machine.describe()

@@ -425,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = str(checked_device(options.device))
     except (ValueError, DeviceMismatchError) as error:
         parser.error(f"--device: {error}")
-    need = Need(shm_bytes=SHM * size, memory_bytes=MEMORY + COPIES * size)
+    need = Need(shm_bytes=SHM * size, memory_bytes=MEMORY + COPIES * size, less="--size")
     if device == "cpu" and command.refused(need, "weights"):
         return 1
     parts = options.part or PARTS

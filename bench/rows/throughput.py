@@ -71,6 +71,7 @@ class Case:
             processors=TWO,
             shm_bytes=parse_size(self.workload.capacity),
             memory_bytes=MEMORY + cold * self.workload.producers,
+            less="--capacity",
         )
 
 

@@ -225,6 +225,21 @@ def test_a_yardstick_behind_one_run_stands_before_the_next_and_no_run_between_is
     assert asked == ["memcpy", "a", "memcpy", "b", "memcpy"]
 
 
+def end_by(start: Callable[[], None], number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "number, says",
+    [(signal.SIGBUS, "of SIGBUS, as where /dev/shm has no"), (signal.SIGKILL, "of SIGKILL")],
+)
+def test_a_process_that_dies_is_told_with_its_signal(number: int, says: str) -> None:
+    with pytest.raises(
+        processes.MeasurementError, match=f"end_by failed: it died without a word, {says}"
+    ):
+        processes.run_alone(end_by, number)
+
+
 def test_a_process_imports_what_its_role_needs_and_not_the_program_that_began_it() -> None:
     main = sys.modules["__main__"]
     before = main.__spec__, main.__dict__.get("__file__")

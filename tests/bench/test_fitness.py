@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,20 @@ def test_on_one_core_nothing_is_set_beside_other_ways(spawn: Spawner, tmp_path: 
     result = json.loads((output / "results.json").read_text())
     assert result["contest"] == {} and result["rows"] == []
     assert "times" not in (output / "report.md").read_text()
+
+
+def test_in_a_small_shm_nothing_is_set_beside_other_ways(spawn: Spawner, tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=4m none /dev/shm && exec "$@"'
+    prefix = needing("unshare", "-m", "sh", "-c", mount, "sh")
+    output = tmp_path / "report"
+    arguments = ["--tiny", "--contender", "multiprocessing.Queue", "--output", output]
+    said = printed(spawn, prefix, "bench.suite", *arguments)
+    assert "needs 64 MiB in /dev/shm, 4.0 are free; enlarge it\n" in said
+    assert json.loads((output / "results.json").read_text())["contest"] == {}
+
+
+def test_an_option_that_asks_for_less_is_named_where_there_is_one() -> None:
+    found = Here(**{**vars(FINE), "shm_bytes": 1 << 20})
+    need = Need(shm_bytes=64 << 20)
+    assert why_not(need, found).endswith("; enlarge it")
+    assert why_not(replace(need, less="--size"), found).endswith("or ask for less by --size")
