@@ -19,6 +19,7 @@ from trainer_adapter.weights import (
     Slice,
     WeightPublisher,
     WeightsError,
+    WeightsTimeoutError,
     WeightSubscriber,
 )
 from trainer_adapter.weights.manifest import Manifest
@@ -278,3 +279,11 @@ def test_what_makes_no_question_is_refused_by_its_name(
         publisher.publish(version=7)
         with pytest.raises(error, match=r"^\w+: expected"):
             call(reader)
+
+
+def test_a_wait_in_vain_is_said_in_the_seconds_that_were_given(bus_name: str) -> None:
+    with (
+        WeightSubscriber(bus_name) as subscriber,
+        pytest.raises(WeightsTimeoutError, match=r" in 0\.1 s: there is no pool"),
+    ):
+        subscriber.latest(timeout=0.1)

@@ -228,7 +228,7 @@ class ShmReader:
             except BusNotFoundError as error:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise WeightsTimeoutError(
-                        f"no weights of bus {self._bus!r} in {timeout:g} s: {error}"
+                        f"no weights of bus {self._bus!r} in {timeout:.3g} s: {error}"
                     ) from error
                 time.sleep(_RETRY_S)
 
