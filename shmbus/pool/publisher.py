@@ -99,6 +99,7 @@ class PoolPublisher:
         label = fit("label", label, _core.POOL_LABEL_BYTES) or f"rank {rank} of pid {os.getpid()}"
         self.bus, self.kind = bus, kind
         self.rank, self.world_size = rank, world_size
+        self._pid = os.getpid()
         self.when_held, self.timeout = when_held, timeout
         # Ranks that were there in this process's time: one that died before it may be on its way.
         self._seen: set[int] = set()
@@ -109,6 +110,7 @@ class PoolPublisher:
             claimed = self._pool.claim_writer(rank, label)
         except BaseException:
             # One that this call has made has nothing in it.
+            self._identity = identity_of(self._path)
             self.close(remove=made)
             raise
         if not claimed:
@@ -199,12 +201,14 @@ class PoolPublisher:
         return None if write is None else VersionWrite(self, write)
 
     def _require_name(self, version: int) -> None:
-        removed = self._identity is None or not leads_to(self._path, self._identity)
-        if removed and not self._pool.closed:
+        if not self._has_name() and not self._pool.closed:
             raise errors.BusRemovedError(
                 f"pool {self.kind!r} of bus {self.bus!r} was removed: nobody new would find "
                 f"version {version}. What readers have leased stays readable; make a new publisher"
             )
+
+    def _has_name(self) -> bool:
+        return self._identity is not None and leads_to(self._path, self._identity)
 
     def _begin(
         self, version: int, size: int, meta: bytes, text: str, patch: bool
@@ -282,10 +286,12 @@ class PoolPublisher:
         """
         if self._pool.closed:
             return
-        self._pool.close()
-        if remove:
+        # While the rank is this process's, so that no successor has taken the pool over; a forked
+        # child is none, and a pool that was made anew under the name is somebody else's.
+        if remove and os.getpid() == self._pid and self._has_name():
             with contextlib.suppress(errors.BusNotFoundError):  # it is gone already
                 unlink_pool(self.bus, self.kind)
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self

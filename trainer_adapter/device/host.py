@@ -37,6 +37,9 @@ class _Mapping:
     user's run with warnings as errors would end there.
     """
 
+    #: Before there is one, as where the constructor was interrupted.
+    address: int | None = None
+
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
         how = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.nbytes = nbytes
@@ -64,8 +67,12 @@ class HostMemory:
         Its size.
     """
 
+    #: Before there are any, as where the constructor was interrupted.
+    _mapping: _Mapping | None = None
+    _descriptor = -1
+
     def __init__(self, mapping: _Mapping, handle: DeviceHandle, descriptor: int) -> None:
-        self._mapping: _Mapping | None = mapping
+        self._mapping = mapping
         self._descriptor = descriptor
         self.handle = handle
         self.nbytes = handle.nbytes

@@ -170,7 +170,8 @@ def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     -------
     uint8 [bytes]
     """
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    # Contiguous is also a single element of any stride, which a view as bytes would refuse.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     array: npt.NDArray[np.uint8] = flat.numpy()
     return array
 

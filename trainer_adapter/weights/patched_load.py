@@ -146,9 +146,10 @@ def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
     found = []
     for name, (target, _) in pairs.items():
         at = (target.data_ptr(), target.device, target.dtype, tuple(target.shape), target.stride())
-        # Of what a wrapper stands for nothing is counted: no list is equal to another one.
-        written = object() if is_elsewhere(target) else target._version
-        found.append((name, at, written))
+        # Of an inference tensor, and of what a wrapper stands for, no writes are counted: no list is
+        # equal to another one.
+        uncounted = target.is_inference() or is_elsewhere(target)
+        found.append((name, at, object() if uncounted else target._version))
     return tuple(found)
 
 
@@ -194,8 +195,11 @@ def plain_model(
     Returns
     -------
     PlainModel | None
-        None where a patch cannot be applied to each of its tensors in place.
+        None where a patch cannot be applied to each of its tensors in place, or torch counts no
+        writes to one.
     """
+    if any(isinstance(value, torch.Tensor) and value.is_inference() for value in named.values()):
+        return None
     places = manifest.by_name()
     memory: dict[tuple[int, int], tuple[str, npt.NDArray[np.uint8]]] = {}
     for name, (target, _) in pairs.items():

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -20,13 +21,7 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus.pool import WhenHeld
-from trainer_adapter._checks import (
-    check_flag,
-    check_int64,
-    check_seconds,
-    check_text,
-    checked_int,
-)
+from trainer_adapter._checks import check_int64, check_seconds, check_text, checked_int
 from trainer_adapter.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
 from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
 from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
@@ -34,14 +29,15 @@ from trainer_adapter.weights.carriers.patched import PatchingSink
 from trainer_adapter.weights.carriers.shm import ShmWriter
 from trainer_adapter.weights.errors import ManifestError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
-from trainer_adapter.weights.patches import patch_share
 from trainer_adapter.weights.probe import CarrierName, choose
-from trainer_adapter.weights.source import (
-    ForeseeingSource,
-    LocalPiece,
-    WeightSource,
-    require_source,
+from trainer_adapter.weights.publisher_options import (
+    DEFAULT_SLOTS,
+    check_options,
+    checked_directory,
+    checked_patches,
+    require_plain,
 )
+from trainer_adapter.weights.source import ForeseeingSource, LocalPiece, WeightSource
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,8 +47,6 @@ __all__ = ["Publication", "Published", "WeightPublisher"]
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
 _TO_THE_END: Final = "waits for the end"
-#: One that is read, and one that is written.
-DEFAULT_SLOTS: Final = 2
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +225,7 @@ class WeightPublisher:
         keep: bool = False,
         label: str = "",
     ) -> None:
-        _check_options(bus, source, timeout=timeout, label=label, digests=digests, keep=keep)
+        check_options(bus, source, timeout=timeout, label=label, digests=digests, keep=keep)
         self.bus: Final = bus
         rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
         self.rank, self.world_size = rank, world_size
@@ -241,17 +235,17 @@ class WeightPublisher:
         self._repeating: dict[type, bool] = {}
         self._keep = keep
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
-        share = _checked_patches(self.carrier.name, patches)
+        share = checked_patches(self.carrier.name, patches)
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
-            _require_plain(slots, max_slots, when_held)
-            place = _checked_directory(directory, world_size, digests)
+            require_plain(slots, max_slots, when_held)
+            place = checked_directory(directory, world_size, digests)
             self._writer = CheckpointWriter(place, self.manifest)
         elif self.carrier.name in KIND_OF:
             self._writer = ExportedWriter(
@@ -337,8 +331,7 @@ class WeightPublisher:
         """
         publication = Publication(check_int64("version", version))
         check_text("text", text)
-        if self._closed:
-            raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
+        self._require_open()
 
         stream = torch.cuda.current_stream() if _uses_cuda() else None
 
@@ -355,10 +348,20 @@ class WeightPublisher:
         threading.Thread(target=run, name=f"publish {version}", daemon=True).start()
         return publication
 
+    def _require_open(self) -> None:
+        # Asked before the lock, which in a forked child another thread of the parent may have had.
+        if os.getpid() != self._pid:
+            raise BusClosedError(
+                f"the publisher of bus {self.bus!r} was made in process {self._pid}, before a "
+                "fork; make a new one in this process"
+            )
+        if self._closed:
+            raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
+
     def _publish(self, version: int, text: str, copied: threading.Event) -> Published:
+        self._require_open()
         with self._lock:
-            if self._closed:
-                raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
+            self._require_open()
             began = time.monotonic()
             sink = self._writer.begin(version, text)
             if sink is None:
@@ -432,11 +435,18 @@ class WeightPublisher:
         return cast("RepeatingSink", sink) if self._repeating[kind] else None
 
     def close(self) -> None:
-        """Wait for the version under way, and leave; the weights go too, unless `keep`."""
+        """Wait for the version under way, and leave; the weights go too, unless `keep`.
+
+        In a forked child nothing goes but what the child has: its parent publishes.
+        """
+        if os.getpid() != self._pid:
+            self._closed = True
+            self._writer.close(remove=False)
+            return
         with self._lock:
             if not self._closed:
-                self._closed = True
                 self._writer.close(remove=self.rank == 0 and not self._keep)
+                self._closed = True  # last: who was interrupted here may call it again
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"rank {self.rank} of {self.world_size}"
@@ -452,45 +462,6 @@ class WeightPublisher:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _check_options(
-    bus: object, source: object, *, timeout: object, label: object, digests: object, keep: object
-) -> None:
-    check_text("bus", bus)
-    require_source(source)
-    check_seconds("timeout", timeout)
-    check_text("label", label)
-    check_flag("digests", digests)
-    check_flag("keep", keep)
-
-
-def _require_plain(slots: int, max_slots: int | None, when_held: str) -> None:
-    check_text("when_held", when_held)
-    if checked_int("slots", slots) != DEFAULT_SLOTS or max_slots is not None or when_held != "wait":
-        raise ValueError(
-            "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
-            f"not, got {slots}, {max_slots} and {when_held!r}"
-        )
-
-
-def _checked_directory(directory: Path | str | None, world_size: int, digests: bool) -> Path | str:
-    if world_size != 1 or directory is None or digests:
-        raise ValueError(
-            "carrier 'checkpoint': expected directory=..., world_size=1 and digests=False, got "
-            f"{directory!r}, {world_size} and {digests}"
-        )
-    return directory
-
-
-def _checked_patches(carrier: str, patches: bool | float) -> float:
-    share = patch_share(patches)
-    if share and carrier != "shm":
-        raise ValueError(
-            f"carrier {carrier!r}: expected patches=False, got {patches}; only the carrier 'shm' "
-            "has patches"
-        )
-    return share
 
 
 def _uses_cuda() -> bool:

@@ -25,9 +25,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
-import os
 import struct
 import weakref
 from collections.abc import Iterator, Mapping
@@ -53,12 +50,11 @@ from trainer_adapter.weights.shared_file import (
     HEADER_BYTES,
     STEPPING_AT,
     VERSION_AT,
-    create_file,
+    SharedFile,
     open_file,
-    path_of,
 )
 from trainer_adapter.weights.source import ModuleSource
-from trainer_adapter.weights.step_guard import StepGuard
+from trainer_adapter.weights.step_guard import Reading, StepGuard, Stepping
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,10 +71,8 @@ class SharedModel:
 
     Parameters
     ----------
-    bus, path : str
-        The bus, and the file.
-    file : int
-        Its descriptor, which this object closes.
+    file : SharedFile
+        Open; this object closes it.
     writable : bool
         Whether this process steps.
 
@@ -88,18 +82,15 @@ class SharedModel:
         The file's manifest cannot be used.
     """
 
-    def __init__(self, bus: str, path: str, file: int, *, writable: bool) -> None:
-        self.bus: Final = bus
-        self._path = path
+    def __init__(self, file: SharedFile, *, writable: bool) -> None:
+        self.bus: Final = file.bus
         self._file = file
         self._writable = writable
         self._remove = False
         #: Whose tensors these are, in the process that steps.
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._guard = StepGuard(file)
-        self._stepping = False
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = mmap.mmap(file, 0, mmap.MAP_SHARED, protection)
+        self._map = file.map(writable=writable)
         _, _, _, said, size, at = HEADER.unpack_from(self._map)
         self.manifest: Final = Manifest.decode(
             bytes(self._map[HEADER_BYTES : HEADER_BYTES + said]), size
@@ -150,9 +141,10 @@ class SharedModel:
         """
         check_seconds("timeout", timeout, none=_FOR_EVER)
         self._require_open()
-        if not self._guard.enter(timeout):
-            raise self._late("the trainer's step has not ended", timeout)
+        reading = Reading(self._guard)
         try:
+            if not reading.begin(timeout):
+                raise self._late("the trainer's step has not ended", timeout)
             if self.torn:
                 raise TornWeightsError(
                     f"shared weights of bus {self.bus!r}: a step was begun and not ended, so the "
@@ -161,11 +153,12 @@ class SharedModel:
                 )
             yield self.version
         finally:
-            self._guard.leave()
+            reading.end()
 
     def _require_open(self) -> None:
-        if self._file < 0:
-            raise BusClosedError(f"shared weights of bus {self.bus!r} are closed; attach again")
+        if self._file.fd < 0:
+            what = "were attached before a fork" if self._file.forked else "are closed"
+            raise BusClosedError(f"shared weights of bus {self.bus!r} {what}; attach again")
 
     def _require_in_place(self) -> None:
         """Raise WeightsError where the model has a tensor that nobody else would see change."""
@@ -236,43 +229,35 @@ class SharedModel:
         check_flag("heal", heal)
         check_choice("guard", guard, ("lock", "none"))
         self._require_open()
-        if not self._writable or self._stepping:
+        if not self._writable or self._guard.steps:
             what = "steps already" if self._writable else "only reads"
             raise WeightsError(f"shared weights of bus {self.bus!r}: this process {what}")
-        if guard == "lock" and not self._guard.close_to_readers(timeout):
-            raise self._late("a reader has not left, or another one steps", timeout)
+        stepping = Stepping(self._guard, excludes=guard == "lock")
         try:
+            if not stepping.begin(timeout):
+                raise self._late("a reader has not left, or another one steps", timeout)
             if self.torn and not heal:
                 raise TornWeightsError(
                     f"shared weights of bus {self.bus!r}: a step before was not ended, and the "
                     "model is a mix; load whole weights with heal=True"
                 )
             self._require_in_place()
-            self._stepping = True
             struct.pack_into("<Q", self._map, STEPPING_AT, 1)
             yield
             # Not after an exception: some parameters may be new by then.
             struct.pack_into("<q", self._map, VERSION_AT, version)
             struct.pack_into("<Q", self._map, STEPPING_AT, 0)
         finally:
-            self._stepping = False
-            if guard == "lock":
-                self._guard.open_to_readers()
+            stepping.end()
 
     # -- its end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave; tensors that are left stay readable. The file goes with the one that shared it."""
-        file, self._file = self._file, -1
-        if file < 0:
-            return
+        # In a forked child there is nothing to remove: the parent goes on with it.
         if self._remove:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-        # The mapping has a descriptor of its own to the same open file, which keeps the locks.
-        self._guard.close()
-        fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
+            self._file.remove()
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -338,18 +323,25 @@ def share(
             "with WeightPublisher instead. Nothing was changed"
         )
     manifest = Manifest.plan(source.params(), aliases=source.aliases(), slices=source.slices())
-    path = path_of(bus)
-    shared = SharedModel(bus, path, create_file(path, bus, manifest, version), writable=True)
-    shared._remove = shared._guard.become_writer()
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            view = shared[name]
-            copy_tensor(view, tensor.detach())
-            tensor.data = view
-        for alias in source.aliases():
-            _tie(model, alias, shared)
-    shared._model = weakref.ref(model)
-    return shared
+    file = SharedFile(bus)
+    try:
+        file.create(manifest, version)
+        shared = SharedModel(file, writable=True)
+        shared._remove = shared._guard.become_writer()
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                view = shared[name]
+                copy_tensor(view, tensor.detach())
+                tensor.data = view
+            for alias in source.aliases():
+                _tie(model, alias, shared)
+        shared._model = weakref.ref(model)
+        return shared
+    except BaseException:
+        # What was moved has its values, and its memory as long as it lives.
+        file.remove()
+        file.close()
+        raise
 
 
 def _tie(model: torch.nn.Module, name: str, shared: SharedModel) -> None:
@@ -404,35 +396,49 @@ def attach(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     file = open_file(bus, timeout)
     try:
-        shared = SharedModel(bus, path_of(bus), file, writable=writable)
-    except BaseException:
-        os.close(file)
-        raise
-    try:
+        shared = SharedModel(file, writable=writable)
         if writable and not shared._guard.become_writer():
             raise WeightsBusyError(f"bus {bus!r}: the trainer that shares its weights lives")
-        shared._remove = writable
         found, faults = _views_for(shared, model, strict=strict)
         if faults:
             raise ManifestError(
                 "the shared weights do not fit the model, and it was not changed", faults
             )
+        _put_views(model, found, writable=writable)
+        if writable:
+            shared._model = weakref.ref(model)
+        shared._remove = writable
+        return shared
     except BaseException:
-        shared.close()
+        file.close()
         raise
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{module_name}." if module_name else ""
-        for leaf, old in list(module._parameters.items()):
-            if old is not None and prefix + leaf in found:
+
+
+def _put_views(
+    model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool
+) -> None:
+    """Make all of a model's tensors views, or none; what was tied stays one object."""
+    made: dict[tuple[int, int], torch.nn.Parameter] = {}
+    with contextlib.ExitStack() as undo:
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{module_name}." if module_name else ""
+            for leaf, old in list(module._parameters.items()):
+                if old is None or prefix + leaf not in found:
+                    continue
                 view = found[prefix + leaf]
-                wants = writable and old.requires_grad
-                module._parameters[leaf] = torch.nn.Parameter(view, requires_grad=wants)
-        for leaf in list(module._buffers):
-            if prefix + leaf in found:
-                module._buffers[leaf] = found[prefix + leaf]
-    if writable:
-        shared._model = weakref.ref(model)
-    return shared
+                # Where the trainer's are not tied, each has its own values.
+                one = id(old), view.data_ptr()
+                if one not in made:
+                    wants = writable and old.requires_grad
+                    fresh = torch.nn.Parameter(view, requires_grad=wants)
+                    made[one] = made[id(fresh), one[1]] = fresh  # a module may come twice
+                undo.callback(module._parameters.__setitem__, leaf, old)
+                module._parameters[leaf] = made[one]
+            for leaf, buffer in list(module._buffers.items()):
+                if prefix + leaf in found:
+                    undo.callback(module._buffers.__setitem__, leaf, buffer)
+                    module._buffers[leaf] = found[prefix + leaf]
+        undo.pop_all()
 
 
 def _views_for(

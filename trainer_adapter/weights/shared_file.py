@@ -1,29 +1,36 @@
 """The file of a model that is shared as one copy: header, manifest, and the tensors in its places.
 
-Invariants: a file that has its name is whole; nothing that is read from one bounds an access before
-it was compared with the file's own size.
+Invariants:
+
+- A file that has its name is whole. One that a living process has open is never replaced, and who
+  makes one removes no other.
+- Nothing that is read from a file bounds an access before it was compared with its own size.
+- Locks are those of a descriptor that is not mapped: a forked child, which has the mapping, does
+  not keep them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import secrets
 import struct
 import time
 from typing import Final
 
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from trainer_adapter.weights.errors import WeightsBusyError, WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.owned_file import OwnedFile
 
 __all__ = [
     "HEADER",
     "HEADER_BYTES",
     "STEPPING_AT",
     "VERSION_AT",
-    "create_file",
+    "SharedFile",
     "open_file",
     "path_of",
     "shared_state",
@@ -46,55 +53,129 @@ def path_of(bus: str) -> str:
     return SHM_DIRECTORY + companion_name(KIND, bus)
 
 
-def create_file(path: str, bus: str, manifest: Manifest, version: int) -> int:
-    """Make the file whole under another name; then it gets its own."""
-    _require_free(path, bus)
-    said = manifest.encode()
-    at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
-    fresh = f"{path}.new-{secrets.token_hex(4)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    file = os.open(fresh, flags, 0o600)
-    try:
-        os.posix_fallocate(file, 0, at + manifest.total)
-        os.pwrite(file, said, HEADER_BYTES)
-        os.pwrite(file, HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at), 0)
-        fcntl.flock(file, fcntl.LOCK_SH)
-        os.rename(fresh, path)
-    except BaseException as error:
-        os.close(file)
-        os.unlink(fresh)
-        if isinstance(error, OSError):
-            raise WeightsError(
-                f"shared weights of bus {bus!r} need {at + manifest.total} bytes of "
-                f"{SHM_DIRECTORY}: {error}; nothing was changed"
-            ) from error
-        raise
-    return file
+class SharedFile(OwnedFile):
+    """A file of shared weights, open for its locks.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that they belong to.
+    """
+
+    def __init__(self, bus: str) -> None:
+        self.bus: Final = bus
+        self.path: Final = path_of(bus)
+        self._fresh = ""
+
+    def create(self, manifest: Manifest, version: int) -> None:
+        """Make the file whole under another name; then it gets its own.
+
+        Parameters
+        ----------
+        manifest : Manifest
+            Of the weights.
+        version : int
+            What they are.
+
+        Raises
+        ------
+        WeightsBusyError
+            A living process has one open.
+        WeightsError
+            It does not fit.
+        """
+        said = manifest.encode()
+        at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
+        with contextlib.ExitStack() as stack:
+            left = _locked_leftover(self.path, self.bus, stack)
+            self._fresh = f"{self.path}.new-{secrets.token_hex(4)}"
+            try:
+                self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                os.posix_fallocate(self.fd, 0, at + manifest.total)
+                os.pwrite(self.fd, said, HEADER_BYTES)
+                head = HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at)
+                os.pwrite(self.fd, head, 0)
+                fcntl.flock(self.fd, fcntl.LOCK_SH)
+                if left:
+                    os.rename(self._fresh, self.path)
+                else:
+                    # Not over what another one has made meanwhile, as a rename would.
+                    os.link(self._fresh, self.path)
+                    os.unlink(self._fresh)
+            except FileExistsError as error:
+                raise _busy(self.bus) from error
+            except OSError as error:
+                raise WeightsError(
+                    f"shared weights of bus {self.bus!r} need {at + manifest.total} bytes of "
+                    f"{SHM_DIRECTORY}: {error}; nothing was changed"
+                ) from error
+
+    def map(self, *, writable: bool) -> mmap.mmap:
+        """Map it by another descriptor.
+
+        Parameters
+        ----------
+        writable : bool
+            Whether its bytes may be changed.
+
+        Raises
+        ------
+        FileNotFoundError
+            Its name leads to another file, or to none.
+        """
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if not os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
+                raise FileNotFoundError(f"{self.path} is another file now")
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            return mmap.mmap(fd, 0, mmap.MAP_SHARED, protection)
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Remove its names; whoever has it open keeps what it has. Another file stays."""
+        # Nobody else's has the name that it is made under; a child of its maker has no descriptor.
+        if self._fresh and not self.forked:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._fresh)
+        if self.fd >= 0 and leads_to(self.path, os.fstat(self.fd)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
 
 
-def _require_free(path: str, bus: str) -> None:
+def _locked_leftover(path: str, bus: str, stack: contextlib.ExitStack) -> bool:
+    """Keep everybody from a file that nobody has open, until the stack ends; False without one."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return
+        return False
+    stack.callback(os.close, file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise WeightsBusyError(
-            f"bus {bus!r}: a living process shares or reads one copy of its weights; end it first"
-        ) from error
-    finally:
-        os.close(file)
+        raise _busy(bus) from error
+    return leads_to(path, os.fstat(file))
 
 
-def open_file(bus: str, timeout: float) -> int:
-    """Wait for the file, check it, and open it for its locks and a mapping."""
-    path = path_of(bus)
+def _busy(bus: str) -> WeightsBusyError:
+    return WeightsBusyError(
+        f"bus {bus!r}: a living process shares or reads one copy of its weights; end it first"
+    )
+
+
+def open_file(bus: str, timeout: float) -> SharedFile:
+    """Wait for the file, check it, and open it for its locks."""
+    file = SharedFile(bus)
     deadline = time.monotonic() + timeout
     while True:
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            break
+            file.open(file.path, os.O_RDWR)
+            check_file(file.fd, file.path)
+            fcntl.flock(file.fd, fcntl.LOCK_SH)
+            if leads_to(file.path, os.fstat(file.fd)):
+                return file
+            # Its trainer has ended meanwhile, or another one has begun.
+            file.close()
         except FileNotFoundError as error:
             if time.monotonic() >= deadline:
                 raise WeightsTimeoutError(
@@ -102,13 +183,9 @@ def open_file(bus: str, timeout: float) -> int:
                     "share() in the trainer"
                 ) from error
             time.sleep(0.01)
-    try:
-        check_file(file, path)
-        fcntl.flock(file, fcntl.LOCK_SH)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+        except BaseException:
+            file.close()
+            raise
 
 
 def check_file(file: int, path: str) -> None:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -277,6 +278,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         self, version: CarriedVersion, *, loaded: LoadedModel | None = None, verify: Verify = "off"
     ) -> None:
         self._carried: CarriedVersion | None = version
+        self._pid = os.getpid()
         self._known = loaded
         self._compares = verify
         self._tensors: dict[str, torch.Tensor] | None = None
@@ -292,6 +294,11 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
     def _open(self) -> CarriedVersion:
         if self._carried is None:
             raise BusClosedError(f"version {self.version} is closed; take the latest again")
+        if os.getpid() != self._pid:
+            raise BusClosedError(
+                f"version {self.version} was leased in process {self._pid}, before a fork; "
+                "subscribe in this process"
+            )
         return self._carried
 
     def _views(self) -> dict[str, torch.Tensor]:

@@ -6,13 +6,16 @@
     DIRECTORY/latest -> version-7-00000003            swapped by a rename
 
 Invariant: `latest` leads to a directory whose file was written whole and synced before the link was
-swapped. Files are read by safetensors, which runs no code of theirs.
+swapped. Files are read by safetensors, which runs no code of theirs. One process writes into a
+directory.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import secrets
@@ -29,11 +32,13 @@ from trainer_adapter.weights.carriers.base import Promises
 from trainer_adapter.weights.errors import (
     ManifestError,
     TornWeightsError,
+    WeightsBusyError,
     WeightsError,
     WeightsTimeoutError,
 )
 from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.owned_file import OwnedFile
 from trainer_adapter.weights.source import LocalPiece, dtype_name
 
 __all__ = [
@@ -58,6 +63,8 @@ PROMISES: Final = Promises(
 FILE: Final = "model.safetensors"
 _LINK: Final = "latest"
 _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
+#: What a file system says that cannot lock a directory.
+_NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 #: Seconds between two looks at the link; there is no bell on a disk.
 _POLL_S: Final = 0.05
 
@@ -88,6 +95,13 @@ class CheckpointWriter:
         Of the model.
     keep : int
         Versions that stay; older ones are removed, never the newest.
+
+    Raises
+    ------
+    WeightsBusyError
+        Another one writes there.
+    ManifestError
+        A tensor is of a dtype that safetensors has not.
     """
 
     name = "checkpoint"
@@ -99,7 +113,9 @@ class CheckpointWriter:
         self._directory = Path(directory)
         self._manifest = manifest
         self._keep = keep
+        _require_dtypes(manifest)
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self._directory)
         for left in self._directory.glob(".new-*"):  # by a publisher that died
             if left.is_symlink():
                 left.unlink(missing_ok=True)
@@ -112,31 +128,53 @@ class CheckpointWriter:
 
     def close(self, *, remove: bool) -> None:
         """Leave; `remove` is not obeyed: a checkpoint is kept."""
+        self._lock.close()
 
     def write(self, version: int, text: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write, sync, rename, swap the link, and remove what is old."""
-        from safetensors.torch import save_file
+        from safetensors import SafetensorError
 
         numbers = [number for number, _ in _published(self._directory)]
         name = f"version-{version}-{max(numbers, default=0) + 1:08}"
+        said = base64.b64encode(self._manifest.encode()).decode()
+        metadata = {"shmbus": said, "version": str(version), "text": text}
         fresh = self._directory / f".new-{secrets.token_hex(4)}"
-        fresh.mkdir()
+        link = self._directory / f".new-{secrets.token_hex(4)}"
         try:
-            said = base64.b64encode(self._manifest.encode()).decode()
-            metadata = {"shmbus": said, "version": str(version), "text": text}
-            save_file(tensors, fresh / FILE, metadata)
-            _sync(fresh / FILE)
-            _sync(fresh)
-            fresh.rename(self._directory / name)
-            link = self._directory / f".new-{secrets.token_hex(4)}"
-            link.symlink_to(name)
-            link.replace(self._directory / _LINK)
-            _sync(self._directory)
-        except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
+            self._write(name, fresh, link, tensors, metadata)
+        except BaseException as error:
+            # A version that is not the newest was not published: nobody may find it by its number.
+            newest = _newest_in(self._directory)
+            for left in (fresh, *([] if newest == name else [self._directory / name])):
+                shutil.rmtree(left, ignore_errors=True)
+            link.unlink(missing_ok=True)
+            if isinstance(error, OSError | SafetensorError):
+                raise WeightsError(
+                    f"{self._directory}: version {version} could not be written: {error}; "
+                    f"{newest or 'nothing'} is in force there"
+                ) from error
             raise
         for _, old in _published(self._directory)[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def _write(
+        self,
+        name: str,
+        fresh: Path,
+        link: Path,
+        tensors: dict[str, torch.Tensor],
+        metadata: dict[str, str],
+    ) -> None:
+        from safetensors.torch import save_file
+
+        fresh.mkdir()
+        save_file(tensors, fresh / FILE, metadata)
+        _sync(fresh / FILE)
+        _sync(fresh)
+        fresh.rename(self._directory / name)
+        link.symlink_to(name)
+        link.replace(self._directory / _LINK)
+        _sync(self._directory)
 
 
 class _CheckpointSink:
@@ -331,9 +369,12 @@ class CheckpointReader:
         TornWeightsError, ManifestError
             It cannot be used.
         """
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # its publisher makes it
+            names = os.listdir(self._directory)
         there = {
             (int(found[1]), int(found[2])): self._directory / name
-            for name in os.listdir(self._directory)
+            for name in names
             if (found := _NAME.fullmatch(name))
         }
         sequence = max((of for number, of in there if number == version), default=None)
@@ -349,10 +390,9 @@ class CheckpointReader:
         return False
 
     def _newest(self) -> tuple[int, Path | None]:
-        with contextlib.suppress(FileNotFoundError, OSError):
-            name = os.readlink(self._directory / _LINK)
-            if found := _NAME.fullmatch(name):
-                return int(found[2]), self._directory / name
+        name = _newest_in(self._directory)
+        if found := _NAME.fullmatch(name):
+            return int(found[2]), self._directory / name
         return 0, None
 
     def close(self) -> None:
@@ -393,6 +433,49 @@ def _place(path: Path) -> CheckpointPlace:
     found = _NAME.fullmatch(path.name)
     assert found is not None
     return CheckpointPlace(path=path, version=int(found[1]))
+
+
+def _newest_in(directory: Path) -> str:
+    """Return what the link leads to; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return os.readlink(directory / _LINK)
+    return ""
+
+
+def _locked(directory: Path) -> OwnedFile:
+    """Be the one that writes into a directory, until the file is closed or the process ends."""
+    file = OwnedFile()
+    file.open(os.path.realpath(directory), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise WeightsBusyError(
+            f"{directory}: another publisher writes there; close that one first, or give this one "
+            "a directory of its own"
+        ) from error
+    except OSError as error:
+        # Some network file systems lock no directories; what is written there is whole all the
+        # same.
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+    return file
+
+
+def _require_dtypes(manifest: Manifest) -> None:
+    """Raise ManifestError unless safetensors can write each tensor."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    faults = []
+    for dtype in sorted({place.dtype for place in manifest.tensors}):
+        try:
+            save({"": torch.empty(0, dtype=getattr(torch, dtype))})
+        except (KeyError, ValueError, SafetensorError):
+            faults += [f"{t.name!r}: {dtype}" for t in manifest.tensors if t.dtype == dtype]
+    if faults:
+        raise ManifestError("safetensors has no such dtype; use carrier 'shm', or cast", faults)
 
 
 def _published(directory: Path) -> list[tuple[int, Path]]:

@@ -462,6 +462,8 @@ class _Held:
         self._pid = os.getpid()
 
     def __del__(self) -> None:
+        if not hasattr(self, "_pid"):  # its constructor was interrupted
+            return
         # A forked child has no context, and its parent has the lease.
         if self._device.type == "cuda" and os.getpid() == self._pid and not sys.is_finalizing():
             torch.cuda.current_stream(self._device).synchronize()

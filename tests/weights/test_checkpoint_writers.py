@@ -1,0 +1,104 @@
+"""Who writes checkpoints: one at a time, what files can hold, and errors that say what is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weight_models import many, same
+
+from trainer_adapter.weights import (
+    ManifestError,
+    ModuleSource,
+    WeightPublisher,
+    WeightsBusyError,
+    WeightsError,
+    WeightsTimeoutError,
+    WeightSubscriber,
+)
+from trainer_adapter.weights.carriers import checkpoint
+
+
+def publisher_of(model: torch.nn.Module, directory: Path) -> WeightPublisher:
+    return WeightPublisher("run1", ModuleSource(model), carrier="checkpoint", directory=directory)
+
+
+def reader_of(directory: Path) -> WeightSubscriber:
+    return WeightSubscriber("run1", carrier="checkpoint", directory=directory)
+
+
+def test_a_directory_has_one_publisher_at_a_time(tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.symlink_to(tmp_path)
+    with publisher_of(many(3), tmp_path) as publisher:
+        begun = tmp_path / ".new-0123abcd"  # what it is about to write
+        begun.mkdir()
+        with pytest.raises(WeightsBusyError, match="another publisher writes there"):
+            publisher_of(many(3), linked)
+        assert begun.exists()
+        publisher.publish(version=1)
+    with publisher_of(many(3), linked) as publisher:
+        assert not begun.exists()
+        publisher.publish(version=2)
+    with reader_of(tmp_path) as reader:
+        assert reader.wait(timeout=5) == 2
+
+
+def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    model.register_buffer("plain", torch.zeros(2))
+    with pytest.raises(ManifestError, match="'wide': complex128") as caught:
+        publisher_of(model, tmp_path / "files")
+    assert len(caught.value.faults) == 1 and not (tmp_path / "files").exists()
+
+
+def test_an_older_version_of_a_directory_that_is_not_there_yet_is_not_there(tmp_path: Path) -> None:
+    with reader_of(tmp_path / "later") as reader, pytest.raises(WeightsTimeoutError, match="none"):
+        reader.at(3)
+
+
+@pytest.mark.parametrize("step", ["save_file", "fsync", "rename", "symlink_to", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_version_that_could_not_be_written_is_not_there_and_says_what_is(
+    step: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    model, replica = many(3), many(3, 7)
+    with publisher_of(model, tmp_path) as publisher, reader_of(tmp_path) as reader:
+        publisher.publish(version=1)
+        with monkeypatch.context() as broken:
+            if step == "save_file":
+                broken.setattr("safetensors.torch.save_file", fail)
+            else:
+                broken.setattr(os if step == "fsync" else Path, step, fail)
+            expected = WeightsError if isinstance(error, OSError) else KeyboardInterrupt
+            with pytest.raises(expected) as caught:
+                publisher.publish(version=2)
+        if isinstance(error, OSError):
+            text = str(caught.value)
+            assert "version 2" in text and "No space" in text and "version-1-00000001" in text
+        with pytest.raises(WeightsTimeoutError, match="version 2 is not there"):
+            reader.at(2)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "version-1-00000001"]
+        publisher.publish(version=3)
+        with reader.latest(timeout=5) as weights:
+            weights.load_into(replica)
+            assert weights.version == 3 and same(model, replica)
+
+
+def test_a_file_system_without_locks_of_directories_takes_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    with publisher_of(many(3), tmp_path) as publisher, reader_of(tmp_path) as reader:
+        publisher.publish(version=1)
+        assert reader.wait(timeout=5) == 1

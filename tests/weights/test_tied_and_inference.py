@@ -1,0 +1,90 @@
+"""Tensors that are one object or one element, or whose writes torch does not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from weight_models import bits, many
+
+from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber, attach, share
+
+
+class Twice(torch.nn.Module):
+    """A tied head, and a layer that is there under two names."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 8)
+        self.head = torch.nn.Linear(8, 10, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.layer = torch.nn.Linear(8, 8)
+        self.again = self.layer
+
+
+def test_what_is_tied_stays_one_parameter_in_the_next_trainer(bus_name: str) -> None:
+    model, successor = Twice(), Twice()
+    with share(bus_name, model), attach(bus_name, successor, writable=False):
+        assert successor.head.weight is successor.embed.weight
+        assert successor.again.weight is successor.layer.weight
+        assert len([*successor.parameters()]) == len([*model.parameters()]) == 3
+        assert successor.head.weight.data_ptr() != model.head.weight.data_ptr()
+
+
+def test_what_the_trainer_has_not_tied_keeps_its_own_values(bus_name: str) -> None:
+    model, server = Twice(tied=False), Twice()
+    with share(bus_name, model), attach(bus_name, server):
+        assert bits(server.head.weight) == bits(model.head.weight)
+        assert bits(server.embed.weight) == bits(model.embed.weight)
+
+
+def test_inference_tensors_get_every_version_whole(bus_name: str) -> None:
+    model = many(5)
+    with torch.inference_mode():
+        replica = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+    with (
+        WeightPublisher(bus_name, ModuleSource(model), patches=True) as publisher,
+        WeightSubscriber(bus_name, patches=True) as subscriber,
+    ):
+        for version in range(3):
+            with torch.no_grad():
+                model.p1[0, 0] = version
+            publisher.publish(version=version)
+            with torch.inference_mode():
+                replica["p2"].zero_()  # as nobody could tell
+            with subscriber.latest(timeout=30) as weights:
+                weights.load_into(replica)
+                assert weights.loaded == "whole"
+            for name, each in model.state_dict().items():
+                assert bits(each) == bits(replica[name]), name
+
+
+@pytest.mark.parametrize("carrier", ["shm", "memfd"])
+@pytest.mark.parametrize("patches", [False, True])
+def test_one_element_of_any_stride_arrives(bus_name: str, carrier: str, patches: bool) -> None:
+    """Such as a tensor's scale that is a row's end: torch says that it is contiguous."""
+    scales, places = torch.arange(8.0), torch.zeros(8)
+    model = torch.nn.Module()
+    model.register_buffer("scale", scales[3::2][:1])
+    model.register_buffer("block", scales.view(2, 4)[::2, 1:2])
+    replica = {"scale": places[1::2][:1], "block": places.view(2, 4)[1:, 2:3]}
+    options: dict[str, Any] = {"carrier": carrier, "patches": patches and carrier == "shm"}
+    with (
+        WeightPublisher(bus_name, ModuleSource(model), **options) as publisher,
+        WeightSubscriber(bus_name, patches=patches) as subscriber,
+    ):
+        for version in range(3):
+            scales[3] = 10 + version
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=30) as weights:
+                weights.load_into(replica)
+            assert places.tolist() == [0, 10 + version, 0, 0, 0, 0, 1, 0]
+
+
+def test_one_element_of_any_stride_is_shared(bus_name: str) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("scale", torch.arange(8.0)[3::2][:1])
+    with share(bus_name, model) as shared:
+        assert shared["scale"].item() == model.scale.item() == 3
