@@ -11,6 +11,7 @@ import torch
 from weight_models import many, same
 
 from trainer_adapter.weights import (
+    AdapterFiles,
     ManifestError,
     ModuleSource,
     WeightPublisher,
@@ -20,6 +21,8 @@ from trainer_adapter.weights import (
     WeightSubscriber,
 )
 from trainer_adapter.weights.carriers import checkpoint
+
+CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
 
 
 def publisher_of(model: torch.nn.Module, directory: Path) -> WeightPublisher:
@@ -51,9 +54,49 @@ def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path)
     model = torch.nn.Module()
     model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
     model.register_buffer("plain", torch.zeros(2))
-    with pytest.raises(ManifestError, match="'wide': complex128") as caught:
+    model.register_buffer("__metadata__", torch.zeros(2))  # which would leave a file of no reader
+    with pytest.raises(ManifestError, match=r"'wide': torch\.complex128") as caught:
         publisher_of(model, tmp_path / "files")
-    assert len(caught.value.faults) == 1 and not (tmp_path / "files").exists()
+    assert len(caught.value.faults) == 2 and not (tmp_path / "files").exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": torch.zeros(1, dtype=torch.complex128)},
+        {"__metadata__": torch.zeros(1)},
+        {"\ud800": torch.zeros(1)},
+    ],
+)
+def test_an_adapter_that_files_cannot_hold_is_not_written(
+    state: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    with pytest.raises(ManifestError, match="'run1-v1' was not written"):
+        AdapterFiles(tmp_path, "run1", CONFIG).publish(state, version=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_adapter_without_room_says_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = AdapterFiles(tmp_path, "run1", CONFIG)
+    files.publish({"a": torch.zeros(1)}, version=4)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(WeightsError, match=r"'run1-v5' .* No space .* there: 4"):
+        files.publish({"a": torch.zeros(1)}, version=5)
+    assert os.listdir(tmp_path) == ["run1-v4"]
+
+
+def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path: Path) -> None:
+    begun = tmp_path / ".new-run1-b-0123abcd"  # another trainer is in the middle of it
+    left = tmp_path / ".new-run1-0123abcd"
+    for each in (begun, left):
+        each.mkdir()
+    AdapterFiles(tmp_path, "run1", CONFIG)
+    assert begun.exists() and not left.exists()
 
 
 def test_an_older_version_of_a_directory_that_is_not_there_yet_is_not_there(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ import msgspec
 import torch
 
 from trainer_adapter._checks import check_int64, check_text
-from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter.weights.errors import ManifestError, WeightsError
+from trainer_adapter.weights.file_form import faults_in_file
 from trainer_adapter.weights.source import ModuleSource
 
 __all__ = ["AdapterFiles", "AdapterVersion", "adapter_source", "adapter_state", "past_keeping"]
@@ -109,8 +110,11 @@ class AdapterFiles:
         self._keep = keep
         self._config = json.dumps(dict(config), indent=2, sort_keys=True, default=_plain).encode()
         self._directory.mkdir(parents=True, exist_ok=True)
-        for left in self._directory.glob(".new-*"):  # by a trainer that died
-            shutil.rmtree(left, ignore_errors=True)
+        # By a trainer that died. Other adapters there may be in the middle of theirs.
+        left = re.compile(rf"\.new-{re.escape(name)}-[0-9a-f]{{8}}")
+        for each in self._directory.iterdir():
+            if left.fullmatch(each.name):
+                shutil.rmtree(each, ignore_errors=True)
 
     def publish(self, state: Mapping[str, torch.Tensor], version: int) -> AdapterVersion:
         """Write a version.
@@ -130,9 +134,12 @@ class AdapterFiles:
         ------
         TypeError, ValueError
             The version is no int64, or negative; or something is no tensor.
+        ManifestError
+            A tensor has a name or a dtype that safetensors has not.
         WeightsError
-            There are no tensors, or that version was written before.
+            There are no tensors, that version was written before, or it could not be written.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         version = check_int64("version", version)
@@ -144,20 +151,28 @@ class AdapterFiles:
         if not state or target.exists():
             what = "that version is there already" if state else "it has no tensors"
             raise WeightsError(f"adapter {name!r}: {what}; nothing was written")
+        faults = faults_in_file({key: value.dtype for key, value in state.items()})
+        if faults:
+            raise ManifestError(f"adapter {name!r} was not written", faults)
         # A file has each tensor's bytes once, and those of two that share memory are refused.
         tensors = {
             key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()
         }
-        fresh = self._directory / f".new-{secrets.token_hex(4)}"
-        fresh.mkdir()
+        fresh = self._directory / f".new-{self._name}-{secrets.token_hex(4)}"
         try:
+            fresh.mkdir()
             save_file(tensors, fresh / _TENSORS, {"format": "pt"})
             (fresh / _CONFIG).write_bytes(self._config)
             for each in (fresh / _TENSORS, fresh / _CONFIG, fresh):
                 _sync(each)
             fresh.rename(target)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(fresh, ignore_errors=True)
+            if isinstance(error, OSError | SafetensorError):
+                there = ", ".join(map(str, self.versions())) or "none"
+                raise WeightsError(
+                    f"adapter {name!r} could not be written: {error}; versions there: {there}"
+                ) from error
             raise
         for old in past_keeping(self.versions(), version, self._keep):
             self.forget(old)

@@ -36,6 +36,7 @@ from trainer_adapter.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
+from trainer_adapter.weights.file_form import faults_in_file
 from trainer_adapter.weights.loading import LoadCache
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.owned_file import OwnedFile
@@ -101,7 +102,7 @@ class CheckpointWriter:
     WeightsBusyError
         Another one writes there.
     ManifestError
-        A tensor is of a dtype that safetensors has not.
+        A tensor has a name or a dtype that safetensors has not.
     """
 
     name = "checkpoint"
@@ -113,7 +114,9 @@ class CheckpointWriter:
         self._directory = Path(directory)
         self._manifest = manifest
         self._keep = keep
-        _require_dtypes(manifest)
+        faults = faults_in_file({t.name: getattr(torch, t.dtype) for t in manifest.tensors})
+        if faults:
+            raise ManifestError("carrier 'checkpoint': use 'shm', or another name or dtype", faults)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self._directory)
         for left in self._directory.glob(".new-*"):  # by a publisher that died
@@ -461,21 +464,6 @@ def _locked(directory: Path) -> OwnedFile:
             file.close()
             raise
     return file
-
-
-def _require_dtypes(manifest: Manifest) -> None:
-    """Raise ManifestError unless safetensors can write each tensor."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save
-
-    faults = []
-    for dtype in sorted({place.dtype for place in manifest.tensors}):
-        try:
-            save({"": torch.empty(0, dtype=getattr(torch, dtype))})
-        except (KeyError, ValueError, SafetensorError):
-            faults += [f"{t.name!r}: {dtype}" for t in manifest.tensors if t.dtype == dtype]
-    if faults:
-        raise ManifestError("safetensors has no such dtype; use carrier 'shm', or cast", faults)
 
 
 def _published(directory: Path) -> list[tuple[int, Path]]:
