@@ -325,14 +325,14 @@ def share(
     manifest = Manifest.plan(source.params(), aliases=source.aliases(), slices=source.slices())
     file = SharedFile(bus)
     try:
-        file.create(manifest, version)
-        shared = SharedModel(file, writable=True)
-        shared._remove = shared._guard.become_writer()
+        with file.made(manifest, version):
+            shared = SharedModel(file, writable=True)
+            shared._remove = shared._guard.become_writer()
+            for name, tensor in tensors.items():
+                copy_tensor(shared[name], tensor.detach())
         with torch.no_grad():
             for name, tensor in tensors.items():
-                view = shared[name]
-                copy_tensor(view, tensor.detach())
-                tensor.data = view
+                tensor.data = shared[name]
             for alias in source.aliases():
                 _tie(model, alias, shared)
         shared._model = weakref.ref(model)

@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A file that has its name is whole. One that a living process has open is never replaced, and who
-  makes one removes no other.
+- A file that has its name is whole, with the values of all tensors. One that a living process has
+  open is never replaced, and who makes one removes no other that lives.
 - Nothing that is read from a file bounds an access before it was compared with its own size.
 - Locks are those of a descriptor that is not mapped: a forked child, which has the mapping, does
   not keep them.
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import mmap
 import os
 import secrets
 import struct
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
@@ -67,8 +69,9 @@ class SharedFile(OwnedFile):
         self.path: Final = path_of(bus)
         self._fresh = ""
 
-    def create(self, manifest: Manifest, version: int) -> None:
-        """Make the file whole under another name; then it gets its own.
+    @contextlib.contextmanager
+    def made(self, manifest: Manifest, version: int) -> Iterator[None]:
+        """Make the file under another name, for a ``with`` block that fills it; then it is named.
 
         Parameters
         ----------
@@ -84,31 +87,39 @@ class SharedFile(OwnedFile):
         WeightsError
             It does not fit.
         """
-        said = manifest.encode()
-        at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
         with contextlib.ExitStack() as stack:
             left = _locked_leftover(self.path, self.bus, stack)
+            _remove_unfinished(self.path)
             self._fresh = f"{self.path}.new-{secrets.token_hex(4)}"
+            self._begin(manifest, version)
+            yield
             try:
-                self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                os.posix_fallocate(self.fd, 0, at + manifest.total)
-                os.pwrite(self.fd, said, HEADER_BYTES)
-                head = HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at)
-                os.pwrite(self.fd, head, 0)
-                fcntl.flock(self.fd, fcntl.LOCK_SH)
                 if left:
                     os.rename(self._fresh, self.path)
                 else:
                     # Not over what another one has made meanwhile, as a rename would.
                     os.link(self._fresh, self.path)
                     os.unlink(self._fresh)
-            except FileExistsError as error:
+            except (FileExistsError, FileNotFoundError) as error:
                 raise _busy(self.bus) from error
-            except OSError as error:
-                raise WeightsError(
-                    f"shared weights of bus {self.bus!r} need {at + manifest.total} bytes of "
-                    f"{SHM_DIRECTORY}: {error}; nothing was changed"
-                ) from error
+            self._fresh = ""
+
+    def _begin(self, manifest: Manifest, version: int) -> None:
+        """Allocate all of it, and write what stands before the weights."""
+        said = manifest.encode()
+        at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
+        try:
+            self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            fcntl.flock(self.fd, fcntl.LOCK_SH)
+            os.posix_fallocate(self.fd, 0, at + manifest.total)
+            os.pwrite(self.fd, said, HEADER_BYTES)
+            head = HEADER.pack(MAGIC, version, 0, len(said), manifest.total, at)
+            os.pwrite(self.fd, head, 0)
+        except OSError as error:
+            raise WeightsError(
+                f"shared weights of bus {self.bus!r} need {at + manifest.total} bytes of "
+                f"{SHM_DIRECTORY}: {error}; nothing was changed"
+            ) from error
 
     def map(self, *, writable: bool) -> mmap.mmap:
         """Map it by another descriptor.
@@ -123,7 +134,7 @@ class SharedFile(OwnedFile):
         FileNotFoundError
             Its name leads to another file, or to none.
         """
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._fresh or self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if not os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
                 raise FileNotFoundError(f"{self.path} is another file now")
@@ -155,6 +166,18 @@ def _locked_leftover(path: str, bus: str, stack: contextlib.ExitStack) -> bool:
     except BlockingIOError as error:
         raise _busy(bus) from error
     return leads_to(path, os.fstat(file))
+
+
+def _remove_unfinished(path: str) -> None:
+    """Remove what processes that have ended were making, which is as large as a model."""
+    for left in glob.glob(f"{glob.escape(path)}.new-*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            file = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(left)
+            finally:
+                os.close(file)
 
 
 def _busy(bus: str) -> WeightsBusyError:
