@@ -30,6 +30,7 @@ __all__ = [
     "check_seconds",
     "check_text",
     "checked_int",
+    "is_text",
     "known_device",
 ]
 
@@ -190,6 +191,15 @@ def check_text(name: str, value: object) -> None:
     """Raise TypeError unless it is a str."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+
+
+def is_text(name: str) -> bool:
+    """Whether UTF-8 can encode a name, as tables of tensors and headers of files do."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def known_device(device: object) -> torch.device:

@@ -15,6 +15,7 @@ import time
 
 from shmbus import errors
 from shmbus.channel.errors import ChannelDamagedError
+from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus_ext import _core
 
@@ -44,16 +45,13 @@ def create_handle(name: str, slots: int, max_bytes: int) -> _core.Channel:
             f"channel {name!r}: expected 1 to {_MOST_SLOTS} slots of 1 to {_MOST_BYTES} bytes, got "
             f"{slots} of {max_bytes}"
         )
-    made: list[_core.Channel] = []
-    try:
-        _core.uninterrupted(_create_into, made, name, path, slots, max_bytes)
-        return made[0]
-    except BaseException:
-        for channel in made:
-            channel.close()
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                os.unlink(path)
-        raise
+
+    def remove(channel: _core.Channel) -> None:
+        channel.close()
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            os.unlink(path)
+
+    return made_or_removed(_create_into, remove, name, path, slots, max_bytes)
 
 
 def _create_into(

@@ -18,6 +18,7 @@ import msgspec
 from shmbus import errors
 from shmbus._arguments import check_int, parse_size
 from shmbus._format import show_size
+from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus_ext import _core
 
@@ -134,17 +135,13 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
         bytes_of(spec.block_bytes, "block_bytes"),
         patch_bytes,
     )
-    made: list[_core.SlotPool] = []
-    try:
-        # To allocate takes as long as the slots are large, and a Ctrl-C waits for its end.
-        _core.uninterrupted(_create_into, made, bus, kind, path, needed, sizes)
-        return made[0]
-    except BaseException:
-        for pool in made:
-            pool.close()
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                os.unlink(path)
-        raise
+
+    def remove(pool: _core.SlotPool) -> None:
+        pool.close()
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            os.unlink(path)
+
+    return made_or_removed(_create_into, remove, bus, kind, path, needed, sizes)
 
 
 def _create_into(

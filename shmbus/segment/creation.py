@@ -33,6 +33,7 @@ from shmbus.segment.lifecycle import (
     open_once,
     open_segment,
 )
+from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import (
     PREFIX,
     SHM_DIRECTORY,
@@ -93,18 +94,14 @@ def create_segment(
     max_producers = _producers_with_room(name, size, max_producers, extent_bytes, crowded)
     _check_room(name, size)
     declared = b"" if schema is None else schema.encoded
-    made: list[tuple[_core.Segment, os.stat_result]] = []
-    try:
-        # To allocate takes as long as the memory is large, and a Ctrl-C waits for its end.
-        _core.uninterrupted(
-            _create_into, made, name, size, max_producers, extent_bytes, *bounds, declared
-        )
-        return made[0][0]
-    except BaseException:
-        for segment, known in made:
-            segment.close()
-            _unlink(name, known)
-        raise
+
+    def remove(made: tuple[_core.Segment, os.stat_result]) -> None:
+        made[0].close()
+        _unlink(name, made[1])
+
+    return made_or_removed(
+        _create_into, remove, name, size, max_producers, extent_bytes, *bounds, declared
+    )[0]
 
 
 def remove_made(segment: _core.Segment) -> None:

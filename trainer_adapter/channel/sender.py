@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_adapter._checks import check_int64
+from trainer_adapter._checks import check_int64, is_text
 from trainer_adapter.channel.agreement import Agreement
 from trainer_adapter.channel.config import Carrier
 from trainer_adapter.channel.places import StepForm, encode_meta
@@ -19,7 +19,6 @@ from trainer_adapter.channel.specs import (
     SpecMismatchError,
     Statement,
     acked_step_of,
-    is_text,
     is_there,
     parse_specs,
     specs_of,

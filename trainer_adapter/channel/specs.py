@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from shmbus.channel import ChannelError
-from trainer_adapter._checks import check_int
+from trainer_adapter._checks import check_int, is_text
 from trainer_adapter.weights.manifest import DTYPE_BYTES
 from trainer_adapter.weights.memory import has_memory
 
@@ -23,7 +23,6 @@ __all__ = [
     "Statement",
     "TensorSpec",
     "differences",
-    "is_text",
     "is_there",
     "parse_specs",
     "specs_of",
@@ -132,15 +131,6 @@ def _parsed_size(name: str, size: object) -> int | None:
         raise ValueError(
             f"specs[{name!r}]: expected sizes from 0 on, or None for one that varies, got {size!r}"
         ) from None
-
-
-def is_text(name: str) -> bool:
-    """Whether UTF-8 can encode a name, as statements and tables of tensors do."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def unsendable(tensor: torch.Tensor, device: torch.device) -> str:

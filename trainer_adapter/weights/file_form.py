@@ -7,6 +7,8 @@ from typing import Final
 
 import torch
 
+from trainer_adapter._checks import is_text
+
 __all__ = ["METADATA", "faults_in_file"]
 
 #: Where a header keeps what is no tensor: one of that name makes a file that nobody can read.
@@ -29,19 +31,11 @@ def faults_in_file(tensors: Mapping[str, torch.dtype]) -> list[str]:
     written = {dtype: _is_written(dtype) for dtype in set(tensors.values())}
     faults = []
     for name, dtype in tensors.items():
-        if name == METADATA or not _is_text(name):
+        if name == METADATA or not is_text(name):
             faults.append(f"{name!r}: no name that a file can have")
         elif not written[dtype]:
             faults.append(f"{name!r}: {dtype} is no dtype of safetensors")
     return faults
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_written(dtype: torch.dtype) -> bool:
