@@ -168,8 +168,9 @@ def test_sampled_logprobs_agree_with_the_packed_forward(layers: int, seed: int) 
     policy = random_policy(PolicyConfig(layers=layers), seed)
     sampler = Sampler(policy.config, policy.export_weights())
     prompts = [TASK.sample_prompt(rng) for _ in range(24)]
-    groups = sampler.sample(prompts, 4, TASK.max_completion_len, rng)
-    # Lengths must differ for this to prove anything.
+    # Lengths must differ for this to prove anything, and some policies never end by themselves.
+    groups = sampler.sample(prompts[:16], 4, TASK.max_completion_len, rng)
+    groups += sampler.sample(prompts[16:], 4, TASK.max_completion_len // 2, rng)
     assert len({len(sample.completion) for group in groups for sample in group}) > 1
     batch = pack(groups, [[0.0, 0.0, 0.0, 1.0]] * len(groups))
     with torch.no_grad():
