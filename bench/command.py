@@ -25,9 +25,12 @@ from typing import Any, Final
 
 from bench import fitness
 from bench.fitness import Need
+from shmbus._arguments import parse_size
 
 __all__ = [
+    "add_usual",
     "at_least_one",
+    "capacity",
     "directory",
     "file",
     "keep",
@@ -62,6 +65,26 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
+
+
+def capacity(text: str) -> str:
+    """Read the capacity of a bus, as argparse's ``type``; it stays a text, as a bus is given it."""
+    try:
+        parse_size(text, "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from error
+    return text
+
+
+def add_usual(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the options of a program that measures a bus, whose capacity is `default`."""
+    parser.add_argument("--output", type=file, metavar="PATH", help="write the figures as JSON")
+    parser.add_argument(
+        "--capacity", type=capacity, default=default, help=f"of the bus (default {default})"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="only see that it runs; its figures mean nothing"
+    )
 
 
 def file(text: str) -> Path:

@@ -28,7 +28,7 @@ from bench import command, fitness, machine
 from bench.contest import usage
 from bench.fitness import TWO, Need
 from bench.processes import STALL_S, MeasurementError, Role, run_together, use_template
-from bench.sending import check_ledger, put_batches, temporary_bus
+from bench.sending import check_ledger, put_batches, put_each, temporary_bus
 from bench.workload import BYTES_PER_TOKEN, Workload
 from shmbus._arguments import parse_size
 
@@ -98,12 +98,7 @@ class Line:
 @command.orderly("cores")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        parse_size(options.capacity, "--capacity")
-    except ValueError as error:
-        parser.error(str(error))
+    options = _parser().parse_args(argv)
     if options.forked or options.tiny:
         use_template("bench.contest.usage", "bench.sending")
     facts = machine.describe()
@@ -137,9 +132,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m bench.cores --producers 1 --producers 16 --seconds 2",
     )
     parser.add_argument(
-        "--output", type=command.file, metavar="PATH", help="write the figures as JSON"
-    )
-    parser.add_argument(
         "--producers", type=command.at_least_one, action="append", metavar="N",
         help="this many; may be repeated (default 1, 2, 4 ... 64)",
     )  # fmt: skip
@@ -149,14 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--runs", type=command.at_least_one, default=3, help="of each point (default 3)"
     )
-    parser.add_argument("--capacity", default=CAPACITY, help=f"of the bus (default {CAPACITY})")
     parser.add_argument(
         "--forked", action="store_true",
         help="fork processes from one that has imported everything, where beginning takes long",
     )  # fmt: skip
-    parser.add_argument(
-        "--tiny", action="store_true", help="only see that it runs; its figures mean nothing"
-    )
+    command.add_usual(parser, CAPACITY)
     return parser
 
 
@@ -252,19 +241,7 @@ def _produce(start: Callable[[], None], name: str, workload: Workload, number: i
         if workload.batch > 1:
             put_batches(producer.put_many, items, workload)
             return usage.own() - before
-        put, group_size = producer.put, workload.group_size
-        for (instance_id, index), (tokens, loss_mask, logprobs) in items:
-            put(
-                instance_id,
-                group_size=group_size,
-                index=index,
-                score=1.0,
-                policy_version=3,
-                tokens=tokens,
-                loss_mask=loss_mask,
-                logprobs=logprobs,
-                timeout=STALL_S,
-            )
+        put_each(producer, items, workload.group_size)
         return usage.own() - before
 
 

@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
     parser.add_argument("--plot", type=command.file, help="where a picture goes")
-    parser.add_argument("--capacity", default="512MiB", help="of the ring (512MiB)")
+    parser.add_argument(
+        "--capacity", type=command.capacity, default="512MiB", help="of the ring (512MiB)"
+    )
     parser.add_argument("--repetitions", type=command.at_least_one, default=20)
     parser.add_argument("--only", choices=["transfer", "attention"])
     options = parser.parse_args(argv)

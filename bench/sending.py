@@ -14,7 +14,7 @@ import shmbus
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Item, Workload
 
-__all__ = ["check_ledger", "produce", "put_batches", "temporary_bus"]
+__all__ = ["check_ledger", "produce", "put_batches", "put_each", "temporary_bus"]
 
 _POLICY_VERSION = 3
 
@@ -43,7 +43,7 @@ def produce(
         if workload.batch:
             put_batches(producer.put_many, items, workload)
         else:
-            _put_each(producer, items, workload.group_size)
+            put_each(producer, items, workload.group_size)
         return time.process_time() - began
 
 
@@ -55,7 +55,8 @@ def _paced(items: Iterator[Item], per_s: float, group_size: int) -> Iterator[Ite
         yield item
 
 
-def _put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) -> None:
+def put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) -> None:
+    """Put one trajectory after the other, each as soon as there is space for it."""
     put = producer.put
     for (instance_id, index), (tokens, loss_mask, logprobs) in items:
         put(

@@ -58,10 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     output: Path = options.output
-    try:
-        parse_size(options.capacity, "--capacity")
-    except ValueError as error:
-        parser.error(str(error))
     # An ordinary exit, so that processes, servers and segments are cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
@@ -163,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"where results, report and plots go (default {OUTPUT})",
     )  # fmt: skip
     parser.add_argument(
-        "--capacity", default=core.DEFAULT_CAPACITY, metavar="SIZE",
+        "--capacity", type=command.capacity, default=core.DEFAULT_CAPACITY, metavar="SIZE",
         help=f"of the bus in the rows of shmbus itself (default {core.DEFAULT_CAPACITY})",
     )  # fmt: skip
     parser.set_defaults(level="quick")

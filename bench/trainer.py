@@ -62,12 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
     parser.add_argument("--plot", type=command.file, help="where a picture goes")
-    parser.add_argument("--capacity", default="384MiB", help="of the ring (384MiB)")
+    parser.add_argument(
+        "--capacity", type=command.capacity, default="384MiB", help="of the ring (384MiB)"
+    )
     options = parser.parse_args(argv)
-    try:
-        ring = parse_size(options.capacity, "--capacity")
-    except ValueError as error:
-        parser.error(str(error))
+    ring = parse_size(options.capacity)
     less = "--capacity" if ring > ROWS_BYTES else ""
     if command.refused(Need(shm_bytes=max(ring, ROWS_BYTES), less=less), "trainer"):
         return 1

@@ -38,6 +38,10 @@ time.sleep(600)
 """
 
 
+#: The name that `bus_name` gives: a process id and a number of its own.
+TEST_BUS = re.compile(r"\btest-\d+-\d+-[0-9a-f]{8}")
+
+
 class Result(NamedTuple):
     """How a command ended."""
 
@@ -47,8 +51,12 @@ class Result(NamedTuple):
     pid: int
 
     def left_behind(self) -> list[str]:
-        """Names in shared memory that carry its pid."""
-        return [n for n in os.listdir("/dev/shm") if re.search(rf"-{self.pid}(?!\d)", n)]
+        """Names in shared memory that carry its pid, but for tests' own, with numbers alike."""
+        return [
+            name
+            for name in os.listdir("/dev/shm")
+            if re.search(rf"-{self.pid}(?!\d)", TEST_BUS.sub("", name))
+        ]
 
     def json(self) -> Any:
         """What it printed, as JSON."""

@@ -40,7 +40,7 @@ from bench.workload import Workload
 from bench.yardsticks import sleep_us, syscall_us
 from shmbus.control.socket_path import socket_path
 
-__all__ = ["measure", "serving"]
+__all__ = ["measure", "processor_s", "serving"]
 
 #: Tokens of the second workload: four times the payload, which the daemon must not notice. Its
 #: batches have as many trajectories, since each costs the daemon a message of its own.
@@ -83,7 +83,7 @@ def serving(name: str) -> Iterator[int]:
             process.wait()
 
 
-def _cpu_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
     """Processor seconds of all threads of a process, as the scheduler counts them."""
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -106,9 +106,9 @@ def _run(workload: Workload, *, daemon: bool, per_s: float = 0.0) -> tuple[float
         if not daemon:
             return _train(name, workload, per_s), 0.0
         with serving(name) as pid:
-            before = _cpu_s(pid)
+            before = processor_s(pid)
             rate = _train(name, workload, per_s)
-            return rate, (_cpu_s(pid) - before) / workload.trajectories * 1e6
+            return rate, (processor_s(pid) - before) / workload.trajectories * 1e6
 
 
 def _train(name: str, workload: Workload, per_s: float) -> float:
@@ -257,12 +257,12 @@ def _leases(trajectories: int, turns: int, capacity: str) -> Row:
     rates, cpu, messages_us = [], [], [syscall_us()]
     for _ in range(turns):
         with temporary_bus(capacity) as name, serving(name) as pid:
-            before = _cpu_s(pid)
+            before = processor_s(pid)
             rate, _ = run_together(
                 [Role(_lease_all, (name, workload)), Role(produce, (name, workload, 0))]
             )
             rates.append(float(rate))
-            cpu.append((_cpu_s(pid) - before) / trajectories * 1e6)
+            cpu.append((processor_s(pid) - before) / trajectories * 1e6)
         messages_us.append(syscall_us())
     messages = [LEASED_AT_ONCE / (2 * us) * 1e6 for us in messages_us]
     return Row(
@@ -329,9 +329,9 @@ def _idle(idle_s: float, capacity: str) -> Row:
         consumer.take(timeout=0.0)
         time.sleep(0.1)
         sleep_before = sleep_us()
-        before, wakes = _cpu_s(pid), _wakes(pid)
+        before, wakes = processor_s(pid), _wakes(pid)
         time.sleep(idle_s)
-        share, wakes = (_cpu_s(pid) - before) / idle_s, _wakes(pid) - wakes
+        share, wakes = (processor_s(pid) - before) / idle_s, _wakes(pid) - wakes
     return Row(
         name="daemon-idle",
         title=f"a daemon asleep for {idle_s:.1f} s, with a producer and a consumer",

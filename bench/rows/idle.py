@@ -19,6 +19,8 @@ __all__ = ["SLEEPS", "beside_sleeps", "measure"]
 
 #: Whoever goes off the processor and back on it pays a timed sleep at least.
 SLEEPS: Final = Bound(name="as many timed sleeps", unit="us a second", sense="cost")
+#: Seconds before the count: a thread of OpenBLAS, which NumPy has, spins for 8 ms when it begins.
+SETTLE_S: Final = 0.3
 
 
 def measure(seconds: float, capacity: str) -> Row:
@@ -58,6 +60,7 @@ def _sleep(start: Callable[[], None], name: str, seconds: float) -> tuple[float,
     with shmbus.Consumer(name) as consumer:
         consumer.take(timeout=0.0)
         start()
+        time.sleep(SETTLE_S)
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
         began, began_cpu = time.monotonic(), time.process_time()
         consumer.take(timeout=seconds)

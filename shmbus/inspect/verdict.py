@@ -55,6 +55,7 @@ def judge(
         *_pause(status),
         *_space(status),
         *_producers(status, groups),
+        *_nobody_sends(status, groups),
         *_failures(status, groups),
         *_trainers(status),
         *_stillness(status, still_s),
@@ -89,6 +90,10 @@ def _capital(text: str) -> str:
 def _count(number: int, what: str) -> str:
     many = what[:-1] + "ies" if what.endswith("y") else what + "s"
     return f"{show_count(number)} {what if number == 1 else many}"
+
+
+def _alive(status: BusStatus) -> int:
+    return sum(producer.state == "alive" for producer in status.producers)
 
 
 def producer_name(producer: ProducerStatus) -> str:
@@ -194,7 +199,7 @@ def _pause(status: BusStatus) -> list[Finding]:
 def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
     if still_s is None or still_s < STILL_S or not status.in_use:
         return []
-    alive = sum(producer.state == "alive" for producer in status.producers)
+    alive = _alive(status)
     return [
         Finding(
             kind="still",
@@ -342,6 +347,25 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
     )  # fmt: skip
 
 
+def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
+    """Say that nobody is there who could complete a group, whoever began it."""
+    if _alive(status):
+        return []
+    open_groups = status.groups_incomplete or len(groups)
+    if not open_groups or not status.collector.alive:
+        return []
+    each = "waits" if open_groups == 1 else "wait"
+    return [
+        Finding(
+            kind="nobody_sends",
+            cost=0.5,
+            what=f"{_count(open_groups, 'incomplete group')} {each}, and no producer is attached",
+            advice="start producers; a group_timeout ends groups that nobody completes",
+            groups=open_groups,
+        )
+    ]
+
+
 def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
     failing = 0
     again = bool(status.wanted)
@@ -397,7 +421,7 @@ def _trainers(status: BusStatus) -> list[Finding]:
     if not waiting:
         return []
     who = [_trainer_name(lease) for lease in waiting[:_NAMED]]
-    alive = sum(producer.state == "alive" for producer in status.producers)
+    alive = _alive(status)
     cause = "" if alive else "no producer is attached"
     if daemon.groups_ready and daemon.world_size:
         absent = sorted(set(range(daemon.world_size)) - {lease.rank for lease in here})
@@ -416,7 +440,7 @@ def _trainers(status: BusStatus) -> list[Finding]:
 
 
 def _all_is_well(status: BusStatus) -> str:
-    alive = sum(producer.state == "alive" for producer in status.producers)
+    alive = _alive(status)
     ledger = status.ledger
     return (
         f"Nothing stands in the way: {_count(alive, 'producer')}, "

@@ -44,11 +44,16 @@ REFUSED = [
     ("lead", ["--steps", "0"], "got '0'"),
     ("page", ["--seconds", "0"], "expected a number above 0, got '0'"),
     ("trainer", ["--capacity", "x"], "--capacity: expected"),
+    ("threads", ["--capacity", "64"], "--capacity: expected 4096 bytes to"),
+    ("threads", ["--threads", "0"], "got '0'"),
+    ("ranks", ["--capacity", "-1"], "--capacity: expected a number with KiB"),
+    ("ranks", ["--seconds", "nan"], "expected a number above 0, got 'nan'"),
+    ("suite", ["--capacity", "1"], "--capacity: expected 4096 bytes to"),
     ("attention", ["--heads", "0"], "got '0'"),
 ]
 WRITERS = (
     "run", "suite", "weights", "channel", "gpu", "gateway", "gateway_clients", "cores", "large",
-    "flame", "lead", "page", "trainer", "attention",
+    "flame", "lead", "page", "trainer", "attention", "threads", "ranks",
 )  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,14 +53,20 @@ def server(place: str) -> Iterator[DescriptorServer]:
     assert not os.path.exists(place)
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_descriptors() -> Counter[str]:
+    """What they lead to; memory files have one name, and each socket has one of its own."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        # The one of the directory is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return found
 
 
-def settled_descriptors() -> int:
-    """Their count, once it has not changed for a tenth of a second."""
+def settled_descriptors() -> Counter[str]:
+    """Them, once their count has not changed for a tenth of a second."""
     seen = [open_descriptors()]
-    while len(seen) < 1000 and (len(seen) < 10 or len(set(seen[-10:])) > 1):
+    while len(seen) < 1000 and (len(seen) < 10 or len({x.total() for x in seen[-10:]}) > 1):
         threading.Event().wait(0.01)
         seen.append(open_descriptors())
     return seen[-1]
@@ -99,7 +107,8 @@ def test_many_askers_at_once_leave_no_descriptor_open(server: DescriptorServer, 
     for thread in threads:
         thread.join()
     # The last answering threads close their connections a moment after their askers have read.
-    assert settled_descriptors() == before
+    # Others of this process may have been closed meanwhile, as by a collection of garbage.
+    assert not settled_descriptors() - before
 
 
 def test_nobody_there_is_a_peer_that_has_gone(place: str) -> None:

@@ -184,6 +184,43 @@ def test_a_worker_that_groups_wait_for_is_named(
         child.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("with_daemon", [False, True])
+def test_an_incomplete_group_without_any_producer_is_said(
+    bus_name: str,
+    spawn: Spawner,
+    daemon: Callable[..., object],
+    with_daemon: bool,
+    killed: bool,
+) -> None:
+    bus = None if with_daemon else Bus.create(bus_name, "4MiB")
+    if with_daemon:
+        daemon("--capacity", "4MiB")
+    try:
+        with Consumer(bus_name) as taker:
+            child = spawn.script(WORKER, bus_name, 0, 1)
+            wait_until(lambda: "ready" in child.output(), what="a worker")
+            assert not [f for f in said(bus_name).findings if f.kind == "nobody_sends"]
+            if killed:
+                child.kill()
+            else:
+                child.send_signal(signal.SIGINT)
+            child.wait()
+            assert taker.take(timeout=0.0) == []
+
+            def alone() -> Finding | None:
+                return next((f for f in said(bus_name).findings if f.kind == "nobody_sends"), None)
+
+            found = wait_until(alone, what="a group that nobody completes")
+            assert found.groups == 1
+            assert found.what == "1 incomplete group waits, and no producer is attached"
+            assert "start producers" in found.advice
+            assert said(bus_name).level != "good"
+    finally:
+        if bus is not None:
+            bus.close()
+
+
 def test_groups_with_one_producer_each_wait_for_it() -> None:
     groups = [group(f"q{n}", cell(0, n), cell(1, n)) for n in range(1, 4)]
     assert waiting_for(groups) == [1, 2, 3]
