@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bench import command, machine
 from bench.fitness import Need
+from bench.needs_torch import torch
 from trainer_adapter import pad_input, unpad_input, varlen_attention
 
 __all__ = ["main", "plot"]
@@ -35,7 +33,7 @@ TARGET: Final = 1.05
 MIX_SECONDS: Final = 4.0
 MIN_TURNS: Final = 5
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def mixes() -> dict[str, NDArray[np.int64]]:
@@ -132,7 +130,7 @@ def _one_mix(lengths: NDArray[np.int64], options: argparse.Namespace) -> dict[st
         "buckets": _buckets(lengths),
     }
 
-    def step(attend: Attend) -> tuple[Tensor, ...]:
+    def step(attend: Attend) -> tuple[torch.Tensor, ...]:
         out = attend(*operands)
         return (out, *torch.autograd.grad(out, operands, upstream))
 
@@ -163,7 +161,7 @@ def _plan(lengths: NDArray[np.int64]) -> Attend:
     borders = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).int()
     longest = int(lengths.max())
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return varlen_attention(q, k, v, borders, borders, longest, longest, window_size=(-1, 0))
 
     return attend
@@ -172,11 +170,13 @@ def _plan(lengths: NDArray[np.int64]) -> Attend:
 def _one_by_one(lengths: NDArray[np.int64]) -> Attend:
     sizes = lengths.tolist()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         outs = []
         for parts in zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True):
             rows, keys, values = (x.transpose(0, 1)[None] for x in parts)
-            out = F.scaled_dot_product_attention(rows, keys, values, is_causal=True)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                rows, keys, values, is_causal=True
+            )
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
@@ -201,13 +201,15 @@ def _buckets(lengths: NDArray[np.int64]) -> Attend:
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         outs = []
         for rows, places, shape in buckets:
             queries, keys, values = (
                 pad_input(x[rows], places, *shape).transpose(1, 2) for x in (q, k, v)
             )
-            out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True
+            )
             outs.append(out.transpose(1, 2).flatten(0, 1)[places])
         return torch.cat(outs)[back]
 

@@ -30,12 +30,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import torch
-
 from bench import command, machine
 from bench.fitness import TWO, Need
 from bench.native import CannotRun, compile_program
 from bench.native import run as run_program
+from bench.needs_torch import torch
 from bench.rows import interpreters
 from bench.rows.wake import SOURCE
 from bench.weights_cuda import turn_s

@@ -28,6 +28,7 @@ from bench.fitness import Need
 from shmbus._arguments import parse_size
 
 __all__ = [
+    "TRAIN",
     "add_usual",
     "at_least_one",
     "capacity",
@@ -43,6 +44,8 @@ __all__ = [
 
 #: Written and removed again where a file is to be: a disk without this has no room for figures.
 PROBE_BYTES: Final = 64 << 10
+#: What `lacks` says of a program that has no torch.
+TRAIN: Final = "pip install 'shmbus[train]'"
 
 
 def at_least_one(text: str) -> int:

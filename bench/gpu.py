@@ -32,12 +32,11 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 import shmbus
 from bench import command, gpu_plot, machine
+from bench.needs_torch import torch
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
 from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.batches.batch import IN_BLOCK, Batch
@@ -258,7 +257,7 @@ def _paced(groups: list[shmbus.Group], transport: Any) -> dict[str, Any]:
     }
 
 
-def _spread(lengths: Tensor, mask: Tensor) -> Tensor:
+def _spread(lengths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Write one number a sequence to each of its tokens that count."""
     scores = torch.ones(len(lengths), device=lengths.device)
     return torch.repeat_interleave(scores, lengths, output_size=len(mask)).mul_(mask)
@@ -453,7 +452,7 @@ def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
     return lengths
 
 
-def _operands(tokens: int) -> list[Tensor]:
+def _operands(tokens: int) -> list[torch.Tensor]:
     """Make queries, keys, values, and the gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [
@@ -465,7 +464,7 @@ def _operands(tokens: int) -> list[Tensor]:
 
 
 def _step(
-    lengths: NDArray[np.int64], operands: list[Tensor], backend: Any
+    lengths: NDArray[np.int64], operands: list[torch.Tensor], backend: Any
 ) -> Callable[[], None] | str:
     """Return a step forward and backward, or what keeps the backend from it."""
     longest = int(lengths.max())

@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 import shmbus
 from bench import command
 from bench.fitness import TWO, Need
+from bench.needs_torch import torch
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.demo.evaluate import evaluate
 from trainer_adapter.demo.learner import Learner

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for; exit status 1 where nothing can be measured."""
     options = _parser().parse_args(argv)
     ring = parse_size(options.capacity)
-    if command.lacks(["torch"], "ranks", 'install "shmbus[train]"'):
+    if command.lacks(["torch"], "ranks", command.TRAIN):
         return 1
     asked = sorted({1, *(options.ranks or (RANKS[:2] if options.tiny else RANKS))})
     here = fitness.here()

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     ring = parse_size(options.capacity)
     counts = sorted({1, *(options.threads or THREADS)})
-    if command.lacks(["torch"], "threads", 'install "shmbus[train]"'):
+    if command.lacks(["torch"], "threads", command.TRAIN):
         return 1
     processors = here().processors
     for count in [count for count in counts if count > max(1.0, processors)]:

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 import shmbus
 from bench import command, machine
 from bench.fitness import Need
+from bench.needs_torch import torch
 from bench.workload import GROUP_SIZE
 from shmbus._arguments import parse_size
 from trainer_adapter import OnlineDataHandler

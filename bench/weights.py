@@ -39,10 +39,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from bench import command, machine, weights_cuda
 from bench.fitness import MEMORY, TWO, Need, here, why_not
+from bench.needs_torch import torch
 from shmbus.pool import same_bytes
 from trainer_adapter.weights import (
     DeviceMismatchError,

@@ -21,9 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
-import torch
-import torch.multiprocessing as multiprocessing
-
+from bench.needs_torch import torch
 from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 __all__ = ["BOUNDS", "measure", "turn_s", "verdicts"]
@@ -131,7 +129,7 @@ def load(subscriber: WeightSubscriber, live: dict[str, torch.Tensor], device: st
 
 def turn_s(rounds: int, device: str) -> dict[str, float]:
     """Return the median seconds of a tiny copy to its end: alone, and after another process."""
-    context = multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     child = context.Process(target=copy_when_asked, args=(other, device), daemon=True)
     child.start()
@@ -175,7 +173,7 @@ def answer(pipe: Connection) -> bytes:
 def by_handles(shapes: Shapes, rounds: int, device: str) -> float:
     """Return the best seconds of a version by torch's handle a tensor."""
     tensors = tensors_of(shapes, device)
-    context = multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     child = context.Process(target=handle_reader, args=(other, shapes, device), daemon=True)
     child.start()
@@ -198,7 +196,7 @@ def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, 
     bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
     module = module_of(tensors_of(shapes, device))
     options: dict[str, Any] = {} if carrier == "shm" else {"device": device}
-    context = multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     found = {"whole": float("inf"), "published": float("inf"), "loaded": float("inf")}
     with WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher:  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,29 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert refused.value.code == 2 and said.out == ""
     assert "argument --output: " in said.err
     assert str(path if place == "wrong kind" else path.parent) in said.err
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+
+sys.modules["torch"] = None
+for name in sys.argv[1:]:
+    sys.argv = [f"bench/{name}.py"]
+    try:
+        runpy.run_module(f"bench.{name}", run_name="__main__")
+    except SystemExit as end:
+        print(name, end.code)
+"""
+
+
+def test_without_torch_what_measures_it_says_what_to_install() -> None:
+    names = ["attention", "channel", "gpu", "lead", "ranks", "threads", "trainer", "weights"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *names], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "".join(f"{name} 1\n" for name in names), done.stderr
+    hint = "there is no torch here; pip install 'shmbus[train]'"
+    assert done.stderr.splitlines() == [f"{name}: {hint}" for name in names]
 
 
 def test_figures_that_cannot_be_written_in_the_end_are_printed(
