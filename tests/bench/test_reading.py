@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -96,23 +97,23 @@ def test_a_directory_without_a_report_is_said_with_what_writes_one(
     assert "shmbus bench --output" in capsys.readouterr().err
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond a few bytes, as on a disk that is full."""
+    """No file may grow beyond a few bytes, as on a disk that is full; nor pytest's own output."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_folded_reports_as_they_were(
-    folded: Path, tmp_path: Path, full_disk: None, capsys: pytest.CaptureFixture[str]
+    folded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folded.read_bytes()
-    resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     (tmp_path / reading.RESULTS).write_text(changed(lambda _: None))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with pytest.raises(SystemExit) as refused:
+    with full_disk(), pytest.raises(SystemExit) as refused:
         main(["fold", str(folded), str(tmp_path)])
     assert refused.value.code == 1 and "it is as it was" in capsys.readouterr().err
     assert folded.read_bytes() == before
