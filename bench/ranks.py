@@ -4,12 +4,14 @@ For a machine with many cores. Producers put trajectories of 2,048 tokens, as ma
 there are ranks; a daemon forms steps of a batch for each rank, and each rank packs its own. One
 rank, with one producer, is measured in turns with several. Where the rate does not grow with the
 ranks, the processor seconds a second say who has no time left: the daemon, the ranks, or nobody,
-which is memory's bandwidth.
+which is memory's bandwidth. With ``--prefetch N`` each is also measured with so many batches made
+ahead: a rank asks for a step while it has the one before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -35,6 +37,10 @@ CAPACITY: Final = "512MiB"
 #: Trajectories a second and rank to expect: it sizes the runs, and decides nothing else.
 EXPECTED_EACH: Final = 100_000
 PER_BATCH: Final = TOKENS_PER_BATCH // TOKENS
+HEADS: Final = (
+    "ranks", "ahead", "a second", "lowest, highest", "of one", "GB/s", "a rank", "daemon",
+    "producer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +51,21 @@ class Line:
     ----------
     ranks : int
         And as many producers.
+    prefetch : int
+        Batches that each rank makes ahead.
     rate : float
         Trajectories a second of all ranks together, from the last rank's first batch to the end of
         the last rank: the median of the turns.
     rates : tuple of float
         Of each turn.
     of_one : float
-        Times the rate of one rank: the median of the turns' ratios.
+        Times the rate of one rank that makes none ahead: the median of the turns' ratios.
     rank_busy, daemon_busy, producer_busy : float
         Processor seconds a second, of one rank, of the daemon, and of one producer.
     """
 
     ranks: int
+    prefetch: int
     rate: float
     rates: tuple[float, ...]
     of_one: float
@@ -91,18 +100,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(machine.summary(facts), flush=True)
     for count in asked:
         if 2 * count + 1 > here.processors:
-            print(f"NOTE: {count} ranks, as many producers and a daemon share {here.processors:g} "
+            named = "1 rank" if count == 1 else f"{count} ranks"
+            print(f"NOTE: {named}, as many producers and a daemon share {here.processors:g} "
                   "processors; such a rate says little of more of them.")  # fmt: skip
-    runs: dict[int, list[_Run]] = {count: [] for count in asked}
+    ahead = sorted({0, options.prefetch})
+    runs: dict[tuple[int, int], list[_Run]] = {key: [] for key in itertools.product(asked, ahead)}
     seconds = 0.01 if options.tiny else options.seconds
     try:
         for _ in range(1 if options.tiny else options.turns):
-            for count in asked:
-                runs[count].append(_run(count, seconds, options.capacity))
+            for (count, prefetch), found in runs.items():
+                found.append(_run(count, prefetch, seconds, options.capacity))
     except (MeasurementError, ShmbusError, OSError) as error:
         print(f"ranks: {error}", file=sys.stderr)
         return 1
-    lines = [_line(count, found, runs[1]) for count, found in runs.items()]
+    lines = [_line(*key, found, runs[1, 0]) for key, found in runs.items()]
     print(table(lines))
     result = {"machine": facts, "tokens": TOKENS, "lines": [asdict(line) for line in lines]}
     return command.keep(options.output, result, "ranks")
@@ -120,17 +131,22 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=command.positive, default=2.0, help="that a run is to take (2)"
     )
     parser.add_argument("--turns", type=command.at_least_one, default=5, help="of each (5)")
+    parser.add_argument(
+        "--prefetch", type=command.at_least_one, default=0, metavar="N",
+        help="measure each also with so many batches made ahead",
+    )  # fmt: skip
     command.add_usual(parser, CAPACITY)
     return parser
 
 
-def _run(ranks: int, seconds: float, capacity: str) -> _Run:
+def _run(ranks: int, prefetch: int, seconds: float, capacity: str) -> _Run:
     steps = max(2, round(seconds * EXPECTED_EACH / PER_BATCH))
     workload = Workload(
         trajectories=steps * ranks * PER_BATCH, tokens=TOKENS, producers=ranks, capacity=capacity
     )
     with temporary_bus(capacity) as name, serving(name) as pid:
-        roles = [Role(_train, (name, workload, rank, ranks, steps)) for rank in range(ranks)]
+        shared = (name, workload, ranks, prefetch, steps)
+        roles = [Role(_train, (rank, *shared)) for rank in range(ranks)]
         roles += [Role(produce, (name, workload, number)) for number in range(ranks)]
         before = processor_s(pid)
         found = run_together(roles)
@@ -149,7 +165,13 @@ def _run(ranks: int, seconds: float, capacity: str) -> _Run:
 
 
 def _train(
-    start: Callable[[], None], name: str, workload: Workload, rank: int, ranks: int, steps: int
+    start: Callable[[], None],
+    rank: int,
+    name: str,
+    workload: Workload,
+    ranks: int,
+    prefetch: int,
+    steps: int,
 ) -> tuple[float, float, float]:
     """Take and acknowledge a rank's batches; its first batch, its end, processor seconds between.
 
@@ -159,8 +181,9 @@ def _train(
     from trainer_adapter import OnlineDataHandler
 
     with OnlineDataHandler(
-        name, tokens_per_batch=TOKENS_PER_BATCH, max_wait=None, rank=rank, world_size=ranks
-    ) as handler:
+        name, tokens_per_batch=TOKENS_PER_BATCH, max_wait=None, rank=rank, world_size=ranks,
+        prefetch=prefetch,
+    ) as handler:  # fmt: skip
         start()
         sequences = 0
         for step in range(steps):
@@ -177,9 +200,10 @@ def _train(
     return began, ended, cpu_s
 
 
-def _line(count: int, runs: Sequence[_Run], ones: Sequence[_Run]) -> Line:
+def _line(count: int, prefetch: int, runs: Sequence[_Run], ones: Sequence[_Run]) -> Line:
     return Line(
         ranks=count,
+        prefetch=prefetch,
         rate=statistics.median(run.rate for run in runs),
         rates=tuple(run.rate for run in runs),
         of_one=statistics.median(run.rate / one.rate for run, one in zip(runs, ones, strict=True)),
@@ -191,16 +215,13 @@ def _line(count: int, runs: Sequence[_Run], ones: Sequence[_Run]) -> Line:
 
 def table(lines: Sequence[Line]) -> str:
     """Lay lines out as plain text, in columns of fixed width."""
-    form = "{:>5}  {:>9}  {:>19}  {:>7}  {:>6}  {:>6}  {:>6}  {:>8}"
-    told = [
-        form.format(
-            "ranks", "a second", "lowest, highest", "of one", "GB/s", "a rank", "daemon", "producer"
-        )
-    ]
+    form = "{:>5}  {:>5}  {:>9}  {:>19}  {:>7}  {:>6}  {:>6}  {:>6}  {:>8}"
+    told = [form.format(*HEADS)]
     for one in lines:
         told.append(
             form.format(
-                one.ranks, f"{one.rate:,.0f}", f"{min(one.rates):,.0f}, {max(one.rates):,.0f}",
+                one.ranks, one.prefetch, f"{one.rate:,.0f}",
+                f"{min(one.rates):,.0f}, {max(one.rates):,.0f}",
                 f"{one.of_one:.2f}", f"{one.rate * TOKENS * MOVED_BYTES_PER_TOKEN / 1e9:.1f}",
                 f"{one.rank_busy:.2f}", f"{one.daemon_busy:.2f}", f"{one.producer_busy:.2f}",
             )

@@ -60,10 +60,10 @@ def test_packing_is_measured_beside_memcpy(spawn: Spawner, tmp_path: Path) -> No
 
 def test_ranks_are_measured_beside_one(spawn: Spawner, tmp_path: Path) -> None:
     output = tmp_path / "ranks.json"
-    arguments = ("--tiny", "--ranks", "2", "--capacity", "64MiB", "--output", output)
-    printed = run(spawn, "bench.ranks", *arguments)
+    options = ("--ranks", "2", "--prefetch", "1", "--capacity", "64MiB")
+    printed = run(spawn, "bench.ranks", "--tiny", *options, "--output", output)
     lines = json.loads(output.read_text())["lines"]
-    assert [one["ranks"] for one in lines] == [1, 2]
+    assert [(one["ranks"], one["prefetch"]) for one in lines] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert lines[0]["of_one"] == 1.0
     for one in lines:
         assert one["rate"] > 0 and one["rank_busy"] > 0 and one["daemon_busy"] > 0
@@ -88,7 +88,7 @@ def test_a_ring_that_holds_no_batch_is_refused(spawn: Spawner) -> None:
 def test_the_table_of_ranks_has_a_line_each() -> None:
     lines = [
         ranks.Line(
-            ranks=count, rate=1e5 * count, rates=(1e5 * count,), of_one=float(count),
+            ranks=count, prefetch=0, rate=1e5 * count, rates=(1e5 * count,), of_one=float(count),
             rank_busy=0.9, daemon_busy=0.2, producer_busy=0.5,
         )
         for count in (1, 8)
