@@ -35,6 +35,7 @@ from bench.fitness import TWO, Need
 from bench.native import CannotRun, compile_program
 from bench.native import run as run_program
 from bench.needs_torch import torch
+from bench.processes import END_S, MeasurementError, Role, Started, start_role
 from bench.rows import interpreters
 from bench.rows.wake import SOURCE
 from bench.weights_cuda import turn_s
@@ -107,6 +108,22 @@ def receive_bytes(pipe: Connection, name: str) -> None:
         pipe.send(came)
 
 
+def _receiver(function: Callable[..., None], other: Connection, *arguments: object) -> Started:
+    """Begin a receiver, whose end of the pipe is its own, so that the pipe ends with it."""
+    child = start_role(Role(function, (other, *arguments)))
+    other.close()
+    return child
+
+
+def _heard(pipe: Connection, child: Started) -> Any:
+    """Return what a receiver sent; MeasurementError where it has died before."""
+    try:
+        return pipe.recv()
+    except EOFError as error:
+        child.join(END_S)
+        raise MeasurementError(f"the receiver failed: {child.ended()}") from error
+
+
 def copy_s(shapes: Shapes, device: str, rounds: int) -> float:
     """Return the median seconds of a copy of a step's tensors."""
     source, target = tensors_of(shapes, device), tensors_of(shapes, device)
@@ -129,16 +146,13 @@ def run(
 ) -> dict[str, float]:
     """Send so many steps; returns seconds of a send, of a step, and one way."""
     name = f"bench-channel-{os.getpid()}-{secrets.token_hex(3)}"
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
+    pipe, other = multiprocessing.get_context("spawn").Pipe()
     tensors = tensors_of(shapes, device)
     options: dict[str, Any] = {} if device == "cpu" else {"device": device}
     stalls, sent = [], []
     with TensorChannel.create(name, timeout=PATIENCE_S, **options) as sender:
-        arguments = (other, name, shapes, views)
-        child = context.Process(target=receive, args=arguments, daemon=True)
-        child.start()
-        pipe.recv()
+        child = _receiver(receive, other, name, shapes, views)
+        _heard(pipe, child)
         for number in range(rounds + WARM_UP):
             if number == WARM_UP:
                 settled(device)
@@ -151,7 +165,7 @@ def run(
                 time.sleep(pause_s)
         sender.close()
         took = time.perf_counter() - began
-    came = pipe.recv()
+    came = _heard(pipe, child)
     child.join(PATIENCE_S)
     ways = [after - before for before, after in zip(sent, came, strict=True)][WARM_UP:]
     return {
@@ -184,19 +198,17 @@ def interpreters_wake_s(rounds: int) -> float:
 def empty_message_s(rounds: int) -> float:
     """Return the median seconds of an empty message of bytes, one way."""
     name = f"bench-channel-{os.getpid()}-{secrets.token_hex(3)}"
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
+    pipe, other = multiprocessing.get_context("spawn").Pipe()
     sent = []
     with ChannelSender(name, timeout=PATIENCE_S) as sender:
-        child = context.Process(target=receive_bytes, args=(other, name), daemon=True)
-        child.start()
-        pipe.recv()
+        child = _receiver(receive_bytes, other, name)
+        _heard(pipe, child)
         pipe.send(rounds + WARM_UP)
         for _ in range(rounds + WARM_UP):
             sent.append(time.perf_counter_ns())
             sender.send(b"")
             time.sleep(PAUSE_S)
-        came = pipe.recv()
+        came = _heard(pipe, child)
         child.join(PATIENCE_S)
     ways = [after - before for before, after in zip(sent, came, strict=True)][WARM_UP:]
     return float(statistics.median(ways)) / 1e9

@@ -5,7 +5,9 @@ Invariants:
 - A path that cannot be written is refused before anything is measured.
 - A file is replaced whole: where a disk is full, what was there before stays as it was.
 - Figures that cannot be written in the end are printed: a run may have taken half an hour.
-- An interrupt and SIGTERM are ordinary exits, so that processes and segments are cleaned up.
+- An interrupt and SIGTERM are ordinary exits, so that processes and segments are cleaned up; a
+  second one does not cut that short.
+- What this machine refuses is said in a sentence, and no traceback.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -24,7 +28,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import fitness
+from bench.failures import sentence
 from bench.fitness import Need
+from bench.native import CannotRun
+from bench.processes import ENDS
 from shmbus._arguments import parse_size
 
 __all__ = [
@@ -178,16 +185,70 @@ def lacks(modules: Sequence[str], program: str, install: str) -> bool:
 
 @contextlib.contextmanager
 def orderly(program: str) -> Iterator[None]:
-    """Clean up on an interrupt and on SIGTERM, and exit with 128 and the signal's number."""
+    """Clean up and exit in order, whatever ends a command before it is done.
+
+    With 128 and the signal's number on an interrupt and on SIGTERM, and with 1 and a sentence on
+    stderr where the machine refuses something. Nothing is said where who read stdout has gone.
+    """
 
     def end(number: int, _: object) -> None:
+        for each in ENDS:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    # What is ignored stays so: a shell has it so for what runs in the background.
+    before = {each: signal.getsignal(each) for each in ENDS}
+    heard = [each for each, handler in before.items() if handler is not signal.SIG_IGN]
+    for each in heard:
+        signal.signal(each, end)
     try:
-        yield
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        refused = _refused_by_stdout()
+        said = str(error) if isinstance(error, CannotRun) else sentence(error)
+        if refused is not None:
+            said = f"cannot write to stdout: {refused.strerror}; give it a file or a reader"
+        elif not said:
+            raise
+        if not isinstance(refused, BrokenPipeError):
+            print(f"{program}: {said}", file=sys.stderr)
+        sys.exit(1)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each in heard:
+            # A second one still finds nobody where the program ends of the first.
+            if signal.getsignal(each) is end:
+                signal.signal(each, before[each])
+
+
+def _refused_by_stdout() -> OSError | None:
+    """Return why nothing can be printed, and print nowhere from now on; None if it can."""
+    if sys.stdout is None:
+        return None
+    try:
+        sys.stdout.flush()
+        # What was more than a buffer holds is gone with the error that it met; a pipe still knows.
+        if not _reader_gone(sys.stdout.fileno()):
+            return None
+        refused: OSError = BrokenPipeError()
+    except io.UnsupportedOperation:
+        return None
+    except OSError as error:
+        refused = error
+    # The flush at exit must have a place to go.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return refused
+
+
+def _reader_gone(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

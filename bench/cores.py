@@ -28,9 +28,8 @@ from bench import command, fitness, machine
 from bench.contest import usage
 from bench.fitness import TWO, Need
 from bench.processes import STALL_S, MeasurementError, Role, run_together, use_template
-from bench.sending import check_ledger, put_batches, put_each, temporary_bus
+from bench.sending import bus_bytes, check_ledger, put_batches, put_each, temporary_bus
 from bench.workload import BYTES_PER_TOKEN, Workload
-from shmbus._arguments import parse_size
 
 __all__ = ["Line", "bend", "main", "table"]
 
@@ -107,20 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in fitness.notes(here):
         print(note, end="", flush=True)
     lines: list[Line] = []
-    try:
-        for wanted in _points(options):
-            if why := fitness.why_not(wanted.need, here):
-                print(f"{wanted}: cannot be measured here: {why}", flush=True)
-                continue
-            lines.append(_measure(wanted, options.runs))
-            print(table(lines[-1:], heads=len(lines) == 1), flush=True)
-    except (MeasurementError, shmbus.ShmbusError, OSError) as error:
-        print(f"cores: {error}", file=sys.stderr)
+    for wanted in _points(options):
+        if why := fitness.why_not(wanted.need, here):
+            print(f"{wanted}: cannot be measured here: {why}", flush=True)
+            continue
+        lines.append(_measure(wanted, options.runs))
+        print(table(lines[-1:], heads=len(lines) == 1), flush=True)
+    if not lines:
+        print("cores: nothing could be measured", file=sys.stderr)
         return 1
-    for batch, views in ((1, False), (1, True), (BATCH, False), (BATCH, True)):
-        same = [one for one in lines if (one.batch, one.views) == (batch, views)]
-        if told := bend(same):
-            print(told)
+    print(fitness.TINY if options.tiny else _bends(lines))
     result = {"machine": facts, "tokens": TOKENS, "lines": [asdict(line) for line in lines]}
     return command.keep(options.output, result, "cores")
 
@@ -158,7 +153,7 @@ class _Point:
     @property
     def need(self) -> Need:
         """Two processors, but where a full ring is read with nobody beside."""
-        ring = parse_size(self.workload.capacity)
+        ring = bus_bytes(self.workload.capacity)
         # What is filled before it is read has a size of its own.
         less = "" if self.alone else "--capacity"
         return Need(processors=1.0 if self.alone else TWO, shm_bytes=ring, less=less)
@@ -272,6 +267,12 @@ def _consume(
         seconds, spent = time.perf_counter() - began, usage.own() - before
         check_ledger(consumer.stats(), workload)
     return seconds, wanted - first, takes, spent
+
+
+def _bends(lines: Sequence[Line]) -> str:
+    ways = ((1, False), (1, True), (BATCH, False), (BATCH, True))
+    same = ([one for one in lines if (one.batch, one.views) == way] for way in ways)
+    return "\n".join(filter(None, map(bend, same)))
 
 
 def bend(lines: Sequence[Line]) -> str:

@@ -27,6 +27,7 @@ import secrets
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,11 +37,14 @@ from typing import Any, Final
 import shmbus
 from bench import command, machine
 from bench.contenders.base import free_port
+from bench.failures import MeasurementError
 from bench.fitness import Need
+from bench.sending import bus_bytes
 from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
 
 __all__ = ["main"]
 
+CAPACITY: Final = "256MiB"
 SEQUENCES: Final = 8
 TOKENS: Final = 4042
 #: Rounds that are not counted: imports, memory, caches.
@@ -104,7 +108,7 @@ def ask(port: int, method: str, path: str, body: bytes | None = None, **headers:
         response = connection.getresponse()
         found = response.read()
         if response.status != http.client.OK:
-            raise RuntimeError(f"{method} {path}: {response.status} {found[:300]!r}")
+            raise MeasurementError(f"{method} {path}: {response.status} {found[:300]!r}")
         if response.headers.get("Content-Encoding") == "gzip":
             found = gzip.decompress(found)
         return found
@@ -115,14 +119,19 @@ def ask(port: int, method: str, path: str, body: bytes | None = None, **headers:
 @contextmanager
 def server(argv: list[str], port: int) -> Iterator[int]:
     """Run a server; yields its pid."""
-    with subprocess.Popen(
-        [sys.executable, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
+            [sys.executable, *argv], stdout=subprocess.DEVNULL, stderr=said
+        ) as process,
+    ):
         try:
             deadline = time.monotonic() + START_S
             while True:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{' '.join(argv)}: it does not answer")
+                    said.seek(0)
+                    last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+                    raise MeasurementError(f"{' '.join(argv)}: it does not answer: {last}")
                 with suppress(OSError, http.client.HTTPException):
                     ask(port, "GET", "/info")
                     break
@@ -152,7 +161,7 @@ def round_trips(pid: int, port: int, rounds: int, packed: bool) -> dict[str, flo
         if number in (-WARM_UP, rounds - 1):
             [found] = json.loads(answer)["batch"]
             if any(found[key] != value for key, value in sent.items()):
-                raise RuntimeError("the batch is another group")
+                raise MeasurementError("the batch is another group")
     post_ms, batch_ms = (1e3 * seconds / rounds for seconds in spent)
     return {"post_ms": post_ms, "batch_ms": batch_ms, "together_ms": post_ms + batch_ms}
 
@@ -262,7 +271,7 @@ def through_the_ring(pid: int, bus: str, rounds: int) -> dict[str, float]:
             asyncio.run(environment._send_scored_data_to_api(sent))
             [found] = trainer.get_batch(timeout=START_S)["batch"]
             if found["tokens"] != sent["tokens"]:
-                raise RuntimeError("the batch is another group")
+                raise MeasurementError("the batch is another group")
         spent, seconds = cpu_s(pid) - began, time.monotonic() - began_s
     environment._shmbus().close()
     return {"server_ms": 1e3 * spent / rounds, "seconds": seconds, "groups": rounds}
@@ -277,7 +286,7 @@ def measure(rounds: int, parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
     found: dict[str, Any] = {"machine": machine.describe(), "rounds": rounds}
     bus = f"bench-gateway-{secrets.token_hex(4)}"
     theirs = ["-m", "uvicorn", "atroposlib.api:app", "--port", "PORT", "--log-level", "warning"]
-    ours = ["-m", "shmbus", "gateway", bus, "--create", "256MiB", "--http", "127.0.0.1:PORT"]
+    ours = ["-m", "shmbus", "gateway", bus, "--create", CAPACITY, "--http", "127.0.0.1:PORT"]
     both = {"atroposlib": theirs, "gateway": ours}
     try:
         if "posts" in parts:
@@ -322,7 +331,11 @@ def _one_server(argv: list[str], rounds: int, parts: tuple[str, ...]) -> dict[st
 
 def show(found: dict[str, Any]) -> str:
     """Return the measurement as a table."""
-    lines = [f"{'ms of the server a group':28}{'atroposlib':>12}{'gateway':>12}{'ratio':>8}"]
+    lines = []
+    if set(found) & {"posts", "gateway"}:
+        lines.append(
+            f"{'ms of the server a group':28}{'atroposlib':>12}{'gateway':>12}{'ratio':>8}"
+        )
 
     def row(label: str, theirs: float, ours: float, digits: int = 2) -> None:
         numbers = f"{theirs:12.{digits}f}{ours:12.{digits}f}"
@@ -374,7 +387,7 @@ def main() -> int:
     theirs = () if parts == ("ring",) else ("atroposlib", "uvicorn")
     if command.lacks(("aiohttp", *theirs), "gateway", "make test-peers makes an environment of it"):
         return 1
-    if command.refused(Need(shm_bytes=256 << 20), "gateway"):
+    if command.refused(Need(shm_bytes=bus_bytes(CAPACITY)), "gateway"):
         return 1
     found = measure(arguments.rounds, parts)
     print(show(found))

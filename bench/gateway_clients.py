@@ -27,7 +27,10 @@ from typing import Any, Final
 import shmbus
 from bench import command, machine
 from bench.contenders.base import free_port
-from bench.gateway import REGISTRATION, ask, server
+from bench.failures import MeasurementError, sentence
+from bench.fitness import Need
+from bench.gateway import CAPACITY, REGISTRATION, ask, server
+from bench.sending import bus_bytes
 
 __all__ = ["main", "measure"]
 
@@ -66,10 +69,13 @@ class Memory(threading.Thread):
         return 0
 
     def run(self) -> None:
-        """Look until `stop`, or until it has gone."""
+        """Look until `stop`, and then once more, or until it has gone."""
         with suppress(OSError):
-            while not self._ended.wait(SAMPLE_S):
+            while True:
+                ended = self._ended.wait(SAMPLE_S)
                 self.most_bytes = max(self.most_bytes, self.own_bytes())
+                if ended:
+                    return
 
     def stop(self) -> None:
         """Look no more."""
@@ -124,7 +130,7 @@ def _gateway(bus: str, capacity: str) -> Iterator[tuple[int, int]]:
             os.unlink(f"/dev/shm/shmbus-gateway.{bus}")
 
 
-def measure(clients: int, megabytes: float, capacity: str = "256MiB") -> dict[str, Any]:
+def measure(clients: int, megabytes: float, capacity: str = CAPACITY) -> dict[str, Any]:
     """Measure, and return everything; each group has to come once."""
     found: list[int] = []
     with _gateway(f"bench-clients-{secrets.token_hex(4)}", capacity) as (pid, port):
@@ -134,9 +140,16 @@ def measure(clients: int, megabytes: float, capacity: str = "256MiB") -> dict[st
         before = memory.own_bytes()
         memory.start()
         posted: list[list[bytes]] = []
-        posting = threading.Thread(
-            target=lambda: posted.append(asyncio.run(_post_all(port, clients, megabytes)))
-        )
+        failed: list[Exception] = []
+
+        def post() -> None:
+            try:
+                posted.append(asyncio.run(_post_all(port, clients, megabytes)))
+            except Exception as error:
+                failed.append(error)
+
+        # A daemon, so that an interrupt need not wait for clients that nobody answers.
+        posting = threading.Thread(target=post, daemon=True)
         began_s = time.monotonic()
         posting.start()
         while len(found) < clients:
@@ -149,9 +162,13 @@ def measure(clients: int, megabytes: float, capacity: str = "256MiB") -> dict[st
         posting.join()
         seconds = time.monotonic() - began_s
         memory.stop()
+    if failed:
+        if not (why := sentence(failed[0])):
+            raise failed[0]
+        raise MeasurementError(f"the clients: {why}")
     statuses = sorted({status.decode() for status in posted[0]}) if posted else []
     if sorted(found) != list(range(clients)):
-        raise RuntimeError(
+        raise MeasurementError(
             f"{len(found)} of {clients} groups came, {len(set(found))} different ones, answers "
             f"{statuses}, {memory.most_bytes >> 20} MiB at the most"
         )
@@ -175,6 +192,8 @@ def main() -> int:
     parser.add_argument("--output", type=command.file, help="where the figures go as JSON")
     arguments = parser.parse_args()
     if command.lacks(("aiohttp",), "gateway_clients", "pip install 'shmbus[gateway]'"):
+        return 1
+    if command.refused(Need(shm_bytes=bus_bytes(CAPACITY)), "gateway_clients"):
         return 1
     found = measure(arguments.clients, arguments.megabytes)
     print(

@@ -131,15 +131,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     other = _why_no_other()
     rows = []
     for point in chosen:
-        why = fitness.why_not(_need(point), here)
+        size = (0.001, TINY_MIB) if options.tiny else (options.seconds,)
+        workload = point.workload(*size)
+        why = fitness.why_not(_need(point, workload), here)
         if why:
             rows.append(Row(name=point.name, title=point.name, measured="", skipped=why))
             continue
         try:
-            rows.append(_measure(point, options, cache, other))
+            rows.append(_measure(point, workload, options, cache, other))
         except MeasurementError as error:
-            print(f"large: {point.name}: {error}", file=sys.stderr)
-            return 1
+            raise MeasurementError(f"{point.name}: {error}") from error
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         if options.output:
             # Point by point, so that a run that is cut short keeps those that it has measured.
@@ -147,7 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if status := command.keep(options.output, result, "large"):
                 return status
     print(f"\n{table(rows)}")
-    return 0
+    if options.tiny:
+        print(fitness.TINY)
+    return int(all(row.skipped for row in rows))
 
 
 def _kept(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -214,14 +217,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _need(point: Point) -> Need:
+def _need(point: Point, workload: Workload) -> Need:
     # The pages of both, which never exist at the same time; iceoryx2 has places for what its reader
     # may hold beside those of the queue.
     bytes_each = PAYLOADS[point.payload]
-    workload = point.workload(1.0)
-    return Need(
-        processors=TWO, shm_bytes=(2 * workload.room + 2 * point.group_size + 64) * bytes_each
-    )
+    room = 2 * workload.room + 2 * point.group_size + 64
+    return Need(processors=TWO, shm_bytes=room * bytes_each, less="a smaller --payload or --group")
 
 
 def _why_no_other() -> str:
@@ -237,8 +238,9 @@ def _rate(name: str, workload: Workload) -> float:
     return moving.measure(module(name).__name__, workload).rate
 
 
-def _measure(point: Point, options: argparse.Namespace, cache: int, why_no_other: str) -> Row:
-    workload = point.workload(0.001, TINY_MIB) if options.tiny else point.workload(options.seconds)
+def _measure(
+    point: Point, workload: Workload, options: argparse.Namespace, cache: int, why_no_other: str
+) -> Row:
     item = PAYLOADS[point.payload]
     stick = yardsticks.over(item, point.alive_bytes, 3)
     gb = item / 1e9

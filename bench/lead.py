@@ -13,7 +13,6 @@ in versions, the reward is that of held-out prompts after the last step.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import secrets
 import sys
@@ -28,7 +27,9 @@ import shmbus
 from bench import command
 from bench.fitness import TWO, Need
 from bench.needs_torch import torch
-from trainer_adapter import OnlineDataHandler
+from bench.processes import MeasurementError, Role, Started, start_role
+from bench.sending import bus_bytes
+from trainer_adapter import Batch, OnlineDataHandler
 from trainer_adapter.demo.evaluate import evaluate
 from trainer_adapter.demo.learner import Learner
 from trainer_adapter.demo.policy import Policy
@@ -38,6 +39,7 @@ from trainer_adapter.demo.weights import WeightsChannel
 
 __all__ = ["BOUNDS", "Result", "main", "measure"]
 
+CAPACITY: Final = "16MiB"
 GROUPS_PER_BATCH: Final = 16
 GROUP_SIZE: Final = 8
 MAX_POLICY_LAG: Final = 4
@@ -47,6 +49,8 @@ PROMPTS_AT_ONCE: Final = 4
 HELD_OUT_PROMPTS: Final = 256
 #: Seconds until a batch must be there, on a busy machine too.
 BATCH_S: Final = 120.0
+#: Seconds of waiting for a batch after which the workers are looked at.
+WORKERS_S: Final = 2.0
 #: Seconds between two looks of a worker that may begin no group.
 LOOK_S: Final = 0.002
 
@@ -106,22 +110,17 @@ def measure(bound: str, *, steps: int, step_s: float, seed: int) -> Result:
     name = f"lead-{os.getpid()}-{secrets.token_hex(3)}"
     shape = PolicyConfig()
     learner = Learner(Policy(shape, seed=seed))
-    context = multiprocessing.get_context("spawn")
-    with shmbus.Bus.create(name, "16MiB", max_producers=WORKERS + 2, **BOUNDS[bound]):
+    workers: list[Started] = []
+    with shmbus.Bus.create(name, CAPACITY, max_producers=WORKERS + 2, **BOUNDS[bound]):
         channel = WeightsChannel(name, shape.num_parameters, create=True)
         channel.publish(learner.policy.export_weights(), 0)
-        workers = [
-            context.Process(target=_work, args=(name, seed, number), daemon=True)
-            for number in range(WORKERS)
-        ]
         try:
-            for worker in workers:
-                worker.start()
-            return _train(name, bound, channel, learner, steps, step_s)
+            for number in range(WORKERS):
+                workers.append(start_role(Role(_work, (name, seed, number))))
+            return _train(name, bound, channel, learner, steps, step_s, workers)
         finally:
             for worker in workers:
-                worker.kill()
-                worker.join()
+                worker.end()
             channel.close()
 
 
@@ -132,6 +131,7 @@ def _train(
     learner: Learner,
     steps: int,
     step_s: float,
+    workers: Sequence[Started],
 ) -> Result:
     before = _held_out(learner)
     lags: list[float] = []
@@ -141,7 +141,7 @@ def _train(
         began_s = time.monotonic()
         for step in range(1, steps + 1):
             due_s = time.monotonic() + step_s
-            batch = handler.next_batch(timeout=BATCH_S)
+            batch = _next_batch(handler, workers)
             lags.append(step - 1 - float(batch.policy_versions.double().mean()))
             learner.step(batch)
             time.sleep(max(0.0, due_s - time.monotonic()))
@@ -162,6 +162,20 @@ def _train(
         reward_start=before,
         reward_end=_held_out(learner),
     )
+
+
+def _next_batch(handler: OnlineDataHandler, workers: Sequence[Started]) -> Batch:
+    """Wait for a batch as long as all workers run."""
+    deadline = time.monotonic() + BATCH_S
+    while True:
+        try:
+            return handler.next_batch(timeout=WORKERS_S)
+        except TimeoutError:
+            for number, worker in enumerate(workers):
+                if how := worker.ended():
+                    raise MeasurementError(f"worker {number} failed: {how}") from None
+            if time.monotonic() > deadline:
+                raise
 
 
 def _held_out(learner: Learner) -> float:
@@ -238,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
     arguments = parser.parse_args(argv)
     # Where the workers share the trainer's core, its steps hold them, and not the bus.
-    if command.refused(Need(processors=TWO, shm_bytes=16 << 20), "lead"):
+    if command.refused(Need(processors=TWO, shm_bytes=bus_bytes(CAPACITY)), "lead"):
         return 1
     results = []
     for bound in arguments.only or BOUNDS:

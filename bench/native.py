@@ -28,7 +28,10 @@ class CannotRun(Exception):
 
 def compiler() -> list[str]:
     """Return the command of the compiler, the file itself and not a name such as ``cc``."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    try:
+        command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise CannotRun(f"CC is no command: {error}; name a compiler in it, or unset it") from error
     found = shutil.which(command[0])
     if found is None:
         raise CannotRun(f"there is no C compiler {command[0]!r}; install one, or name it in CC")

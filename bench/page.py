@@ -33,7 +33,9 @@ from typing import Any, Final
 
 import shmbus
 from bench import command, machine
+from bench.failures import MeasurementError
 from bench.fitness import Need
+from bench.sending import bus_bytes
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.web import settings
@@ -42,6 +44,7 @@ from shmbus.web.server import read_files
 
 __all__ = ["main"]
 
+CAPACITY: Final = "512MiB"
 UNDELIVERED: Final = 100_000
 RATE_HZ: Final = 20_000
 PRODUCERS: Final = 2
@@ -94,7 +97,7 @@ def child(*command: str, until: str) -> Iterator[tuple[subprocess.Popen[str], st
         while not re.search(until, seen):
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"{command[:4]} ended: {seen}")
+                raise MeasurementError(f"{command[:4]} ended: {seen}")
             seen += line
         threading.Thread(target=process.stdout.read, daemon=True).start()
         yield process, seen
@@ -156,7 +159,7 @@ def traffic(seconds: float) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: shmbus.unlink(name))
         daemon, _ = stack.enter_context(
-            child(sys.executable, "-m", "shmbus", "serve", name, "--capacity", "512MiB",
+            child(sys.executable, "-m", "shmbus", "serve", name, "--capacity", CAPACITY,
                   until="serving")
         )  # fmt: skip
         fill(name)
@@ -333,7 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
     told = parser.parse_args(arguments)
     if command.lacks(("aiohttp",), "page", "pip install 'shmbus[web]'"):
         return 1
-    if command.refused(Need(shm_bytes=512 << 20), "page"):
+    if command.refused(Need(shm_bytes=bus_bytes(CAPACITY)), "page"):
         return 1
     found: dict[str, Any] = {
         "machine": machine.describe(),

@@ -5,6 +5,7 @@ Invariants:
 - Every process is a fresh interpreter (spawn), so none inherits threads, locks or warm memory;
   but where figures mean nothing, they are forked from a template that has imported what they need.
 - A process imports what its role needs, and not the program that started it.
+- A signal that ends the program ends no process half way into its start, which would print where.
 - When `run_together` returns or raises, all processes that it started have ended.
 """
 
@@ -14,19 +15,25 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier, Event, Semaphore
 from typing import Any, Final
 
+from bench.failures import MeasurementError, sentence
+
 __all__ = [
     "DEADLINE_S",
+    "END_S",
     "STALL_S",
     "MeasurementError",
     "Role",
@@ -49,6 +56,13 @@ END_S: Final = 5.0
 #: Seconds between two checks of watched processes, and of whether they are ready.
 WATCH_S: Final = 0.02
 READY_POLL_S: Final = 0.01
+#: What ends a program, by its terminal or by who began it.
+ENDS: Final = (signal.SIGINT, signal.SIGTERM)
+#: Said of a process that a signal has ended.
+HINTS: Final = {
+    signal.SIGBUS: ", as where /dev/shm has no room left",
+    signal.SIGKILL: ", as where the kernel ends a process because there is no more memory",
+}
 
 #: Modules that the template has imported, by commas; no template without it. In the environment,
 #: so that the processes of contenders have it too.
@@ -65,16 +79,14 @@ def use_template(*modules: str) -> None:
 
 @cache
 def _context() -> SpawnContext | ForkServerContext:
+    # It removes the semaphores of a program that dies, so it is there before the first of them.
+    resource_tracker.ensure_running()
     modules = os.environ.get(TEMPLATE)
     if not modules:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(modules.split(","))
     return context
-
-
-class MeasurementError(Exception):
-    """A process failed, or was not done in time; the message says which, and what it said."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +122,10 @@ def run_together(
         for role in roles:
             here, there = _context().Pipe(duplex=False)
             process = _process(there, barrier, role)
-            _begin(process, role)
-            there.close()
             processes.append(process)
             pipes.append(here)
+            _begin(process, role)
+            there.close()
         deadline = time.monotonic() + deadline_s
         if watch:
             _watch(watch, processes, pipes, barrier, deadline)
@@ -123,8 +135,9 @@ def run_together(
         return results
     finally:
         for process in processes:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
         for pipe in pipes:
             pipe.close()
 
@@ -150,6 +163,16 @@ class Started:
         """End it by SIGKILL, and reap it."""
         self._process.kill()
         self._process.join()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended by itself."""
+        self._process.join(timeout_s)
+
+    def ended(self) -> str:
+        """Say how one ended that was to run on; nothing while it does."""
+        if self.running:
+            return ""
+        return self.failure() or f"it died without a word{_of(self._process)}"
 
     def failure(self) -> str:
         """Return what it failed with; nothing if it has not."""
@@ -191,13 +214,41 @@ def _begin(process: BaseProcess, role: Role) -> None:
 
     The program's imports take as long as those of most roles.
     """
-    # A Ctrl-C reaches every process of the terminal, and the parent ends its children by itself:
-    # one that still imports would print where it was.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        _start(process, role)
+        with _put_off():
+            _start(process, role)
+    except EOFError as error:
+        raise MeasurementError(
+            f"{role.function.__qualname__} cannot be started: the process that all are forked from "
+            "has died, as where there is no more memory (ulimit -v)"
+        ) from error
+
+
+@contextmanager
+def _put_off() -> Iterator[None]:
+    """Put off an interrupt and SIGTERM; what is started meanwhile has them blocked.
+
+    A Ctrl-C reaches every process of the terminal, and the parent ends its children by itself: one
+    that still imports would print where it was. So would one whose start was cut short.
+    """
+    came: list[int] = []
+    handlers = {}
+    # Only there a handler may be set, and only there it runs. To block is not enough: where there
+    # are other threads, one of them hears the signal.
+    if threading.current_thread() is threading.main_thread():
+        found = {each: signal.getsignal(each) for each in ENDS}
+        handlers = {each: handler for each, handler in found.items() if callable(handler)}
+    for each in handlers:
+        signal.signal(each, lambda number, _: came.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _start(process: BaseProcess, role: Role) -> None:
@@ -234,11 +285,13 @@ def _child(pipe: Connection, barrier: Barrier | None, role: Role) -> None:
 
     # A Ctrl-C reaches every process of the terminal; the parent ends its children by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Blocked while this process was started; what it starts is ended by it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     try:
         arguments = (start, *role.arguments) if barrier else role.arguments
         pipe.send((True, role.function(*arguments)))
-    except Exception:
-        pipe.send((False, traceback.format_exc()))
+    except Exception as error:
+        pipe.send((False, sentence(error) or traceback.format_exc()))
 
 
 def _watch(
@@ -293,5 +346,5 @@ def _of(process: BaseProcess) -> str:
     code = process.exitcode
     if code is None or code >= 0:
         return ""
-    hint = ", as where /dev/shm has no room left" if -code == signal.SIGBUS else ""
-    return f", of {signal.Signals(-code).name}{hint}"
+    number = signal.Signals(-code)
+    return f", of {number.name}{HINTS.get(number, '')}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import signal
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Final
 
 from bench import command, fitness, machine, yardsticks
 from bench.fitness import MEMORY, TWO, Here, Need
-from bench.processes import MeasurementError, use_template
+from bench.processes import use_template
 from bench.rows import (
     daemon,
     idle,
@@ -33,10 +32,9 @@ from bench.rows import (
 )
 from bench.rows.row import Row, table
 from bench.rows.throughput import Case, Runs
-from bench.sending import temporary_bus
+from bench.sending import bus_bytes, temporary_bus
 from bench.sizes import FULL, QUICK, TINY, Sizes
 from shmbus import CapacityError, ShmbusError
-from shmbus._arguments import parse_size
 
 __all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "notes"]
 
@@ -65,6 +63,7 @@ TEMPLATE_MODULES: Final = ("torch", "trainer_adapter", "bench.run")
 NO_TORCH: Final = "there is no torch here; pip install 'shmbus[train]'"
 
 
+@command.orderly("bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, and return the exit status."""
     parser = _parser()
@@ -75,19 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.repetitions:
         wanted = options.repetitions
         sizes = dataclasses.replace(sizes, repetitions=wanted, most_repetitions=wanted)
-    # An ordinary exit, so that processes and segments are cleaned up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = machine.describe()
-    try:
-        _check_capacity(parser, options.capacity)
-        print(machine.summary(facts), flush=True)
-        rows = measure(options.only or list(NAMES), sizes, options.capacity, _say)
-    except (MeasurementError, ShmbusError, OSError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    _check_capacity(parser, options.capacity)
+    print(machine.summary(facts), flush=True)
+    rows = measure(options.only or list(NAMES), sizes, options.capacity, _say)
     print(f"\n{table(rows)}")
     print("".join(f"\n{note}" for note in notes(rows, tiny=options.tiny)), end="")
     result = {
@@ -201,13 +191,12 @@ def measure(
 
 
 def _families(sizes: Sizes, capacity: str, say: Callable[[str], None]) -> list[_Family]:
-    ring = parse_size(capacity)
-    one = Need(shm_bytes=ring, less="--capacity")
+    one = Need(shm_bytes=bus_bytes(capacity), less="--capacity")
     two = dataclasses.replace(one, processors=TWO)
     # A group of the stash with its samples takes about a kilobyte.
     many = Need(memory_bytes=MEMORY + (sizes.stash_groups[1] << 10))
     room = Need(
-        shm_bytes=parse_size(sizes.memory_capacity),
+        shm_bytes=bus_bytes(sizes.memory_capacity),
         memory_bytes=MEMORY + (sizes.memory_trajectories << 10),
         timed=False,
     )

@@ -13,10 +13,17 @@ from typing import Any
 import shmbus
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Item, Workload
+from shmbus._arguments import parse_size
 
-__all__ = ["check_ledger", "produce", "put_batches", "put_each", "temporary_bus"]
+__all__ = ["bus_bytes", "check_ledger", "produce", "put_batches", "put_each", "temporary_bus"]
 
 _POLICY_VERSION = 3
+
+
+def bus_bytes(capacity: str) -> int:
+    """Return what a bus takes of /dev/shm at most: its ring, and tables that grow with it."""
+    ring = parse_size(capacity)
+    return ring + ring // 16 + (1 << 20)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +25,11 @@ from bench.contenders import contenders
 from bench.contest import plan
 from bench.contest import run as contest
 from bench.fitness import TWO, Need
-from bench.processes import MeasurementError, use_template
+from bench.processes import use_template
 from bench.report import blocks, fold, reading, report, verdicts
 from bench.rows import curves
 from bench.rows.row import Row, table
-from shmbus import ShmbusError
-from shmbus._arguments import parse_size
+from bench.sending import bus_bytes
 
 __all__ = ["main"]
 
@@ -44,7 +42,7 @@ OPEN_GROUPS: Final = {
 }
 OPEN_GROUP_ADDS: Final = {"quick": 0, "full": 400_000, "tiny": 10_000}
 #: Of what is set beside other ways: both ends, and the ring of the usual size.
-CONTEST: Final = Need(processors=TWO, shm_bytes=parse_size(core.DEFAULT_CAPACITY))
+CONTEST: Final = Need(processors=TWO, shm_bytes=bus_bytes(core.DEFAULT_CAPACITY))
 LEVELS: Final = {"quick": plan.QUICK, "full": plan.FULL, "tiny": plan.TINY}
 CORE: Final = {
     "quick": core_sizes.QUICK,
@@ -53,13 +51,12 @@ CORE: Final = {
 }
 
 
+@command.orderly("bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, and return the exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
     output: Path = options.output
-    # An ordinary exit, so that processes, servers and segments are cleaned up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     if options.level == "tiny":
         modules = core.TEMPLATE_MODULES if _measures_rows(options) else ()
@@ -72,16 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--output: {output} holds reports that were folded: {error}; name another directory"
         )
     print(machine.summary(facts), flush=True)
-    try:
-        rows, result = _measure(options, facts, began)
-    except (MeasurementError, ShmbusError, OSError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    rows, result = _measure(options, facts, began)
     result["took_s"] = time.monotonic() - began
-    print(f"\n{table(rows)}\n\n{report.contest_text(result)}")
+    if rows:
+        print(f"\n{table(rows)}\n\n{report.contest_text(result)}")
     print("".join(f"\n{note}" for note in result["notes"]), end="")
     path = output / reading.RESULTS
     try:

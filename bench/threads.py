@@ -26,12 +26,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import command, machine
-from bench.fitness import MEMORY, Need, here
+from bench import command, fitness, machine
+from bench.fitness import MEMORY, Need
 from bench.rows.packed import PACKING_BYTES_PER_TOKEN
-from bench.sending import put_each, temporary_bus
+from bench.sending import bus_bytes, put_each, temporary_bus
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE, Workload
-from shmbus import Consumer, Group, Producer, ShmbusError
+from shmbus import Consumer, Group, Producer
 from shmbus._arguments import parse_size
 
 __all__ = ["Line", "judged", "main", "table"]
@@ -89,13 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = sorted({1, *(options.threads or THREADS)})
     if command.lacks(["torch"], "threads", command.TRAIN):
         return 1
-    processors = here().processors
+    processors = fitness.here().processors
     for count in [count for count in counts if count > max(1.0, processors)]:
         print(f"{count} threads: cannot be measured here: there are {processors:g} processors")
         counts.remove(count)
     copied = TINY_BYTES if options.tiny else MEMCPY_BYTES
     memory = MEMORY + counts[-1] * 2 * copied
-    if command.refused(Need(shm_bytes=ring, memory_bytes=memory, less="--capacity"), "threads"):
+    need = Need(shm_bytes=bus_bytes(options.capacity), memory_bytes=memory, less="--capacity")
+    if command.refused(need, "threads"):
         return 1
     facts = machine.describe()
     print(machine.summary(facts), flush=True)
@@ -106,13 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
               f"{options.capacity}", file=sys.stderr)  # fmt: skip
         return 1
     turns = 1 if options.tiny else options.turns
-    try:
-        lines = _measure(options.capacity, counts, sizes, turns, copied)
-    except (ShmbusError, OSError) as error:
-        print(f"threads: {error}", file=sys.stderr)
-        return 1
+    lines = _measure(options.capacity, counts, sizes, turns, copied)
     print(table(lines))
-    print(judged(lines))
+    print(fitness.TINY if options.tiny else judged(lines))
     result = {"machine": facts, "lines": [asdict(line) for line in lines]}
     return command.keep(options.output, result, "threads")
 

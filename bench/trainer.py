@@ -34,8 +34,8 @@ import shmbus
 from bench import command, machine
 from bench.fitness import Need
 from bench.needs_torch import torch
+from bench.sending import bus_bytes
 from bench.workload import GROUP_SIZE
-from shmbus._arguments import parse_size
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import pack
@@ -48,7 +48,7 @@ BYTES_PER_PACKED_TOKEN: Final = 25
 MEMCPY_BYTES: Final = 256 << 20
 PACKING_TARGET: Final = 1.5
 #: Of the largest ring but `--capacity`'s.
-ROWS_BYTES: Final = 384 << 20
+ROWS_CAPACITY: Final = "384MiB"
 EXPERTS: Final = (48, 8)
 EXPERTS_TARGET: Final = 0.9
 OVERHEAD_TARGET_US: Final = 100.0
@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--capacity", type=command.capacity, default="384MiB", help="of the ring (384MiB)"
     )
     options = parser.parse_args(argv)
-    ring = parse_size(options.capacity)
-    less = "--capacity" if ring > ROWS_BYTES else ""
-    if command.refused(Need(shm_bytes=max(ring, ROWS_BYTES), less=less), "trainer"):
+    ring, rows = bus_bytes(options.capacity), bus_bytes(ROWS_CAPACITY)
+    less = "--capacity" if ring > rows else ""
+    if command.refused(Need(shm_bytes=max(ring, rows), less=less), "trainer"):
         return 1
     torch.set_num_threads(1)
     facts = machine.describe()
@@ -174,7 +174,7 @@ def _experts() -> tuple[float, float]:
     wanted: dict[str, Any] = {"routed_experts": "token"}
     memory, plain = BatchMemory(), BatchMemory()
     with (
-        _filled_bus("384MiB", records, routed_experts=values) as name,
+        _filled_bus(ROWS_CAPACITY, records, routed_experts=values) as name,
         shmbus.Consumer(name) as consumer,
     ):
         groups: list[shmbus.Group] = []

@@ -34,12 +34,14 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bench import command, machine, weights_cuda
+from bench.failures import MeasurementError
 from bench.fitness import MEMORY, TWO, Need, here, why_not
 from bench.needs_torch import torch
 from shmbus.pool import same_bytes
@@ -269,19 +271,26 @@ def with_readers(
 ) -> dict[str, Any]:
     """Measure publishing alone, then beside readers that wait for each version."""
     (alone,) = best_of(rounds, publish)
-    children = [
-        subprocess.Popen([sys.executable, "-c", READER, bus], stdout=subprocess.PIPE)
-        for _ in range(readers)
-    ]
-    try:
-        for child in children:
-            assert child.stdout is not None
-            child.stdout.readline()
-        (beside,) = best_of(rounds, publish)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    children: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryFile("w+") as heard:
+        try:
+            for _ in range(readers):
+                argv = [sys.executable, "-c", READER, bus]
+                child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=heard, text=True)
+                children.append(child)
+            for child in children:
+                assert child.stdout is not None
+                if not child.stdout.readline():
+                    heard.seek(0)
+                    last = heard.read().strip().rpartition("\n")[2]
+                    raise MeasurementError(f"a reader has ended: {last}")
+            (beside,) = best_of(rounds, publish)
+            if gone := sum(child.poll() is not None for child in children):
+                raise MeasurementError(f"{gone} of {readers} readers ended while it was measured")
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
     return {"readers": readers, "publish_beside_readers": beside / alone}
 
 
@@ -435,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(machine.summary(facts), flush=True)
     if device == "cpu":
         rows = measure(size, options.readers, options.rounds, parts)
-        print(f"{rows['bytes'] / 1e9:.2f} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
+        print(f"{rows['bytes'] / 1e9:.3g} GB, memcpy {rows['memcpy_gb_per_s']:.1f} GB/s")
         told = verdicts(rows)
     else:
         facts["gpu"] = torch.cuda.get_device_name(device)

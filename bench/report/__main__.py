@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench import command
 from bench.report import fold, reading
 from bench.report.blocks import replace_blocks
 from bench.report.report import write
@@ -14,6 +15,7 @@ from bench.report.report import write
 __all__ = ["main"]
 
 
+@command.orderly("report")
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the report of a directory again, or fold several."""
     argv = sys.argv[1:] if argv is None else argv

@@ -21,10 +21,10 @@ from bench.fitness import MEMORY, TWO, Need, Watch
 from bench.rows import hop, packed
 from bench.rows.row import Row
 from bench.rows.targets import TARGETS, Target
+from bench.sending import bus_bytes
 from bench.sizes import Sizes
 from bench.workload import BYTES_PER_TOKEN, COLD_BYTES, Measure, Timed, Workload
 from bench.yardsticks import Yardstick
-from shmbus._arguments import parse_size
 
 __all__ = ["Against", "Case", "Runs", "cases", "repeat", "rows"]
 
@@ -69,7 +69,7 @@ class Case:
         cold = COLD_BYTES if self.workload.cold else 0
         return Need(
             processors=TWO,
-            shm_bytes=parse_size(self.workload.capacity),
+            shm_bytes=bus_bytes(self.workload.capacity),
             memory_bytes=MEMORY + cold * self.workload.producers,
             less="--capacity",
         )

@@ -273,7 +273,7 @@ def test_in_a_small_shm_nothing_is_set_beside_other_ways(spawn: Spawner, tmp_pat
     output = tmp_path / "report"
     arguments = ["--tiny", "--contender", "multiprocessing.Queue", "--output", output]
     said = printed(spawn, prefix, "bench.suite", *arguments)
-    assert "needs 64 MiB in /dev/shm, 4.0 are free; enlarge it\n" in said
+    assert "needs 69 MiB in /dev/shm, 4.0 are free; enlarge it\n" in said
     assert json.loads((output / "results.json").read_text())["contest"] == {}
 
 

@@ -52,7 +52,8 @@ def test_packing_is_measured_beside_memcpy(spawn: Spawner, tmp_path: Path) -> No
     lines = json.loads(output.read_text())["lines"]
     # One is always among them: the others are set beside it.
     assert [one["threads"] for one in lines] == [1, 2][: os.cpu_count()]
-    assert "of memcpy's best" in printed
+    # Whether a target is met is not said of figures that mean nothing.
+    assert "NOTE: --tiny" in printed and "met" not in printed
     for one in lines:
         assert one["gb_per_s"] > 0 and one["memcpy_gb_per_s"] > 0 and one["batch_us"] > 0
     assert lines[0]["of_one"] == 1.0
