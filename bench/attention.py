@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.attention", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
-    parser.add_argument("--plot", type=command.file, help="where a picture goes")
+    parser.add_argument("--plot", type=command.picture, help="where a picture goes")
     parser.add_argument("--heads", type=command.at_least_one, default=4)
     parser.add_argument("--head-dim", type=command.at_least_one, default=64)
     parser.add_argument(

@@ -44,6 +44,8 @@ __all__ = [
     "keep",
     "lacks",
     "orderly",
+    "pause",
+    "picture",
     "positive",
     "refused",
     "write",
@@ -53,6 +55,9 @@ __all__ = [
 PROBE_BYTES: Final = 64 << 10
 #: What `lacks` says of a program that has no torch.
 TRAIN: Final = "pip install 'shmbus[train]'"
+DRAW: Final = "pip install 'shmbus[bench]'"
+#: What matplotlib writes, of what pages show.
+PICTURES: Final = (".png", ".svg", ".pdf")
 
 
 def at_least_one(text: str) -> int:
@@ -75,6 +80,14 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
+
+
+def pause(text: str) -> float:
+    """Read seconds that may be none at all, as argparse's ``type``."""
+    try:
+        return 0.0 if float(text) == 0 else positive(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"expected a number, 0 or more, got {text!r}") from None
 
 
 def capacity(text: str) -> str:
@@ -106,6 +119,18 @@ def file(text: str) -> Path:
         )
     if not path.exists() or path.is_file():
         _probe(path.resolve().parent)
+    return path
+
+
+def picture(text: str) -> Path:
+    """Read the path of a picture that is to be drawn, as argparse's ``type``."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"there is no matplotlib here; {DRAW}")
+    path = file(text)
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"expected a name that ends in {', '.join(PICTURES)}, got {text!r}"
+        )
     return path
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from bench import command, machine
+from bench.failures import MeasurementError
 from bench.fitness import TWO, Need, here, why_not
 from bench.rows import packed
 from bench.rows.daemon import serving
@@ -235,22 +236,24 @@ def _record(graph: str, seconds: float) -> list[list[str]]:
                 pid = stack.enter_context(_side(side, name))
         time.sleep(BEGIN_S)
         data = Path(directory, "perf.data")
-        subprocess.run(
-            [
-                "perf", "record", "-q", "-F", str(RATE), "--call-graph", f"dwarf,{STACK_BYTES}",
-                "-p", str(served if graph == "lease" else pid), "-o", data,
-                "--", "sleep", str(seconds),
-            ],
-            check=True,
-            capture_output=True,
+        _perf(
+            "record", "-q", "-F", str(RATE), "--call-graph", f"dwarf,{STACK_BYTES}",
+            "-p", str(served if graph == "lease" else pid), "-o", str(data),
+            "--", "sleep", str(seconds),
         )  # fmt: skip
-        script = subprocess.run(
-            ["perf", "script", "-i", data, "-F", "ip,sym,symoff,dso"],
-            check=True,
-            capture_output=True,
-            text=True,
+        script = _perf("script", "-i", str(data), "-F", "ip,sym,symoff,dso")
+        return list(fold(script.splitlines()))
+
+
+def _perf(*arguments: str) -> str:
+    """Run perf; return what it printed."""
+    done = subprocess.run(["perf", *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise MeasurementError(
+            f"perf {arguments[0]} ended with {done.returncode}: {' '.join(done.stderr.split())}; "
+            "where it may not look, sysctl kernel.perf_event_paranoid=1 allows it"
         )
-        return list(fold(script.stdout.splitlines()))
+    return done.stdout
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write the JSON; exit status 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
-    parser.add_argument("--plot", type=command.file, help="where a picture goes")
+    parser.add_argument("--plot", type=command.picture, help="where a picture goes")
     parser.add_argument(
         "--capacity", type=command.capacity, default="512MiB", help="of the ring (512MiB)"
     )

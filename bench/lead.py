@@ -245,8 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--steps", type=command.at_least_one, default=150, help="of the trainer (default 150)"
     )
     parser.add_argument(
-        "--step-s", type=float, default=0.25, help="seconds a step takes at least (default 0.25)"
-    )
+        "--step-s",
+        type=command.pause,
+        default=0.25,
+        help="seconds a step takes at least (default 0.25)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=list(BOUNDS), help="may be repeated")
     parser.add_argument("--output", type=command.file, help="where the JSON goes")

@@ -272,13 +272,15 @@ def _look(
 
 
 def browser(seconds: float) -> dict[str, Any] | None:
-    """Show a bus at work in a real browser; None where there is none."""
-    try:
-        sync_playwright: Any = importlib.import_module("playwright.sync_api").sync_playwright
-    except ImportError:
-        return None
-    name = f"bench.page.{os.getpid()}"
+    """Show a bus at work in a real browser; None where there is none, which is said."""
     chromium = os.environ.get("SHMBUS_CHROMIUM", "/usr/bin/chromium")
+    if command.lacks(("playwright",), "page", "pip install 'shmbus[web-test]'"):
+        return None
+    if not Path(chromium).exists():
+        print(f"page: there is no {chromium}; name a Chromium in SHMBUS_CHROMIUM", file=sys.stderr)
+        return None
+    sync_playwright: Any = importlib.import_module("playwright.sync_api").sync_playwright
+    name = f"bench.page.{os.getpid()}"
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: shmbus.unlink(name))
         serve = (sys.executable, "-m", "shmbus", "serve", name, "--capacity", "64MiB")
@@ -331,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=command.positive, default=20.0, help="of each turn (default 20)"
     )
-    parser.add_argument("--browser-s", type=float, default=600.0, help="0 for no browser")
+    parser.add_argument("--browser-s", type=command.pause, default=600.0, help="0 for no browser")
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
     told = parser.parse_args(arguments)
     if command.lacks(("aiohttp",), "page", "pip install 'shmbus[web]'"):

@@ -36,6 +36,7 @@ from bench.fitness import Need
 from bench.needs_torch import torch
 from bench.sending import bus_bytes
 from bench.workload import GROUP_SIZE
+from shmbus._arguments import parse_size
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import pack
@@ -47,6 +48,9 @@ BATCH_TOKENS: Final = 65_536
 BYTES_PER_PACKED_TOKEN: Final = 25
 MEMCPY_BYTES: Final = 256 << 20
 PACKING_TARGET: Final = 1.5
+#: Of cold packing: more than any cache holds, and what a ring takes for so many.
+RECORDS: Final = 8000
+LEAST_BYTES: Final = 192 << 20
 #: Of the largest ring but `--capacity`'s.
 ROWS_CAPACITY: Final = "384MiB"
 EXPERTS: Final = (48, 8)
@@ -61,12 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.trainer", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--output", type=command.file, help="where the JSON goes")
-    parser.add_argument("--plot", type=command.file, help="where a picture goes")
+    parser.add_argument("--plot", type=command.picture, help="where a picture goes")
     parser.add_argument(
         "--capacity", type=command.capacity, default="384MiB", help="of the ring (384MiB)"
     )
     options = parser.parse_args(argv)
     ring, rows = bus_bytes(options.capacity), bus_bytes(ROWS_CAPACITY)
+    if (given := parse_size(options.capacity)) < LEAST_BYTES:
+        parser.error(
+            f"--capacity: expected {LEAST_BYTES >> 20} MiB or more, which hold {RECORDS:,} records "
+            f"that no cache holds, got {given / 2**20:g}"
+        )
     less = "--capacity" if ring > rows else ""
     if command.refused(Need(shm_bytes=max(ring, rows), less=less), "trainer"):
         return 1
@@ -147,7 +156,7 @@ def _filled_bus(capacity: str, records: int, **more: Any) -> Iterator[str]:
 def _packing(capacity: str) -> tuple[float, float]:
     """Return bytes of batch a second, from cold and from warm records."""
     per_batch = BATCH_TOKENS // TOKENS // GROUP_SIZE
-    records = 1000 * per_batch // 4 * GROUP_SIZE
+    records = RECORDS
     memory = BatchMemory()
     with _filled_bus(capacity, records) as name, shmbus.Consumer(name) as consumer:
         groups: list[shmbus.Group] = []

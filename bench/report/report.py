@@ -36,7 +36,7 @@ def write(result: dict[str, Any], directory: Path) -> None:
     """Write ``report.md`` and the plots; where matplotlib is missing, the report says so."""
     try:
         from bench.report import plots
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         pictures: list[tuple[str, str]] = []
         missing = f"\nNo plots: {error}; pip install 'shmbus[bench]'.\n"
     else:

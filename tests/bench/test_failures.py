@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,7 +18,19 @@ from typing import Any
 import pytest
 
 import shmbus
-from bench import channel, command, cores, fitness, gateway_clients, large, lead, processes, weights
+from bench import (
+    channel,
+    command,
+    cores,
+    fitness,
+    flame,
+    gateway_clients,
+    large,
+    lead,
+    page,
+    processes,
+    weights,
+)
 from bench.failures import MeasurementError, sentence
 from bench.fitness import Here
 from bench.native import CannotRun, compiler
@@ -255,3 +268,35 @@ def test_a_compiler_that_is_no_command_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CC", 'gcc "')
     with pytest.raises(CannotRun, match="CC is no command: No closing quotation"):
         compiler()
+
+
+@pytest.mark.parametrize("name", ["attention", "trainer"])
+def test_without_matplotlib_a_picture_is_refused_before_anything_is_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"bench.{name}").main(["--plot", "figures.png"])
+    assert "--plot: there is no matplotlib here; pip install" in capsys.readouterr().err
+
+
+def test_what_perf_refuses_is_told_in_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perf = tmp_path / "perf"
+    perf.write_text("#!/bin/sh\necho 'No permission' >&2\nexit 255\n")
+    perf.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MeasurementError, match="perf record ended with 255: No permission; where"):
+        flame._perf("record")
+
+
+def test_without_a_chromium_a_page_says_which_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "lacks", lambda *_: False)
+    monkeypatch.setenv("SHMBUS_CHROMIUM", "/nowhere/chromium")
+    assert page.browser(1.0) is None
+    assert "there is no /nowhere/chromium; name a Chromium in SHMBUS_CHROMIUM" in (
+        capsys.readouterr().err
+    )
