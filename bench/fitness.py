@@ -80,7 +80,7 @@ class Need:
     shm_bytes : int
         Free in /dev/shm.
     memory_bytes : int
-        Of ordinary memory.
+        Of ordinary memory, beside `shm_bytes`.
     timed : bool
         Whether it counts seconds.
     less : str
@@ -109,16 +109,19 @@ def why_not(need: Need, found: Here) -> str:
             f"needs {need.processors:g} processors, there is {found.processors:.2g} "
             f"({found.processors_why})"
         )
+    less = f", or ask for less by {need.less}" if need.less else ""
     if found.shm_bytes < need.shm_bytes:
-        less = f", or ask for less by {need.less}" if need.less else ""
         return (
             f"needs {need.shm_bytes >> 20} MiB in {SHM}, {found.shm_bytes / 2**20:.1f} are free; "
             f"enlarge it{less}"
         )
-    if found.memory_bytes < need.memory_bytes:
+    # What lies in /dev/shm is memory too, and counts for the control group of who wrote it first.
+    memory = need.memory_bytes + need.shm_bytes
+    if found.memory_bytes < memory:
+        shared = f", {need.shm_bytes >> 20} of it in {SHM}" if need.shm_bytes else ""
         return (
-            f"needs {need.memory_bytes >> 20} MiB of memory, "
-            f"{found.memory_bytes / 2**20:.0f} may be used"
+            f"needs {memory >> 20} MiB of memory{shared}, {found.memory_bytes / 2**20:.0f} may be "
+            f"used; end other programs, or allow more in the control group{less}"
         )
     return ""
 

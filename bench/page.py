@@ -49,6 +49,8 @@ UNDELIVERED: Final = 100_000
 RATE_HZ: Final = 20_000
 PRODUCERS: Final = 2
 PAGES: Final = 10
+#: Open at once where a bus has as many producers as it may: one each, and what a program has.
+FILES: Final = 4096 + 256
 GROUP: Final = 8
 START_S: Final = 60.0
 #: Seconds between two looks at the browser's heap: it goes up and down with compiled code.
@@ -339,6 +341,11 @@ def main(arguments: list[str] | None = None) -> int:
     if command.lacks(("aiohttp",), "page", "pip install 'shmbus[web]'"):
         return 1
     if command.refused(Need(shm_bytes=bus_bytes(CAPACITY)), "page"):
+        return 1
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most != resource.RLIM_INFINITY and most < FILES:
+        print(f"page: cannot be measured here: needs {FILES} files open at once, {most} may be; "
+              "allow more by ulimit -Hn", file=sys.stderr)  # fmt: skip
         return 1
     found: dict[str, Any] = {
         "machine": machine.describe(),

@@ -220,7 +220,8 @@ def _begin(process: BaseProcess, role: Role) -> None:
     except EOFError as error:
         raise MeasurementError(
             f"{role.function.__qualname__} cannot be started: the process that all are forked from "
-            "has died, as where there is no more memory (ulimit -v)"
+            "has died, as where no further process may be started, or there is no more memory "
+            "(ulimit -u and -v, and the control group)"
         ) from error
 
 

@@ -32,9 +32,8 @@ from bench.rows import (
 )
 from bench.rows.row import Row, table
 from bench.rows.throughput import Case, Runs
-from bench.sending import bus_bytes, temporary_bus
+from bench.sending import bus_bytes
 from bench.sizes import FULL, QUICK, TINY, Sizes
-from shmbus import CapacityError, ShmbusError
 
 __all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "notes"]
 
@@ -66,8 +65,7 @@ NO_TORCH: Final = "there is no torch here; pip install 'shmbus[train]'"
 @command.orderly("bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, and return the exit status."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     sizes = TINY if options.tiny else QUICK if options.quick else FULL
     if options.tiny:
         use_template(*TEMPLATE_MODULES)
@@ -75,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = options.repetitions
         sizes = dataclasses.replace(sizes, repetitions=wanted, most_repetitions=wanted)
     facts = machine.describe()
-    _check_capacity(parser, options.capacity)
     print(machine.summary(facts), flush=True)
     rows = measure(options.only or list(NAMES), sizes, options.capacity, _say)
     print(f"\n{table(rows)}")
@@ -108,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=command.file, metavar="PATH", help="write the figures as JSON"
     )
     parser.add_argument(
-        "--capacity", default=DEFAULT_CAPACITY, metavar="SIZE",
+        "--capacity", type=command.capacity, default=DEFAULT_CAPACITY, metavar="SIZE",
         help=f"of the bus in all rows but stash-memory (default {DEFAULT_CAPACITY})",
     )  # fmt: skip
     parser.add_argument(
@@ -118,20 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         help="runs of each throughput row (default: 3, and more until narrow)",
     )
     return parser
-
-
-def _check_capacity(parser: argparse.ArgumentParser, capacity: str) -> None:
-    """Create a bus of this capacity now, so that a wrong one fails before the first measurement."""
-    try:
-        with temporary_bus(capacity):
-            return
-    except CapacityError:
-        # There is no room for it here: each row that needs it says so.
-        return
-    except ShmbusError:
-        raise
-    except ValueError as error:
-        parser.error(f"--capacity: {error}")
 
 
 def _say(what: str) -> None:

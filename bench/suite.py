@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"--output: {output} holds reports that were folded: {error}; name another directory"
         )
+    # A copy of memory stands beside whatever else is measured.
+    if command.refused(Need(timed=False), "bench"):
+        return 1
     print(machine.summary(facts), flush=True)
     rows, result = _measure(options, facts, began)
     result["took_s"] = time.monotonic() - began

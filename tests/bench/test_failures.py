@@ -29,10 +29,12 @@ from bench import (
     lead,
     page,
     processes,
+    run,
+    suite,
     weights,
 )
 from bench.failures import MeasurementError, sentence
-from bench.fitness import Here
+from bench.fitness import Here, Need
 from bench.native import CannotRun, compiler
 from bench.processes import Role, run_alone, start_role
 from bench.sending import bus_bytes
@@ -256,6 +258,41 @@ def test_where_nothing_can_be_measured_the_exit_status_says_so(
     assert "cores: nothing could be measured" in capsys.readouterr().err
     assert large.main(["--payload", "16 MiB", "--group", "64"]) == 1
     assert "or ask for less by a smaller --payload or --group" in capsys.readouterr().out
+
+
+def test_what_lies_in_shm_is_counted_as_memory_too() -> None:
+    found = Here(processors=2.0, processors_why="", shm_bytes=1 << 40, memory_bytes=600 * 2.0**20)
+    assert fitness.why_not(Need(), found) == ""
+    assert fitness.why_not(Need(shm_bytes=256 << 20, less="--capacity"), found) == (
+        "needs 768 MiB of memory, 256 of it in /dev/shm, 600 may be used; end other programs, or "
+        "allow more in the control group, or ask for less by --capacity"
+    )
+
+
+def test_with_too_little_memory_nothing_is_created(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def create(*_: object) -> None:
+        raise AssertionError("a bus was created")
+
+    less = Here(processors=2.0, processors_why="", shm_bytes=1 << 40, memory_bytes=2.0**20)
+    monkeypatch.setattr(fitness, "here", lambda: less)
+    monkeypatch.setattr(processes, "TEMPLATE", "SHMBUS_BENCH_TEMPLATE_OF_A_TEST")
+    monkeypatch.setenv("SHMBUS_BENCH_TEMPLATE_OF_A_TEST", "")
+    monkeypatch.setattr(shmbus.Bus, "create", create)
+    monkeypatch.setattr(processes, "run_together", create)
+    assert run.main(["--tiny", "--only", "hop-2048"]) == 0
+    assert suite.main(["--tiny", "--only", "hop-2048", "--output", str(tmp_path)]) == 1
+
+
+def test_too_few_files_for_all_producers_are_told_before_a_page_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "lacks", lambda *_: False)
+    monkeypatch.setattr(command, "refused", lambda *_: False)
+    monkeypatch.setattr(page.resource, "getrlimit", lambda _: (256, 1024))
+    assert page.main([]) == 1
+    assert "needs 4352 files open at once, 1024 may be" in capsys.readouterr().err
 
 
 def test_a_tiny_run_of_large_payloads_needs_little_room() -> None:
