@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,11 +50,16 @@ def compile_program(source: Path, program: Path, rooms: Sequence[str] = ()) -> N
     linked = [str(path) for room in rooms for path in sorted(ROOT.glob(f"shmbus_ext/{room}/*.c"))]
     more = [*RING_FLAGS, *linked] if rooms else ["-O2"]
     run(
-        [*compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more, "-lrt", "-lm"]
-    )
+        [
+            *compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more,
+            "-lrt", "-lm",
+        ],
+        # What a compiler that is ended leaves behind goes with the program's folder.
+        TMPDIR=str(program.parent),
+    )  # fmt: skip
 
 
-def run(argv: list[str], given: str = "") -> tuple[str, str]:
+def run(argv: list[str], given: str = "", **environment: str) -> tuple[str, str]:
     """Run a program in the checkout; return what it said on stdout and on stderr.
 
     Libraries that are preloaded into this process are not preloaded into the program.
@@ -63,16 +69,19 @@ def run(argv: list[str], given: str = "") -> tuple[str, str]:
     CannotRun
         It failed, or came to no end.
     """
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    try:
-        result = subprocess.run(
-            argv, input=given, cwd=ROOT, env=env, capture_output=True, text=True, check=False,
-            timeout=DEADLINE_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise CannotRun(f"{shlex.join(argv)}: not done in {DEADLINE_S:g} s") from error
-    if result.returncode:
-        raise CannotRun(
-            f"{shlex.join(argv)} ended with {result.returncode}: {result.stderr[-2000:]}"
-        )
-    return result.stdout, result.stderr
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=env, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, heard = process.communicate(given, DEADLINE_S)
+        except BaseException as error:
+            # With all that it has started: a compiler is several programs.
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CannotRun(f"{shlex.join(argv)}: not done in {DEADLINE_S:g} s") from error
+            raise
+    if process.returncode:
+        raise CannotRun(f"{shlex.join(argv)} ended with {process.returncode}: {heard[-2000:]}")
+    return said, heard

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import wait_until
 
 import shmbus
 from bench import (
@@ -27,6 +28,7 @@ from bench import (
     gateway_clients,
     large,
     lead,
+    native,
     page,
     processes,
     run,
@@ -336,4 +338,32 @@ def test_without_a_chromium_a_page_says_which_was_looked_for(
     assert page.browser(1.0) is None
     assert "there is no /nowhere/chromium; name a Chromium in SHMBUS_CHROMIUM" in (
         capsys.readouterr().err
+    )
+
+
+COMPILER = """#!/bin/sh
+# In the manner of gcc: a part of it writes where temporary files go, and ends when it is done.
+echo begun >"$TMPDIR/part.s"
+sh -c 'echo $$ >{pids}; exec sleep 100' &
+wait
+"""
+
+
+def test_a_compiler_is_ended_with_its_parts_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pids = tmp_path / "folder", tmp_path / "pids"
+    folder.mkdir()
+    script = tmp_path / "cc"
+    script.write_text(COMPILER.format(pids=pids))
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(native, "DEADLINE_S", 1.0)
+    with pytest.raises(CannotRun, match="not done in 1 s"):
+        native.compile_program(folder / "source.c", folder / "program")
+    assert [path.name for path in folder.iterdir()] == ["part.s"]
+    part = Path("/proc") / pids.read_text().strip() / "stat"
+    wait_until(
+        lambda: not part.exists() or part.read_text().rpartition(")")[2].split()[0] == "Z",
+        what="the compiler's part to end",
     )
