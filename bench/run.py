@@ -1,7 +1,8 @@
 """The benchmark: ``python -m bench.run`` measures every row on this machine and prints one table.
 
 All rows of a table come from one run. Progress goes to stderr, the table to stdout. Exit status: 0
-if everything could be measured (whether or not targets are met), 1 if not, 2 for wrong usage.
+if what this machine can measure was measured, whether or not targets are met; 1 if something
+failed, or nothing could be measured; 2 for wrong usage. What cannot be measured here says why.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from bench.rows.throughput import Case, Runs
 from bench.sending import bus_bytes
 from bench.sizes import FULL, QUICK, TINY, Sizes
 
-__all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "notes"]
+__all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "nothing", "notes"]
 
 NAMES: Final = (
     "hop-2048",
@@ -83,7 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "settings": dataclasses.asdict(sizes) | {"capacity": options.capacity},
         "rows": [row.as_json() for row in rows],
     }
-    return command.keep(options.output, result, "bench")
+    if status := command.keep(options.output, result, "bench"):
+        return status
+    return int(nothing(rows))
+
+
+def nothing(rows: Sequence[Row]) -> bool:
+    """Say on stderr that nothing could be measured here; False if something was."""
+    none = all(row.skipped for row in rows)
+    if none:
+        print("bench: nothing could be measured here; rows and notes say why", file=sys.stderr)
+    return none
 
 
 def _parser() -> argparse.ArgumentParser:

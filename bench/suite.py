@@ -4,8 +4,9 @@ It measures shmbus by itself (`bench.run`), then every contender that is install
 (`bench.contest`), judges what was measured, and writes a directory: ``results.json`` with every
 number, ``report.md`` with the tables, and the plots. Progress goes to stderr, the tables to stdout.
 
-Exit status: 0 if everything could be measured (whether or not targets are met), 1 if not, 2 for
-wrong usage. A contender that is not installed is skipped by name, and no failure.
+Exit status: 0 if what this machine can measure was measured, whether or not targets are met; 1 if
+something failed, or nothing could be measured; 2 for wrong usage. A row that cannot be measured
+here says why, and a contender that is not installed is skipped by name.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: --output: no report beside {path}: {error}", file=sys.stderr)
         return 1
     print(f"\n{result['took_s']:.0f} s; {path} and report.md beside it")
-    return 0
+    return int(not result["contest"] and core.nothing(rows))
 
 
 def _check_output(output: Path, facts: dict[str, Any], options: argparse.Namespace) -> None:

@@ -272,7 +272,7 @@ def test_what_lies_in_shm_is_counted_as_memory_too() -> None:
 
 
 def test_with_too_little_memory_nothing_is_created(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def create(*_: object) -> None:
         raise AssertionError("a bus was created")
@@ -283,7 +283,8 @@ def test_with_too_little_memory_nothing_is_created(
     monkeypatch.setenv("SHMBUS_BENCH_TEMPLATE_OF_A_TEST", "")
     monkeypatch.setattr(shmbus.Bus, "create", create)
     monkeypatch.setattr(processes, "run_together", create)
-    assert run.main(["--tiny", "--only", "hop-2048"]) == 0
+    assert run.main(["--tiny", "--only", "hop-2048"]) == 1
+    assert "bench: nothing could be measured here" in capsys.readouterr().err
     assert suite.main(["--tiny", "--only", "hop-2048", "--output", str(tmp_path)]) == 1
 
 

@@ -216,14 +216,16 @@ def test_where_nothing_can_be_measured_no_row_has_a_figure(lacks: dict[str, Any]
         assert row.verdict == f"skipped: {row.skipped}"
 
 
-def printed(spawn: Spawner, prefix: list[str], *command: object) -> str:
-    """Run a module behind another command, and return what it printed."""
+def printed(spawn: Spawner, prefix: list[str], *command: object, status: int = 0) -> str:
+    """Run a module behind another command to this exit status, and return what it printed."""
     code = (
         "import subprocess, sys; sys.exit(subprocess.run("
         f"{prefix!r} + [sys.executable, '-m', *sys.argv[1:]]).returncode)"
     )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return spawn.script(code, *command, env={"PYTHONPATH": path}).finish(DEADLINE_S)
+    child = spawn.script(code, *command, env={"PYTHONPATH": path})
+    assert child.wait(DEADLINE_S) == status, child.output()
+    return child.output()
 
 
 def bench(spawn: Spawner, prefix: list[str], output: Path, *rows: str) -> dict[str, dict[str, Any]]:
@@ -260,7 +262,8 @@ def test_on_one_core_nothing_is_set_beside_other_ways(spawn: Spawner, tmp_path: 
     prefix = needing("taskset", "-c", str(min(os.sched_getaffinity(0))))
     output = tmp_path / "report"
     arguments = ["--tiny", "--contender", "multiprocessing.Queue", "--output", output]
-    said = printed(spawn, prefix, "bench.suite", *arguments)
+    said = printed(spawn, prefix, "bench.suite", *arguments, status=1)
+    assert "bench: nothing could be measured here" in said
     assert "nothing was set beside other ways to move a trajectory: needs 2 processors" in said
     result = json.loads((output / "results.json").read_text())
     assert result["contest"] == {} and result["rows"] == []
@@ -272,7 +275,7 @@ def test_in_a_small_shm_nothing_is_set_beside_other_ways(spawn: Spawner, tmp_pat
     prefix = needing("unshare", "-m", "sh", "-c", mount, "sh")
     output = tmp_path / "report"
     arguments = ["--tiny", "--contender", "multiprocessing.Queue", "--output", output]
-    said = printed(spawn, prefix, "bench.suite", *arguments)
+    said = printed(spawn, prefix, "bench.suite", *arguments, status=1)
     assert "needs 69 MiB in /dev/shm, 4.0 are free; enlarge it\n" in said
     assert json.loads((output / "results.json").read_text())["contest"] == {}
 
