@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from bench import command, machine
+from bench.failures import MeasurementError
 from bench.fitness import TWO, Need
 from bench.native import CannotRun, compile_program
 from bench.native import run as run_program
 from bench.needs_torch import torch
-from bench.processes import END_S, MeasurementError, Role, Started, start_role
+from bench.processes import END_S, Role, Started, start_role
 from bench.rows import interpreters
 from bench.rows.wake import SOURCE
 from bench.weights_cuda import turn_s

@@ -30,7 +30,6 @@ from typing import Any, Final
 from bench import fitness
 from bench.failures import sentence
 from bench.fitness import Need
-from bench.native import CannotRun
 from bench.processes import ENDS
 from shmbus._arguments import parse_size
 
@@ -43,6 +42,7 @@ __all__ = [
     "file",
     "keep",
     "lacks",
+    "nothing",
     "orderly",
     "pause",
     "picture",
@@ -200,6 +200,12 @@ def refused(need: Need, program: str) -> bool:
     return bool(why)
 
 
+def nothing(program: str) -> int:
+    """Say on stderr that nothing could be measured here; return the exit status of that."""
+    print(f"{program}: nothing could be measured here; what is printed says why", file=sys.stderr)
+    return 1
+
+
 def lacks(modules: Sequence[str], program: str, install: str) -> bool:
     """Say on stderr which packages a command lacks, and how they come here; False if none."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -239,7 +245,7 @@ def orderly(program: str) -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         refused = _refused_by_stdout()
-        said = str(error) if isinstance(error, CannotRun) else sentence(error)
+        said = sentence(error)
         if refused is not None:
             said = f"cannot write to stdout: {refused.strerror}; give it a file or a reader"
         elif not said:

@@ -26,8 +26,9 @@ from typing import Final
 import shmbus
 from bench import command, fitness, machine
 from bench.contest import usage
+from bench.failures import MeasurementError
 from bench.fitness import TWO, Need
-from bench.processes import STALL_S, MeasurementError, Role, run_together, use_template
+from bench.processes import STALL_S, Role, run_together, use_template
 from bench.sending import bus_bytes, check_ledger, put_batches, put_each, temporary_bus
 from bench.workload import BYTES_PER_TOKEN, Workload
 
@@ -113,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(_measure(wanted, options.runs))
         print(table(lines[-1:], heads=len(lines) == 1), flush=True)
     if not lines:
-        print("cores: nothing could be measured", file=sys.stderr)
-        return 1
+        return command.nothing("cores")
     print(fitness.TINY if options.tiny else _bends(lines))
     result = {"machine": facts, "tokens": TOKENS, "lines": [asdict(line) for line in lines]}
     return command.keep(options.output, result, "cores")

@@ -305,6 +305,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Not by bench.command: this runs with the standard library alone, as in an emulator.
     try:
         status = main()
         if sys.stdout is not None:

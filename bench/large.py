@@ -28,8 +28,9 @@ from bench import command, fitness, machine, yardsticks
 from bench.bounds import Beside, turns
 from bench.contenders import contenders, module
 from bench.contest import environments, moving
+from bench.failures import MeasurementError
 from bench.fitness import TWO, Need
-from bench.processes import MeasurementError, use_template
+from bench.processes import use_template
 from bench.report.fold import MACHINE
 from bench.rows.row import Row, table
 from bench.rows.targets import HARDLY_SLOWER, NO_SLOWER, Target
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{table(rows)}")
     if options.tiny:
         print(fitness.TINY)
-    return int(all(row.skipped for row in rows))
+    return command.nothing("large") if all(row.skipped for row in rows) else 0
 
 
 def _kept(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -25,9 +25,10 @@ import numpy as np
 
 import shmbus
 from bench import command
+from bench.failures import MeasurementError
 from bench.fitness import TWO, Need
 from bench.needs_torch import torch
-from bench.processes import MeasurementError, Role, Started, start_role
+from bench.processes import Role, Started, start_role
 from bench.sending import bus_bytes
 from trainer_adapter import Batch, OnlineDataHandler
 from trainer_adapter.demo.evaluate import evaluate

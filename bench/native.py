@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from bench.failures import MeasurementError
+
 __all__ = ["CORE", "PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -23,7 +25,7 @@ CORE: Final = ("ring", "stash", "batch")
 DEADLINE_S: Final = 300.0
 
 
-class CannotRun(Exception):
+class CannotRun(MeasurementError):
     """Something is missing here, or a program failed; the message says which."""
 
 

@@ -35,7 +35,6 @@ __all__ = [
     "DEADLINE_S",
     "END_S",
     "STALL_S",
-    "MeasurementError",
     "Role",
     "Started",
     "new_counters",

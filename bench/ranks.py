@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from bench import command, fitness, machine
+from bench.failures import MeasurementError
 from bench.fitness import Need
-from bench.processes import STALL_S, MeasurementError, Role, run_together, use_template
+from bench.processes import STALL_S, Role, run_together, use_template
 from bench.rows.daemon import processor_s, serving
 from bench.rows.packed import MOVED_BYTES_PER_TOKEN, TOKENS_PER_BATCH
 from bench.sending import bus_bytes, check_ledger, produce, temporary_bus

@@ -36,7 +36,7 @@ from bench.rows.throughput import Case, Runs
 from bench.sending import bus_bytes
 from bench.sizes import FULL, QUICK, TINY, Sizes
 
-__all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "nothing", "notes"]
+__all__ = ["DEFAULT_CAPACITY", "NAMES", "TEMPLATE_MODULES", "main", "measure", "notes"]
 
 NAMES: Final = (
     "hop-2048",
@@ -60,7 +60,7 @@ DEFAULT_CAPACITY: Final = "64MiB"
 FORMAT: Final = 1
 #: What most processes of a run import, the slow ones.
 TEMPLATE_MODULES: Final = ("torch", "trainer_adapter", "bench.run")
-NO_TORCH: Final = "there is no torch here; pip install 'shmbus[train]'"
+NO_TORCH: Final = f"there is no torch here; {command.TRAIN}"
 
 
 @command.orderly("bench")
@@ -86,15 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if status := command.keep(options.output, result, "bench"):
         return status
-    return int(nothing(rows))
-
-
-def nothing(rows: Sequence[Row]) -> bool:
-    """Say on stderr that nothing could be measured here; False if something was."""
-    none = all(row.skipped for row in rows)
-    if none:
-        print("bench: nothing could be measured here; rows and notes say why", file=sys.stderr)
-    return none
+    return command.nothing("bench") if all(row.skipped for row in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import shmbus
-from bench.processes import STALL_S, MeasurementError
+from bench.failures import MeasurementError
+from bench.processes import STALL_S
 from bench.workload import Item, Workload
 from shmbus._arguments import parse_size
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from bench.contenders.base import Contender, Received, Receiver, Sender, free_port, started
-from bench.processes import STALL_S, MeasurementError
+from bench.failures import MeasurementError
+from bench.processes import STALL_S
 from bench.workload import Source, Workload
 
 __all__ = ["CONTENDER", "link", "receiver", "sender"]

@@ -29,7 +29,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.processes import MeasurementError
+from bench.failures import MeasurementError
 from bench.workload import Source, Workload
 
 __all__ = [

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from bench.contenders import module as module_of
 from bench.contest import latency, moving, survival, usage
-from bench.processes import MeasurementError
+from bench.failures import MeasurementError
 from bench.workload import Timed, Workload
 
 __all__ = ["NO_TURN", "answer", "main"]

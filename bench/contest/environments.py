@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from bench.contenders.base import Contender
 from bench.contest import usage
-from bench.processes import MeasurementError
+from bench.failures import MeasurementError
 
 __all__ = ["ENVIRONMENTS", "ROOT", "ask", "environments_root", "interpreter", "versions"]
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from bench.contenders.base import Received
 from bench.contest import usage
-from bench.processes import MeasurementError, Role, run_together
+from bench.failures import MeasurementError
+from bench.processes import Role, run_together
 from bench.workload import Timed, Workload
 
 __all__ = ["Packing", "measure"]

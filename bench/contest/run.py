@@ -18,7 +18,7 @@ from bench.contenders.base import Contender
 from bench.contest import environments
 from bench.contest.child import NO_TURN
 from bench.contest.plan import USUAL, Level, Planned, plan, sizes
-from bench.processes import MeasurementError
+from bench.failures import MeasurementError
 
 __all__ = ["SERIES", "run"]
 

@@ -29,7 +29,8 @@ import numpy as np
 
 import shmbus
 from bench.bounds import Beside, Bound, interval, turns
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.failures import MeasurementError
+from bench.processes import STALL_S, Role, run_together
 from bench.rows import interpreters, packed, polled, wake
 from bench.rows.idle import beside_sleeps
 from bench.rows.row import Row

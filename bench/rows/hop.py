@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.failures import MeasurementError
+from bench.processes import STALL_S, Role, run_together
 from bench.sending import check_ledger, produce, temporary_bus
 from bench.workload import Timed, Workload
 

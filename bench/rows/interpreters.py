@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.processes import STALL_S, MeasurementError, Role, new_event, new_semaphore, run_together
+from bench.failures import MeasurementError
+from bench.processes import STALL_S, Role, new_event, new_semaphore, run_together
 
 __all__ = ["LOAD_BYTES", "LOAD_PER_S", "beside_load", "measure"]
 

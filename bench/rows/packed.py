@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.failures import MeasurementError
+from bench.processes import STALL_S, Role, run_together
 from bench.sending import check_ledger, produce, temporary_bus
 from bench.workload import BYTES_PER_TOKEN, Timed, Workload
 

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 import shmbus
 from bench.bounds import Beside, Bound, interval, turns
+from bench.failures import MeasurementError
 from bench.native import PROGRAMS, CannotRun, compile_program, run
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.processes import STALL_S, Role, run_together
 from bench.rows.row import Row
 from bench.rows.targets import TARGETS
 from bench.rows.wake import narrow, pauses_ns, put_after_pauses

@@ -15,8 +15,9 @@ import numpy as np
 
 import shmbus
 from bench.bounds import Beside, Bound
+from bench.failures import MeasurementError
 from bench.fitness import TWO
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.processes import STALL_S, Role, run_together
 from bench.rows.row import Row
 from bench.rows.targets import TARGETS
 from bench.sending import temporary_bus

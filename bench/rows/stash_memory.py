@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
-from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.failures import MeasurementError
+from bench.processes import STALL_S, Role, run_together
 from bench.rows.row import Row
 from bench.sending import temporary_bus
 from bench.workload import GROUP_SIZE

@@ -34,8 +34,9 @@ from numpy.typing import NDArray
 
 import shmbus
 from bench.bounds import Beside, Bound, interval, turns
+from bench.failures import MeasurementError
 from bench.native import PROGRAMS, CannotRun, compile_program, run
-from bench.processes import STALL_S, MeasurementError, Role
+from bench.processes import STALL_S, Role
 from bench.rows import interpreters
 from bench.rows.row import Row
 from bench.rows.targets import TARGETS

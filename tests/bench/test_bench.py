@@ -19,6 +19,7 @@ from conftest import Spawner
 
 from bench import machine, processes
 from bench import run as bench_run
+from bench.failures import MeasurementError
 from bench.rows import curves, stash, throughput, wake
 from bench.rows.row import Row, table
 from bench.rows.targets import TARGETS, Target
@@ -234,9 +235,7 @@ def end_by(start: Callable[[], None], number: int) -> None:
     [(signal.SIGBUS, "of SIGBUS, as where /dev/shm has no"), (signal.SIGKILL, "of SIGKILL")],
 )
 def test_a_process_that_dies_is_told_with_its_signal(number: int, says: str) -> None:
-    with pytest.raises(
-        processes.MeasurementError, match=f"end_by failed: it died without a word, {says}"
-    ):
+    with pytest.raises(MeasurementError, match=f"end_by failed: it died without a word, {says}"):
         processes.run_alone(end_by, number)
 
 

@@ -24,7 +24,7 @@ from bench import instructions, native, processes, suite
 from bench.contenders import MODULES, contenders, module
 from bench.contest import child, environments, latency, moving, plan, survival
 from bench.contest.run import run
-from bench.processes import MeasurementError
+from bench.failures import MeasurementError
 from bench.report import blocks, report, verdicts
 from bench.report.__main__ import main as report_main
 from bench.workload import OPEN_GROUPS, Workload
