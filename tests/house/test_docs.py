@@ -23,9 +23,6 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
     ]
 )
-MAX_PROSE_COLUMNS = 120
-MAX_MAP_LINES = 170
-MAX_DECISION_LINES = 60
 
 # Names that look like ours, and what they are.
 NOT_OURS = {
@@ -156,17 +153,6 @@ def test_code_is_marked_as_code(page: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_the_prose_of_a_page_fits_a_column(page: Path) -> None:
-    report(
-        [
-            f"{relative(page)}:{number}: {len(line)} columns, at most {MAX_PROSE_COLUMNS}"
-            for number, line in prose(page)
-            if len(line) > MAX_PROSE_COLUMNS and not line.startswith(("|", "<!--"))
-        ]
-    )
-
-
 def test_every_room_is_on_the_map() -> None:
     page = ROOT / "docs" / "architecture.md"
     rooms = {
@@ -177,10 +163,9 @@ def test_every_room_is_on_the_map() -> None:
     }
     named = {word for _, word in words_in_code(page)}
     report([f"{room} is not on the map" for room in sorted(rooms - named)])
-    assert len(page.read_text().splitlines()) <= MAX_MAP_LINES
 
 
-def test_every_decision_is_a_short_page_of_the_index() -> None:
+def test_every_decision_is_a_page_of_the_index() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text()
     pages = sorted(folder.glob("[0-9]*.md"))
@@ -189,7 +174,6 @@ def test_every_decision_is_a_short_page_of_the_index() -> None:
         lines = page.read_text().splitlines()
         assert page.name.startswith(f"{number:02}-") and lines[0].startswith(f"# {number:02}. ")
         assert f"]({page.name})" in index
-        assert len(lines) <= MAX_DECISION_LINES
         for heading in ("## Context", "## Decision", "## Measured", "## Rejected"):
             assert heading in lines, f"{page.name}: no {heading!r}"
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: openings, sizes, layers, public names, leftovers.
+"""The house rules that a machine can check: openings, layers, public names, leftovers.
 
 Each test collects all offences before it fails, so that one run shows the whole list.
 """
@@ -16,32 +16,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-MAX_FILE_LINES = 500
-# A file that is one idea may have so many, with its reason in this table: "path": reason.
-MAX_LONG_FILE_LINES = 600
-LONG_FILES_ALLOWED: dict[str, str] = {
-    "shmbus/client/connection.py": "one state machine: dialling, reading, giving up",
-    "shmbus/daemon/service.py": "one state machine: all that changes a lease is in sight",
-    "shmbus_ext/_core.pyi": "one extension module: a stub says all of its types",
-    "shmbus_ext/python/put/reservation.c": "one Python type, with its documentation for users",
-    "shmbus_ext/python/read/reader_object.c": "one Python type",
-    "shmbus/inspect/types.py": "the figures of a bus; half of it is documentation",
-    "shmbus_ext/ring/segment.c": "one mapping: all of its system calls but futexes and locks",
-    "shmbus_ext/python/segment/segment_object.c": "one Python type, and what a fork does to it",
-    "tests/attention/test_attention.py": "one operator against one reference",
-    "tests/daemon/test_daemon.py": "the daemon as a client sees it",
-    "tests/house/test_errors.py": "tables of messages",
-    "tests/ring/test_bus.py": "the bus from its creation to its end",
-    "tests/ring/test_producer.py": "one handle",
-    "tests/stash/test_consumer.py": "one handle",
-    "tests/stash/test_stash.py": "one state machine",
-    "tests/trainer/test_gpu.py": "one packer, with and without a GPU",
-    "trainer_adapter/handler/handler.py": "one handle; a third of it is documentation for users",
-}
-MAX_FUNCTION_LINES = 70
-# "path:function": reason. Nothing else may be longer.
-LONG_FUNCTIONS_ALLOWED: dict[str, str] = {}
 
 # Not ours to judge: environments, builds, caches, and what tools generate.
 SKIPPED_DIRECTORIES = {"build", "dist", "node_modules", "__pycache__"}
@@ -163,82 +137,6 @@ def test_every_file_opens_with_what_it_is_for() -> None:
         if not path.read_text().startswith(("/*", "//")):
             offences.append(f"{relative(path)}: no comment at its top")
     report(offences)
-
-
-def test_no_file_outgrows_one_room() -> None:
-    long = {
-        relative(path): lines
-        for path in files(".py", ".pyi", ".c", ".h")
-        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
-    }
-    unused = LONG_FILES_ALLOWED.keys() - long.keys()
-    report(
-        [
-            f"{name}: {lines} lines; cut it by ideas to {MAX_FILE_LINES}, or give a reason for more"
-            for name, lines in long.items()
-            if name not in LONG_FILES_ALLOWED
-        ]
-        + [
-            f"{name}: {lines} lines, at most {MAX_LONG_FILE_LINES} are ever allowed"
-            for name, lines in long.items()
-            if lines > MAX_LONG_FILE_LINES
-        ]
-        + [f"{name}: allowed to be long, but is short or gone" for name in sorted(unused)]
-    )
-
-
-def python_functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and length in lines of each function, its decorators and docstring left out."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            lines = node.end_lineno - node.lineno + 1
-            if ast.get_docstring(node) is not None:
-                docstring = node.body[0]
-                assert docstring.end_lineno is not None
-                lines -= docstring.end_lineno - docstring.lineno + 1
-            yield node.name, lines
-
-
-def c_functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and length in lines of each function body, by the braces that stand in column 0.
-
-    A definition's first line begins in column 0 and its last is a lone closing brace there, which
-    is how all C here is laid out.
-    """
-    name = ""
-    opened_at = 0
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line == "}" and opened_at:
-            yield name, number - opened_at + 1
-            opened_at = 0
-        elif not opened_at:
-            if re.match(r"[A-Za-z_]", line) and (found := re.search(r"(\w+)\(", line)):
-                name = found[1]
-            if line.endswith(") {") or line == "{":
-                opened_at = number
-
-
-def test_no_function_outgrows_one_screen() -> None:
-    functions = {
-        f"{relative(path)}:{name}": lines
-        for measure, paths in (
-            (python_functions, files(".py")),
-            (c_functions, files(".c", ".h")),
-        )
-        for path in paths
-        for name, lines in measure(path)
-        if lines > MAX_FUNCTION_LINES
-    }
-    unused = LONG_FUNCTIONS_ALLOWED.keys() - functions.keys()
-    report(
-        [
-            f"{name}: {lines} lines, at most {MAX_FUNCTION_LINES} are allowed"
-            for name, lines in functions.items()
-            if name not in LONG_FUNCTIONS_ALLOWED
-        ]
-        + [f"{name}: allowed to be long, but is short or gone" for name in sorted(unused)]
-    )
 
 
 def test_only_the_python_binding_knows_python() -> None:
