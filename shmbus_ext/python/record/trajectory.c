@@ -81,7 +81,6 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->ref = *ref;
-    self->held = holder->kind->counts;
     self->holder = (HolderObject *)Py_NewRef((PyObject *)holder);
     self->score = header->score;
     self->policy_version = header->policy_version;
@@ -118,10 +117,14 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
         Py_DECREF(self);
         return NULL;
     }
+    self->held = holder->kind->counts;
     return self;
 }
 
 static void py_trajectory_dealloc(TrajectoryObject *self) {
+    if (self->held) {
+        self->holder->orphans++;
+    }
     if (self->pin != NULL) {
         if (self->held) {
             /* Its views must not free the space either. */
