@@ -180,7 +180,7 @@ class OnlineDataHandler(
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
-        check_consumer_options(consumer_options)
+        check_consumer_options(consumer_options, OnlineDataHandler)
         self._on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
