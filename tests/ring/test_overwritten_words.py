@@ -20,7 +20,7 @@ def words_of(name):
         return mmap.mmap(file.fileno(), 0)
 """
 
-#: Lengths in the head of a record, with their widths: what leads furthest, and what is nearly right.
+#: Lengths in the head of an open record, with their widths: small ones, and those that lead far.
 RESERVED = (
     PRELUDE
     + """
@@ -46,7 +46,8 @@ with Bus.create(name, "4MiB", max_producers=2) as bus:
                     key = f"needle-{number:04}"
                     number += 1
                     producer.begin(key, index=0)
-                    r = producer.reserve(key, group_size=1, index=0, meta_room=64, fields={"x": (X.dtype, X.shape)})
+                    fields = {"x": (X.dtype, X.shape)}
+                    r = producer.reserve(key, group_size=1, index=0, meta_room=64, fields=fields)
                     r["x"][:] = X
                     head = head_of(words, key.encode())
                     mask = (1 << 8 * width) - 1
@@ -71,7 +72,6 @@ with Bus.create(name, "4MiB", max_producers=2) as bus:
     with SegmentFile(name) as file:
         lane = file.requests_offset
     with Producer(name) as producer, Feeder(name) as feeder:
-        level = 0
         number = 0
         def offer(count):
             global number
