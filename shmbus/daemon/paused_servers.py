@@ -17,8 +17,10 @@ import logging
 import os
 from typing import Final
 
+from shmbus import errors
 from shmbus._programs import program
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.own_file import open_own
 
 __all__ = ["RESUME_PROGRAM", "PausedServers", "may_start"]
 
@@ -120,12 +122,12 @@ class PausedServers:
 def _was_left(path: str) -> bool:
     """Whether there is a note, and nobody holds its lock."""
     try:
-        if os.stat(path).st_size == 0:
-            return False
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # not there, or another user's: none that this daemon can end
+        file = open_own(path, os.O_RDWR, "the note of paused servers")
+    except (OSError, errors.LayoutMismatchError):  # not there, or none that this daemon can end
         return False
     try:
+        if os.fstat(file).st_size == 0:
+            return False
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
