@@ -78,7 +78,7 @@ def test_so_many_batches_are_open_and_each_prompt_is_trained_once(
 ) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
         handler.offer(prompts(20), ahead=3, group_size=2)
-        assert handler.stats().requests.groups == 0, "the first batch begins it"
+        assert handler.stats().requests.groups == 6
         with pytest.raises(TimeoutError, match="0 of 2 groups .* and 6 prompts are open"):
             handler.next_batch(0.1)
         assert open_ids(bus.name) == [f"q{number}" for number in range(6)]
@@ -266,14 +266,32 @@ def test_a_prompt_that_is_wrong_is_named_once_and_the_others_go_on(
     bus: Bus, wrong: list[Any], says: str
 ) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
-        handler.offer([wrong[0], *prompts(2)], group_size=2)
         with pytest.raises((TypeError, ValueError), match=says):
-            handler.next_batch(30)
+            handler.offer([wrong[0], *prompts(2)], group_size=2)
         trained = []
         for batch in handler:
             trained += ids(batch)
             handler.ack(batch)
         assert sorted(trained) == ["q0", "q1"]
+
+
+@pytest.mark.timeout(60)
+def test_a_prompt_that_is_wrong_later_is_an_error_of_next_batch_once(bus: Bus) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
+        handler.offer([*prompts(3), 7, *prompts(5)[3:]], ahead=1, group_size=2)
+        trained, errors = [], []
+        while True:
+            try:
+                batch = handler.next_batch(30)
+            except TypeError as error:
+                errors.append(str(error))
+                continue
+            except EOFError:
+                break
+            trained += ids(batch)
+            handler.ack(batch)
+        assert len(errors) == 1 and "got int as prompt 3" in errors[0]
+        assert sorted(trained) == [f"q{number}" for number in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -342,10 +360,11 @@ def test_an_iterator_that_raises_goes_on_at_the_same_prompt(
     bus: Bus, make: Callable[[int], Any]
 ) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
-        handler.offer(make(9), group_size=2)
-        trained, errors = [], 0
+        data, trained, errors = make(9), [], 0
         while True:
             try:
+                if not handler.stats().requests.offered:
+                    handler.offer(data, group_size=2)
                 batch = handler.next_batch(30)
             except ConnectionError:
                 errors += 1
@@ -441,9 +460,8 @@ def test_other_data_can_follow_when_all_were_trained(bus: Bus) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["list", "iterator", "state"])
-@pytest.mark.parametrize("first", ["offer", "load"])
 def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(
-    bus_name: str, kind: str, first: str
+    bus_name: str, kind: str
 ) -> None:
     def data() -> Any:
         return {"list": prompts, "iterator": lambda n: iter(prompts(n)), "state": Stateful}[kind](9)
@@ -456,12 +474,9 @@ def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(
             OnlineDataHandler(bus_name, groups_per_batch=2) as handler,
             worker(bus_name),
         ):
-            if first == "offer":
-                handler.offer(data(), ahead=2, group_size=2)
             if state is not None:
                 handler.load_state_dict(state)
-            if first == "load":
-                handler.offer(data(), ahead=2, group_size=2)
+            handler.offer(data(), ahead=2, group_size=2)
             batch = handler.next_batch(30)
             trained += ids(batch)
             state = json.loads(json.dumps(handler.state_dict()))
@@ -524,9 +539,9 @@ def test_a_state_of_other_data_is_named_and_the_right_data_go_on(bus: Bus) -> No
             handler.offer(prompts(9), group_size=2)
         shuffled = prompts(10)[::-1]
         for given in (shuffled, iter(shuffled), iter(shuffled[:2])):
-            handler.offer(given, group_size=2)
-            with pytest.raises(ValueError, match="expected those of the checkpoint.*got others"):
-                handler.next_batch(30)
+            for _ in range(2):
+                with pytest.raises(ValueError, match="those of the checkpoint.*got others"):
+                    handler.offer(given, group_size=2)
         handler.offer(prompts(10), group_size=2)
         seen = []
         for batch in handler:
@@ -540,10 +555,17 @@ def test_a_state_of_other_data_is_named_and_the_right_data_go_on(bus: Bus) -> No
         ({"rank": 1}, "expected the state of rank 0.*got that of rank 1"),
     ):
         with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
-            handler.offer(prompts(10), group_size=2)
             with pytest.raises(ValueError, match=says):
                 handler.load_state_dict({**state, "offer": {**state["offer"], **changed}})
             assert handler.step == 0
+            handler.load_state_dict(state)
+
+
+def test_a_state_that_is_loaded_behind_the_offer_is_refused(bus: Bus) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
+        state = handler.state_dict()
+        handler.offer(prompts(10), group_size=2)
+        with pytest.raises(shmbus.ProtocolError, match="expected before offer"):
             handler.load_state_dict(state)
 
 
@@ -559,9 +581,8 @@ def test_prompts_without_ids_are_compared_by_what_they_say(bus: Bus) -> None:
         handler.offer(data(0), group_size=2)
         handler.ack(handler.next_batch(30))
         handler.load_state_dict(state)
-        handler.offer(data(1), group_size=2)
         with pytest.raises(ValueError, match="got others: prompt 3 was '3'"):
-            handler.next_batch(30)
+            handler.offer(data(1), group_size=2)
 
 
 PROMPTS = 30

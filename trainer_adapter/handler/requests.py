@@ -71,6 +71,7 @@ class RequestingHandler:
         self._ahead_batches = 0
         #: Where a loaded state stands in the prompts, until they are offered.
         self._source_state: Any = None
+        self._has_offered = False
         #: A prompt that is being offered, and its place: after an exception it may be open.
         self._offering: tuple[int, _Key] | None = None
         #: Whether this process has requested groups of its own split, one by one.
@@ -120,12 +121,11 @@ class RequestingHandler:
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers, whatever becomes of each, from now to their end.
 
-        `next_batch` offers them, before it waits and while it does, so nothing happens until then.
-        What counts is what is open or on its way to a batch, so a group that fails, is late, stale,
+        `next_batch` goes on offering, before it waits and while it does. What counts is what is open or on its way to a batch, so a group that fails, is late, stale,
         malformed or filtered is replaced. Prompts from others, such as a `Feeder`, count too.
 
-        `state_dict` has the position. After `load_state_dict` the same call, with the same data
-        from their start in the same order, goes on at the exact prompt: each is trained at most
+        `state_dict` has the position. After `load_state_dict`, which comes first, the same call, with
+        the same data from their start in the same order, goes on at the exact prompt: each is trained at most
         once, and none is left out but those that were given up. A prompt's round, `epoch` of a
         `Request`, is its place in all that was offered, so an id may come again.
 
@@ -153,9 +153,11 @@ class RequestingHandler:
         Raises
         ------
         TypeError, ValueError
-            An argument is wrong, or the data have another length than those of the checkpoint. A
-            prompt that is wrong is left out, and its error is raised by `next_batch`, once; what
-            the iterator raises is, too, and the next call goes on at the same prompt.
+            An argument is wrong, or the data are others than those of the checkpoint. A prompt that
+            is wrong is left out, and its error is raised once, here or by `next_batch`, which goes
+            on behind it.
+        Exception
+            What the iterator raises, here or by `next_batch`, which goes on at the same prompt.
 
         Notes
         -----
@@ -183,6 +185,8 @@ class RequestingHandler:
         self._source, self._ahead_batches = source, ahead
         self._offers = self._rank == 0
         self._planner.last = False
+        if self._rank == 0:
+            self._refill(source, time.monotonic())
 
     def _settle_offer(self) -> None:
         """Find out whether a prompt was offered when an exception came between."""
@@ -247,6 +251,7 @@ class RequestingHandler:
             source.passed()
             self._ahead -= Counter([key])
             return False
+        self._has_offered = True
         self._offering = source.position, key
         try:
             self._consumer.request(**given, split=self._split, timeout=0)
@@ -336,6 +341,11 @@ class RequestingHandler:
             return
         if saved is not None:
             check_state(saved)
+        if self._has_offered and not self._planner.step:
+            raise shmbus.ProtocolError(
+                "load_state_dict: expected before offer, which has offered prompts from their start "
+                "already; make the handler anew, load the state, and offer then"
+            )
         if self._source is not None:
             self._source.go_to(saved or PromptSource((), 1, frozenset()).state())
         self._source_state = saved
