@@ -73,13 +73,11 @@ def open_ids(name: str) -> list[str]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_so_many_batches_are_open_and_each_prompt_is_trained_once(
-    bus: Bus, prefetch: int
-) -> None:
+def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, prefetch: int) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
         handler.offer(prompts(20), ahead=3, group_size=2)
         assert handler.stats().requests.groups == 6
-        with pytest.raises(TimeoutError, match="0 of 2 groups .* and 6 prompts are open"):
+        with pytest.raises(TimeoutError, match=r"0 of 2 groups .* and 6 prompts are open"):
             handler.next_batch(0.1)
         assert open_ids(bus.name) == [f"q{number}" for number in range(6)]
         trained = []
@@ -315,7 +313,7 @@ def test_a_loader_of_batches_is_refused(bus: Bus) -> None:
     from torch.utils.data import DataLoader
 
     with OnlineDataHandler(bus.name) as handler:
-        with pytest.raises(ValueError, match="batch_size=None.*got batch_size=1"):
+        with pytest.raises(ValueError, match=r"batch_size=None.*got batch_size=1"):
             handler.offer(DataLoader(prompts(3)))
         handler.offer(DataLoader(prompts(3), batch_size=None))
 
@@ -460,9 +458,7 @@ def test_other_data_can_follow_when_all_were_trained(bus: Bus) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["list", "iterator", "state"])
-def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(
-    bus_name: str, kind: str
-) -> None:
+def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(bus_name: str, kind: str) -> None:
     def data() -> Any:
         return {"list": prompts, "iterator": lambda n: iter(prompts(n)), "state": Stateful}[kind](9)
 
@@ -540,7 +536,7 @@ def test_a_state_of_other_data_is_named_and_the_right_data_go_on(bus: Bus) -> No
         shuffled = prompts(10)[::-1]
         for given in (shuffled, iter(shuffled), iter(shuffled[:2])):
             for _ in range(2):
-                with pytest.raises(ValueError, match="those of the checkpoint.*got others"):
+                with pytest.raises(ValueError, match=r"those of the checkpoint.*got others"):
                     handler.offer(given, group_size=2)
         handler.offer(prompts(10), group_size=2)
         seen = []

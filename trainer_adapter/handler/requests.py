@@ -121,13 +121,14 @@ class RequestingHandler:
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers, whatever becomes of each, from now to their end.
 
-        `next_batch` goes on offering, before it waits and while it does. What counts is what is open or on its way to a batch, so a group that fails, is late, stale,
-        malformed or filtered is replaced. Prompts from others, such as a `Feeder`, count too.
+        `next_batch` goes on offering, before it waits and while it does. What counts is what is
+        open or on its way to a batch, so a group that fails, is late, stale, malformed or filtered
+        is replaced. Prompts from others, such as a `Feeder`, count too.
 
-        `state_dict` has the position. After `load_state_dict`, which comes first, the same call, with
-        the same data from their start in the same order, goes on at the exact prompt: each is trained at most
-        once, and none is left out but those that were given up. A prompt's round, `epoch` of a
-        `Request`, is its place in all that was offered, so an id may come again.
+        `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
+        with the same data from their start in the same order, goes on at the exact prompt: each is
+        trained at most once, and none is left out but those that were given up. A prompt's round,
+        `epoch` of a `Request`, is its place in all that was offered, so an id may come again.
 
         With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
         others.
@@ -221,8 +222,8 @@ class RequestingHandler:
             self._refill(source, deadline_s)
         if source.ended and self._has_ended(asked):
             raise PromptsEndedError(
-                f"bus {self._consumer.name!r}: every prompt was offered, {source.position} of them, "
-                "and is trained or given up; offer others, or stop here"
+                f"bus {self._consumer.name!r}: every prompt was offered, {source.position} of "
+                "them, and is trained or given up; offer others, or stop here"
             )
         return LOOK_S
 
@@ -343,8 +344,8 @@ class RequestingHandler:
             check_state(saved)
         if self._has_offered and not self._planner.step:
             raise shmbus.ProtocolError(
-                "load_state_dict: expected before offer, which has offered prompts from their start "
-                "already; make the handler anew, load the state, and offer then"
+                "load_state_dict: expected before offer, which has offered prompts from their "
+                "start already; make the handler anew, load the state, and offer then"
             )
         if self._source is not None:
             self._source.go_to(saved or PromptSource((), 1, frozenset()).state())
