@@ -10,7 +10,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from types import FrameType
 from typing import Final
@@ -198,14 +198,31 @@ _CHOICES: Final = {
 }
 
 
-def check_consumer_options(options: Mapping[str, object]) -> None:
-    """Raise TypeError for an option that Consumer lacks; the message names a similar one."""
+#: What other libraries call options of a handler.
+OPTIONS_ELSEWHERE: Final = {
+    **dict.fromkeys(("batch_size", "train_batch_size", "num_groups"), "groups_per_batch"),
+    **dict.fromkeys(("max_tokens", "token_budget", "max_tokens_per_batch"), "tokens_per_batch"),
+    **dict.fromkeys(
+        ("max_lag", "max_staleness", "staleness", "max_off_policy", "max_age"), "max_policy_lag"
+    ),
+}
+
+
+def check_consumer_options(options: Mapping[str, object], handler: Callable[..., object]) -> None:
+    """Raise TypeError for an option that neither has; the message names a similar one."""
     known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
+    parameters = inspect.signature(handler).parameters.values()
+    own = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
     for name in options.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, own | known, n=1)
+        right = OPTIONS_ELSEWHERE.get(name) or (near[0] if near else None)
         raise TypeError(
             f"OnlineDataHandler got an unexpected keyword argument {name!r}; "
-            + (f"did you mean {near[0]!r}?" if near else f"for the bus: {', '.join(sorted(known))}")
+            + (
+                f"did you mean {right!r}?"
+                if right
+                else f"its own: {', '.join(sorted(own))}; for the bus: {', '.join(sorted(known))}"
+            )
         )
 
 

@@ -127,7 +127,7 @@ class OnlineDataHandler(
         `next_batch`, and the batch is the next one.
     keep_group : callable, optional
         Called with each group as a `ScoredGroup`; one for which it is not true is dropped, counted
-        as "filtered", and one more to sample (`refill`). For a filter by other than equal scores,
+        as "filtered", and one more to sample. For a filter by other than equal scores,
         which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
         group malformed.
     pack_threads : int, optional
@@ -180,7 +180,7 @@ class OnlineDataHandler(
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
-        check_consumer_options(consumer_options)
+        check_consumer_options(consumer_options, OnlineDataHandler)
         self._on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)

@@ -24,7 +24,8 @@ __all__ = ["PromptSource"]
 
 #: The form of a saved position.
 _VERSION: Final = 1
-#: What an item may say of its request; all else is its prompt.
+#: What an item may say of its request, and what it may not: columns of that name are in the meta.
+_NO_FIELDS: Final = frozenset({"epoch", "split", "timeout"})
 _OPTIONS: Final = frozenset({"instance_id", "group_size", "need", "priority", "meta"})
 
 
@@ -206,8 +207,8 @@ class PromptSource:
         return found
 
     def _is_field(self, name: str, value: Any) -> bool:
-        if name in self._fields:
-            return True
+        if name in self._fields or name in _NO_FIELDS:
+            return name in self._fields
         if isinstance(value, (list, tuple)):
             return name == "prompt" and all(isinstance(each, (int, np.integer)) for each in value)
         return hasattr(value, "__array__") and not isinstance(value, np.generic)

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
 from trainer_adapter._checks import checked_int
@@ -33,6 +33,21 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at what is open, while a batch is waited for: a group that ends without
 #: a batch wakes nobody.
 LOOK_S: Final = 0.1
+
+
+class _Seen(NamedTuple):
+    """Groups of one split as the ledger has them, and what may still become some."""
+
+    incomplete: int
+    ready: int
+    leased: int
+    unread: int
+    producers: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there that could become a complete group."""
+        return not (self.incomplete or self.unread)
 
 
 class PromptsEndedError(EOFError):
@@ -174,20 +189,22 @@ class RequestingHandler:
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
         source = PromptSource(prompts, group_size, self._prompt_fields)
+        if self._rank:
+            self._source = source  # for its state
+            return
         self._settle_offer()
         before = self._source
         if before is None:
-            if self._source_state is not None and self._rank == 0:
+            if self._source_state is not None:
                 source.go_to(self._source_state)
         elif before.ended:
             source.begin_behind(before)
         else:
             source.go_to(before.state())
         self._source, self._ahead_batches = source, ahead
-        self._offers = self._rank == 0
+        self._offers = True
         self._planner.last = False
-        if self._rank == 0:
-            self._refill(source, time.monotonic())
+        self._refill(source, time.monotonic())
 
     def _settle_offer(self) -> None:
         """Find out whether a prompt was offered when an exception came between."""
@@ -283,10 +300,13 @@ class RequestingHandler:
         if self._world_size == 1:
             return (keys - self._keys_in_batches()).total()
         # What other ranks hold is a shard, and so a batch.
-        return max(0, keys.total() - self._in_split().groups_leased)
+        return max(0, keys.total() - self._see().leased)
 
-    def _in_split(self) -> shmbus.ledger.SplitCounts:
-        return self._consumer.stats().splits.get(self._split) or shmbus.ledger.SplitCounts()
+    def _see(self) -> _Seen:
+        ledger = self._consumer.stats()
+        of = ledger.splits.get(self._split)
+        groups = (0, 0, 0) if of is None else (of.groups_open, of.groups_ready, of.groups_leased)
+        return _Seen(*groups, ledger.in_ring, ledger.producers)
 
     def _has_ended(self, asked: bool) -> bool:
         """Whether no batch comes any more; before that, have the groups that wait be the last."""
@@ -298,11 +318,10 @@ class RequestingHandler:
                 return False
         if not asked or planner.inbox or planner.waiting or planner.ready:
             return False
-        ledger, here = self._consumer.stats(), self._in_split()
-        if self._world_size > 1 and keys.total() > here.groups_leased + here.groups_ready:
+        seen = self._see()
+        if self._world_size > 1 and keys.total() > seen.leased + seen.ready:
             return False
-        unfit = here.groups_ready < planner.least_groups
-        return unfit and not here.groups_open and not ledger.in_ring
+        return seen.is_empty and seen.ready < planner.least_groups
 
     def _is_hopeless(self) -> bool:
         """Whether nobody is there who could put, and nothing on the bus completes a batch."""
@@ -311,8 +330,8 @@ class RequestingHandler:
             return False
         if self._open_keys() - self._keys_in_batches() - _keys_of(planner.groups):
             return False
-        ledger, here = self._consumer.stats(), self._in_split()
-        return not (ledger.producers or ledger.in_ring or here.groups_open or here.groups_ready)
+        seen = self._see()
+        return seen.is_empty and not seen.ready and not seen.producers
 
     def _hopeless_text(self) -> str:
         raise NotImplementedError
