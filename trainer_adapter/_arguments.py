@@ -5,12 +5,11 @@ Invariant: an error names the argument or the sample, the expected value, and th
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from types import FrameType
 from typing import Final
@@ -21,6 +20,7 @@ from torch.utils.data import default_collate
 import shmbus
 from shmbus.batch.gather import FieldNames, GatherThreads
 from trainer_adapter._checks import check_choice, check_text, checked_int
+from trainer_adapter._near_names import near_options
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
@@ -198,30 +198,30 @@ _CHOICES: Final = {
 }
 
 
-#: What other libraries call options of a handler.
-OPTIONS_ELSEWHERE: Final = {
-    **dict.fromkeys(("batch_size", "train_batch_size", "num_groups"), "groups_per_batch"),
-    **dict.fromkeys(("max_tokens", "token_budget", "max_tokens_per_batch"), "tokens_per_batch"),
-    **dict.fromkeys(
-        ("max_lag", "max_staleness", "staleness", "max_off_policy", "max_age"), "max_policy_lag"
-    ),
-}
+def check_consumer_options(options: Mapping[str, object], handler: type) -> None:
+    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest.
 
-
-def check_consumer_options(options: Mapping[str, object], handler: Callable[..., object]) -> None:
-    """Raise TypeError for an option that neither has; the message names a similar one."""
-    known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
-    parameters = inspect.signature(handler).parameters.values()
-    own = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-    for name in options.keys() - known:
-        near = difflib.get_close_matches(name, own | known, n=1)
-        right = OPTIONS_ELSEWHERE.get(name) or (near[0] if near else None)
+    Parameters
+    ----------
+    options : mapping
+        What was given to the handler beside its own.
+    handler : type
+        Has the others, as parameters.
+    """
+    bus = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
+    for name in options.keys() - bus:
+        own = [
+            p.name
+            for p in inspect.signature(handler).parameters.values()
+            if p.kind != p.VAR_KEYWORD
+        ]
+        near = near_options(name, [*own, *sorted(bus)])
         raise TypeError(
             f"OnlineDataHandler got an unexpected keyword argument {name!r}; "
             + (
-                f"did you mean {right!r}?"
-                if right
-                else f"its own: {', '.join(sorted(own))}; for the bus: {', '.join(sorted(known))}"
+                f"did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f"expected one of {', '.join(own)}; or, for the bus, {', '.join(sorted(bus))}"
             )
         )
 

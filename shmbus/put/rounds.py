@@ -67,7 +67,7 @@ class RoundPuts(AttachedWriter):
 
         `shmbus inspect --groups` and the page name the producer then, from the group's first sample
         on. The note ends by itself when the sample is put or reported as failed, and when this
-        producer closes or dies. A sample that `next_request` gave needs none.
+        producer closes or dies. A sample that `requests.next` gave needs none.
 
         Parameters
         ----------

@@ -86,7 +86,7 @@ def test_the_programs_of_the_page_run_to_their_last_step_though_samples_fail(
             "worker.py",
             "        tokens, logprobs = request",
             f"        if rng.random() < {rate}:\n"
-            '            producer.fail_for(request, "sandbox timed out")\n'
+            '            producer.requests.fail(request, "sandbox timed out")\n'
             "            continue\n        tokens, logprobs = request",
         ),
         ("trainer.py", "16, 30", f"16, {steps}"),

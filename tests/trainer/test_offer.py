@@ -28,7 +28,7 @@ TOKENS = np.arange(4, dtype=np.int32)
 
 def answer(producer: Producer, request: shmbus.Request, **more: Any) -> None:
     given = {"score": float(request.index), "tokens": TOKENS, "logprobs": np.zeros(4), **more}
-    producer.put_for(request, **given)
+    producer.requests.answer(request, **given)
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def worker(name: str, does: Callable[[Producer, shmbus.Request], None] = answer)
     def work() -> None:
         with Producer(name) as producer:
             while not ends.is_set():
-                if (request := producer.next_request(timeout=0.05)) is not None:
+                if (request := producer.requests.next(timeout=0.05)) is not None:
                     does(producer, request)
 
     thread = threading.Thread(target=work)
@@ -63,7 +63,7 @@ def open_ids(name: str) -> list[str]:
     """The prompts that are open, as another process sees them."""
     with Producer(name) as producer:
         found = []
-        while (request := producer.next_request(timeout=0)) is not None:
+        while (request := producer.requests.next(timeout=0)) is not None:
             found.append(request.instance_id)
     return list(dict.fromkeys(found))
 
@@ -143,7 +143,7 @@ def late(producer: Producer, request: shmbus.Request) -> None:
 
 
 ENDS: dict[str, tuple[Callable[[Producer, shmbus.Request], None], dict[str, Any]]] = {
-    "failed": (lambda producer, request: producer.fail_for(request, "tool"), {}),
+    "failed": (lambda producer, request: producer.requests.fail(request, "tool"), {}),
     "timeout": (late, {"group_timeout": 0.05, "on_timeout": "drop"}),
     "stale": (lambda producer, request: answer(producer, request), {"max_policy_lag": 0}),
     "malformed": (lambda producer, request: answer(producer, request, tokens=np.ones(4)), {}),
@@ -231,7 +231,7 @@ def test_arrays_and_token_ids_are_fields_and_all_else_is_in_the_meta(bus: Bus) -
         handler.offer(given, group_size=1)
         with pytest.raises(TimeoutError):
             handler.next_batch(0)
-        while (request := producer.next_request(timeout=0)) is not None:
+        while (request := producer.requests.next(timeout=0)) is not None:
             found.setdefault(request.instance_id, request)
     assert list(found) == ["a", "b", "c", "7", "4", "e"]
     assert [request.epoch for request in found.values()] == list(range(6))
@@ -254,7 +254,7 @@ def test_text_and_messages_go_into_the_meta(bus: Bus, producer: Producer) -> Non
         handler.offer([("a", "text"), ("b", chat)], group_size=1)
         with pytest.raises(TimeoutError):
             handler.next_batch(0)
-    first, second = producer.next_requests(2, timeout=30)
+    first, second = producer.requests.next_many(2, timeout=30)
     assert first.meta == {"prompt": "text"} and second.meta == {"prompt": chat}
 
 
@@ -604,10 +604,10 @@ def work(name: str, path: Path, seed: int) -> None:
     """Sample whatever is asked for; one in ten fails, and is noted before."""
     rng = random.Random(seed)
     with Producer(name) as producer, path.open("a", buffering=1) as failed:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if rng.random() < 0.1:
                 failed.write(f"{request.instance_id}\n")
-                producer.fail_for(request, "tool")
+                producer.requests.fail(request, "tool")
             else:
                 answer(producer, request)
 
