@@ -188,7 +188,9 @@ class RequestingHandler:
         for name, value in (("ahead", ahead), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
-        source = PromptSource(prompts, group_size, self._prompt_fields)
+        source = self._source
+        if source is None or source.prompts is not prompts or source.ended:
+            source = PromptSource(prompts, self._prompt_fields)
         if self._rank:
             self._source = source  # for its state
             return
@@ -199,8 +201,9 @@ class RequestingHandler:
                 source.go_to(self._source_state)
         elif before.ended:
             source.begin_behind(before)
-        else:
+        elif before is not source:
             source.go_to(before.state())
+        source.group_size = group_size
         self._source, self._ahead_batches = source, ahead
         self._offers = True
         self._planner.last = False
@@ -367,7 +370,7 @@ class RequestingHandler:
                 "start already; make the handler anew, load the state, and offer then"
             )
         if self._source is not None:
-            self._source.go_to(saved or PromptSource((), 1, frozenset()).state())
+            self._source.go_to(saved or PromptSource((), frozenset()).state())
         self._source_state = saved
         self._offering = None
         self._planner.last = False
