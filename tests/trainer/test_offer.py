@@ -730,3 +730,43 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
         assert handlers[1].state_dict()["offer"] == {"version": 1, "rank": 1}
     for handler in handlers:
         handler.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("left", [0, 1])
+def test_ranks_with_a_budget_of_tokens_train_all_that_fits_into_a_step(
+    bus: Bus, daemon: Callable[..., Daemon], left: int
+) -> None:
+    daemon()
+    found: list[list[str]] = [[], []]
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def run(rank: int) -> None:
+        try:
+            with OnlineDataHandler(
+                bus.name, tokens_per_batch=24, max_wait=0.3, rank=rank, world_size=2
+            ) as handler:
+                handler.offer(prompts(10 + left), group_size=2)
+                while not over.is_set():
+                    try:
+                        batch = handler.next_batch(0.5)
+                    except TimeoutError:
+                        continue
+                    found[rank] += ids(batch)
+                    handler.ack(batch)
+        except EOFError:
+            over.set()
+        except BaseException as error:
+            errors.append(error)
+            over.set()
+
+    with worker(bus.name):
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    trained = found[0] + found[1]
+    assert len(set(trained)) == len(trained) and len(trained) >= 10

@@ -307,9 +307,16 @@ class RequestingHandler:
 
     def _see(self) -> _Seen:
         ledger = self._consumer.stats()
-        of = ledger.splits.get(self._split)
-        groups = (0, 0, 0) if of is None else (of.groups_open, of.groups_ready, of.groups_leased)
-        return _Seen(*groups, ledger.in_ring, ledger.producers)
+        splits = dict(ledger.splits)
+        here = splits.pop(self._split, None)
+        incomplete, ready, leased = (
+            (0, 0, 0) if here is None else (here.groups_open, here.groups_ready, here.groups_leased)
+        )
+        if self._world_size > 1:
+            # Groups that wait at the daemon for a step are ready, which the splits do not tell.
+            ready = ledger.groups_ready - sum(of.groups_ready for of in splits.values())
+            leased = ledger.groups_leased - sum(of.groups_leased for of in splits.values())
+        return _Seen(incomplete, ready, leased, ledger.in_ring, ledger.producers)
 
     def _has_ended(self, asked: bool) -> bool:
         """Whether no batch comes any more; before that, have the groups that wait be the last."""
