@@ -23,7 +23,7 @@ from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.histograms import read_histograms
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
-from shmbus.inspect.processes import ProducerChecks
+from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
 from shmbus.inspect.records import Run
 from shmbus.inspect.relay_journal import read_relay
 from shmbus.inspect.request_lane import read_lead, read_requests
@@ -123,7 +123,11 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         groups_ready=reply.ledger.groups_ready,
         groups_leased=reply.ledger.groups_leased,
         leases=[
-            msgspec.structs.replace(client, label=printable(client.label))
+            msgspec.structs.replace(
+                client,
+                label=printable(client.label),
+                stopped=client.connected and is_stopped(client.pid, status.path),
+            )
             for client in reply.clients
         ],
     )
@@ -206,6 +210,7 @@ def status_of(
         groups_useless=useless,
         delivered=histograms,
         waited=waited,
+        servers_left=servers_left(file.name),
         splits=_splits(file, alive=collector.alive),
         producers=_producers(file, runs, waited_by_slot, checks or ProducerChecks(), walk=walk),
         schema=schema,
@@ -268,6 +273,8 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
         leased_groups=note("leased_groups"),
         leased_records=note("leased_records"),
         oldest_lease_s=_lease_age_s(header) if note("leased_groups") else 0.0,
+        stopped=alive and is_stopped(int(header["collector_pid"]), file.path),
+        waits=alive and int(header["bell"]) == _core.BELL_ASLEEP,
         stashed_groups=note("stashed_groups"),
         stashed_records=note("stashed_records"),
         stragglers_bytes=_held_bytes(runs).get(file.max_producers, 0),
