@@ -22,7 +22,7 @@ class RoundPuts(AttachedWriter):
 
     @property
     def groups_useless(self) -> int:
-        """Groups without variance, or refused by a filter, since the bus was created.
+        """Groups for training that were dropped whole, for any reason, since the bus was created.
 
         A trainer that wants so many groups a step needs as many more as this grows by.
         """
