@@ -274,7 +274,7 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
         leased_records=note("leased_records"),
         oldest_lease_s=_lease_age_s(header) if note("leased_groups") else 0.0,
         stopped=alive and is_stopped(int(header["collector_pid"]), file.path),
-        waits=alive and int(header["bell"]) == _core.BELL_ASLEEP,
+        waits=alive and int(header["bell"]) != 0,
         stashed_groups=note("stashed_groups"),
         stashed_records=note("stashed_records"),
         stragglers_bytes=_held_bytes(runs).get(file.max_producers, 0),

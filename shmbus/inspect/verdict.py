@@ -460,7 +460,7 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
             f"for {show_duration(idle_s)}" + (f", and {groups}" if waits else "")
         )
         advice = f"see what it does: `py-spy dump --pid {producer.pid}`"
-        cost = 0.1 + 0.5 * share
+        cost = 0.25 + 0.5 * share
     elif silent and waits:
         what = f"{name} has sent nothing for {show_duration(idle_s)}, and {groups}"
         advice = f"see what it does: `py-spy dump --pid {producer.pid}`"
@@ -507,7 +507,7 @@ def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -
                 groups=incomplete,
             )
         ]
-    if not what and not status.ledger.undelivered:
+    if not what:
         return [
             Finding(
                 kind="no_producer",
@@ -516,8 +516,6 @@ def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -
                 advice="start producers",
             )
         ]
-    if not what:
-        return []  # the trainer has something to do
     never = "" if status.producers else f"no {worker} has ever attached"
     advice = "start workers" if prompts else "start producers"
     if incomplete and not prompts:
@@ -637,7 +635,7 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
         waits = f"{_count(ready, 'complete group')} {'waits' if ready == 1 else 'wait'}, and no"
         return [
             Finding(
-                kind="no_trainer",
+                kind="no_trainer" if ready else "trainer_away",
                 cost=0.8 if ready else 0.3,
                 what=(waits if ready else "No") + " trainer is attached",
                 advice="start the trainer",

@@ -63,7 +63,6 @@
 #include "python/uninterrupted.h"
 #include "ring/checksum.h"
 #include "ring/clock.h"
-#include "ring/doorbell.h"
 
 static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     (void)module;
@@ -149,7 +148,6 @@ static bool add_constants(PyObject *module) {
         {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
         {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
         {"PLACE_BYTES", sizeof(struct wire_place)},
-        {"BELL_ASLEEP", BELL_ASLEEP},
         {"SLOT_FREE", SHMBUS_SLOT_FREE},
         {"SLOT_ACTIVE", SHMBUS_SLOT_ACTIVE},
         {"SLOT_CLOSED", SHMBUS_SLOT_CLOSED},
