@@ -79,16 +79,18 @@ def test_a_wait_that_nobody_can_end_is_ended_at_once(bus: Bus, prefetch: int) ->
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
         handler.request("q", group_size=1)
         with Producer(bus.name) as producer:
-            request = producer.next_request(timeout=30)
+            request = producer.requests.next(timeout=30)
             assert request is not None
-            producer.put_for(request, score=1.0, tokens=TOKENS)
-        with pytest.raises(TimeoutError, match="1 of 2 groups are held .* no prompt is open: offer"):
+            producer.requests.answer(request, score=1.0, tokens=TOKENS)
+        with pytest.raises(
+            TimeoutError, match="1 of 2 groups are held .* no prompt is open: offer"
+        ):
             handler.next_batch()  # without any limit
         handler.request("r", group_size=1)
         with Producer(bus.name) as producer:
-            request = producer.next_request(timeout=30)
+            request = producer.requests.next(timeout=30)
             assert request is not None
-            producer.put_for(request, score=1.0, tokens=TOKENS)
+            producer.requests.answer(request, score=1.0, tokens=TOKENS)
         assert keys_of(handler.next_batch(30)) == ["q", "r"]
 
 
@@ -98,8 +100,8 @@ def test_a_wait_goes_on_while_somebody_may_put(bus: Bus, producer: Producer) -> 
         with pytest.raises(TimeoutError, match=r"no batch within 0\.3 s"):
             handler.next_batch(0.3)  # it has requested nothing: whoever comes may put
         handler.request("q", group_size=1)
-        request = producer.next_request(timeout=30)
+        request = producer.requests.next(timeout=30)
         assert request is not None
-        producer.fail_for(request, "none")
+        producer.requests.fail(request, "none")
         with pytest.raises(TimeoutError, match=r"no batch within 0\.3 s.*no prompt is open"):
             handler.next_batch(0.3)  # the producer may put without a request

@@ -28,7 +28,7 @@ TOKENS = np.arange(4, dtype=np.int32)
 
 def answer(producer: Producer, request: shmbus.Request, **more: Any) -> None:
     given = {"score": float(request.index), "tokens": TOKENS, "logprobs": np.zeros(4), **more}
-    producer.put_for(request, **given)
+    producer.requests.answer(request, **given)
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def worker(name: str, does: Callable[[Producer, shmbus.Request], None] = answer)
     def work() -> None:
         with Producer(name) as producer:
             while not ends.is_set():
-                if (request := producer.next_request(timeout=0.05)) is not None:
+                if (request := producer.requests.next(timeout=0.05)) is not None:
                     does(producer, request)
 
     thread = threading.Thread(target=work)
@@ -63,7 +63,7 @@ def open_ids(name: str) -> list[str]:
     """The prompts that are open, as another process sees them."""
     with Producer(name) as producer:
         found = []
-        while (request := producer.next_request(timeout=0)) is not None:
+        while (request := producer.requests.next(timeout=0)) is not None:
             found.append(request.instance_id)
     return list(dict.fromkeys(found))
 
@@ -73,9 +73,7 @@ def open_ids(name: str) -> list[str]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_so_many_batches_are_open_and_each_prompt_is_trained_once(
-    bus: Bus, prefetch: int
-) -> None:
+def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, prefetch: int) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
         handler.offer(prompts(20), ahead=3, group_size=2)
         assert handler.stats().requests.groups == 0, "the first batch begins it"
@@ -145,7 +143,7 @@ def late(producer: Producer, request: shmbus.Request) -> None:
 
 
 ENDS: dict[str, tuple[Callable[[Producer, shmbus.Request], None], dict[str, Any]]] = {
-    "failed": (lambda producer, request: producer.fail_for(request, "tool"), {}),
+    "failed": (lambda producer, request: producer.requests.fail(request, "tool"), {}),
     "timeout": (late, {"group_timeout": 0.05, "on_timeout": "drop"}),
     "stale": (lambda producer, request: answer(producer, request), {"max_policy_lag": 0}),
     "malformed": (lambda producer, request: answer(producer, request, tokens=np.ones(4)), {}),
@@ -225,7 +223,7 @@ def test_arrays_and_token_ids_are_fields_and_all_else_is_in_the_meta(bus: Bus) -
         handler.offer(given, group_size=1)
         with pytest.raises(TimeoutError):
             handler.next_batch(0)
-        while (request := producer.next_request(timeout=0)) is not None:
+        while (request := producer.requests.next(timeout=0)) is not None:
             found.setdefault(request.instance_id, request)
     assert list(found) == ["a", "b", "c", "7", "4", "e"]
     assert [request.epoch for request in found.values()] == list(range(6))
@@ -246,7 +244,7 @@ def test_text_and_messages_go_into_the_meta(bus: Bus, producer: Producer) -> Non
         handler.offer([("a", "text"), ("b", chat)], group_size=1)
         with pytest.raises(TimeoutError):
             handler.next_batch(0)
-    first, second = producer.next_requests(2, timeout=30)
+    first, second = producer.requests.next_many(2, timeout=30)
     assert first.meta == {"prompt": "text"} and second.meta == {"prompt": chat}
 
 
@@ -577,9 +575,9 @@ def work(name: str, seed: int) -> None:
     """Sample whatever is asked for; one in ten fails."""
     rng = random.Random(seed)
     with Producer(name) as producer:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if rng.random() < 0.1:
-                producer.fail_for(request, "tool")
+                producer.requests.fail(request, "tool")
             else:
                 answer(producer, request)
 

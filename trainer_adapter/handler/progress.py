@@ -167,7 +167,8 @@ def describe_wait(
     )
     out = len(planner.out)
     parts = [
-        f"{held}{wanted} groups are held for the next batch" + (f", and {prompts}" if prompts else ""),
+        f"{held}{wanted} groups are held for the next batch"
+        + (f", and {prompts}" if prompts else ""),
         text,
         dropped,
         out and f"{out} batch{'es are' if out > 1 else ' is'} out and not acknowledged",

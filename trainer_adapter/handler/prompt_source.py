@@ -191,9 +191,7 @@ class PromptSource:
         columns: dict[str, Any] = {}
         for name, value in given.items():
             if not isinstance(name, str):
-                raise TypeError(
-                    f"prompts: expected names as keys of prompt {number}, got {name!r}"
-                )
+                raise TypeError(f"prompts: expected names as keys of prompt {number}, got {name!r}")
             into = found if name in _OPTIONS or self._is_field(name, value) else columns
             into[name] = value
         meta = found.get("meta")
@@ -275,9 +273,7 @@ class PromptSource:
                 here = None
             if list(last) != here:
                 got = "no prompt" if here is None else f"{here[0]!r}"
-                raise _others(
-                    number + 1, f"prompt {number} was {last[0]!r}, and here it is {got}"
-                )
+                raise _others(number + 1, f"prompt {number} was {last[0]!r}, and here it is {got}")
         self.unchecked = False
 
 
