@@ -635,7 +635,7 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
         waits = f"{_count(ready, 'complete group')} {'waits' if ready == 1 else 'wait'}, and no"
         return [
             Finding(
-                kind="no_trainer" if ready else "trainer_away",
+                kind="no_trainer" if status.space_wanted else "trainer_away",
                 cost=0.8 if ready else 0.3,
                 what=(waits if ready else "No") + " trainer is attached",
                 advice="start the trainer",
