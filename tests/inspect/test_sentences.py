@@ -5,6 +5,7 @@ A row is a name, how it is made, and what `shmbus status` must say of it, with a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,9 +18,11 @@ from conftest import Child, Daemon, Spawner, wait_until
 from shmbus import Bus
 from shmbus.inspect import verdict
 from shmbus.inspect.rates import Watcher
+from shmbus.inspect.stall_report import gather
 from shmbus.inspect.status import read_status
 from shmbus.inspect.types import BusStatus
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from trainer_adapter import OnlineDataHandler
 
 GROUPS, SIZE = 4, 2
 
@@ -149,7 +152,7 @@ def one_failed(scene: Scene) -> None:
     trainer = scene.trainer(taken=1, then="wait")
     scene.worker("fail", answers=3)
     trainer.expect("ready")
-    scene.until(lambda status: status.wanted or status.requests and status.requests.claimed)
+    scene.until(lambda status: status.wanted or (status.requests and status.requests.claimed))
 
 
 def paused(scene: Scene) -> None:
@@ -370,49 +373,61 @@ class Row(NamedTuple):
 PID = r"\(pid \d+\)"
 TRAINER_IS = rf"trainer\.py {PID}"
 WORKER_IS = rf"worker\.py {PID}"
+NO_WORKER = (
+    rf"no worker is attached; the last was {WORKER_IS}, which (died|is gone)\. Start workers"
+)
 
 TABLE = [
     Row(healthy, r"Nothing stands in the way: 1 producer,"),
-    Row(one_failed, rf"{TRAINER_IS} waits for groups and holds 1: .* with workers", 
-        rf"{TRAINER_IS} waits for groups: .* with workers"),
+    Row(one_failed, rf"{TRAINER_IS} waits for groups( and holds 1)?: .* with workers"),
     Row(paused, r"Paused for .* s: loading weights\. `shmbus resume test-.*` ends the pause"),
     Row(paused_while_full, r"Paused for .* s: loading weights\."),
-    Row(trainer_stopped, rf"{TRAINER_IS} is stopped and holds 1 group\. `kill -CONT \d+` continues"),
-    Row(trainer_dead, rf"Nobody reads the bus; the last was {TRAINER_IS}, which died: 3 traj.*Start the",
+    Row(trainer_stopped, rf"{TRAINER_IS} is stopped and holds 1 group\. `kill -CONT \d+` cont"),
+    Row(trainer_dead,
+        rf"Nobody reads the bus; the last was {TRAINER_IS}, which died: 3 traj.*Start the trainer",
         r"(No trainer|1 complete group waits, and no trainer) is attached\. Start the trainer"),
-    Row(trainer_left, r"Nobody reads the bus: 1 trajectory and 3 open prompts wait\. Start the trainer",
+    Row(trainer_left,
+        r"Nobody reads the bus: 1 trajectory and 3 open prompts wait\. Start the trainer",
         r"No trainer is attached\. Start the trainer"),
-    Row(workers_dead, rf"4 prompts are open, and no worker is attached; the last was {WORKER_IS}, which "
-        r"(died|is gone)\. Start workers"),
-    Row(workers_dead_while_it_trains,
-        rf"3 prompts are open, and no worker is attached; the last was {WORKER_IS}, which (died|is gone)"),
+    Row(workers_dead, rf"4 prompts are open, and {NO_WORKER}"),
+    Row(workers_dead_while_it_trains, rf"3 prompts are open, and {NO_WORKER}"),
     Row(no_worker_ever, r"4 prompts are open, and no worker has ever attached\. Start workers"),
-    Row(worker_stopped, rf"{WORKER_IS} is stopped, and no other worker is attached: 4 prompts are open\. "
+    Row(worker_stopped,
+        rf"{WORKER_IS} is stopped, and no other worker is attached: 4 prompts are open\. "
         r"`kill -CONT \d+` continues it"),
-    Row(nothing_open, rf"{TRAINER_IS} waits for groups and holds 2, and no prompt is open\. Offer more",
-        rf"{TRAINER_IS} waits for groups, and no prompt is open\. Offer more"),
-    Row(all_given_up, rf"{TRAINER_IS} waits for groups, and no prompt is open: 4 groups were given up for "
+    Row(nothing_open,
+        rf"{TRAINER_IS} waits for groups( and holds 2)?, and no prompt is open\. Offer more"),
+    Row(all_given_up,
+        rf"{TRAINER_IS} waits for groups, and no prompt is open: 4 groups were given up for "
         r"failed samples\. Offer more"),
     Row(all_failing, r"\d samples failed, \d of them alike: connection refused\."),
     Row(untaken, r"4 prompts are open, and none of 1 producer takes one\."),
-    Row(nobody_makes, rf"{TRAINER_IS} waits for groups, and no producer has ever attached\. Start prod"),
-    Row(all_dead, r"No living process has the bus open: 1 trajectory and 4 open prompts wait\. Start "
-        r"the trainer and the workers again"),
-    Row(full, rf"Producers wait for space, the ring is \d+% full: {TRAINER_IS} holds \d+ groups"),
-    Row(flooder_dead, rf"No producer is attached; the last was {WORKER_IS}, which|{WORKER_IS} died"),
+    Row(nobody_makes,
+        rf"{TRAINER_IS} waits for groups, and no producer has ever attached\. Start producers"),
+    Row(all_dead,
+        r"No living process has the bus open: 1 trajectory and 4 open prompts wait\. Start the "
+        r"trainer and the workers again"),
+    Row(full, rf"Producers wait for space, the ring is \d+% full: {TRAINER_IS} holds \d+ gr"),
+    Row(flooder_dead,
+        rf"No producer is attached; the last was {WORKER_IS}, which|{WORKER_IS} died"),
     Row(nobody_reads, r"Nobody reads the bus: 6 trajectories wait\. Start the trainer",
         r"3 complete groups wait, and no trainer is attached\. Start the trainer"),
-    Row(dead_worker, rf"{WORKER_IS} (died|is gone), and 2 groups wait for it alone; nobody will send these "
+    Row(dead_worker,
+        rf"{WORKER_IS} (died|is gone), and 2 groups wait for it alone; nobody will send these "
         r"samples\. Start it again, or set group_timeout"),
     Row(reserved_for_long, rf"{WORKER_IS} has 1 record reserved and has sent nothing for"),
-    Row(rank_dead, r"The step waits for rank 1, and no trainer of that rank is attached\. Start it again",
+    Row(rank_dead,
+        r"The step waits for rank 1, and no trainer of that rank is attached\. Start it again",
         where="daemon"),
-    Row(daemon_dead, rf"Nobody reads the bus; the last was shmbus serve {PID}, which died: .*Start "
-        r"`shmbus serve test-", where="daemon"),
-    Row(daemon_stopped, rf"shmbus serve {PID} is stopped.*`kill -CONT \d+` continues it", where="daemon"),
+    Row(daemon_dead,
+        rf"Nobody reads the bus; the last was shmbus serve {PID}, which died: .*Start `shmbus serve",
+        where="daemon"),
+    Row(daemon_stopped, rf"shmbus serve {PID} is stopped.*`kill -CONT \d+` continues it",
+        where="daemon"),
     Row(daemon_recovers, r"A new daemon waits for the clients of the one before", where="daemon"),
-    Row(servers_paused, r"Inference servers are paused by a trainer that died\. `shmbus weights test-.*"
-        r" --resume`", where="embedded"),
+    Row(servers_paused,
+        r"Inference servers are paused by a trainer that died\. `shmbus weights .* --resume`",
+        where="embedded"),
 ]  # fmt: skip
 
 
@@ -466,3 +481,41 @@ def test_each_state_has_its_sentence(
             note = SHM_DIRECTORY + companion_name("fleet", bus_name)
             if os.path.exists(note):
                 os.unlink(note)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_timeout_of_a_trainer_has_the_sentence_and_what_it_needs(
+    bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    scene = Scene(bus_name, spawn, daemon, served)
+    scene.begin()
+    with OnlineDataHandler(bus_name, groups_per_batch=4, label="me.py") as handler:
+        for number in range(2):
+            handler.request(f"q{number}", group_size=2)
+        with pytest.raises(TimeoutError, match="2 prompts are open, and no worker has ever"):
+            handler.next_batch(0.3)
+        scene.worker("idle", answers=4)
+
+        def held() -> bool:
+            with contextlib.suppress(TimeoutError):
+                handler.next_batch(0)
+            return handler.stats().leased == 4
+
+        wait_until(held)
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(0.3)
+    says = (
+        rf"no batch within 0.3 s: me\.py \(pid {os.getpid()}\) waits for 2 more groups"
+        r"( and holds 2)?, and no prompt is open\. Offer more"
+    )
+    assert re.match(says, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_stall_report_begins_with_the_sentence(
+    bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    scene = Scene(bus_name, spawn, daemon, served)
+    workers_dead(scene)
+    report = str(gather(bus_name, "a complete group", 1.0))
+    assert "\n4 prompts are open, and no worker is attached" in report, report
