@@ -80,9 +80,9 @@ with Bus.create(name, "4MiB", max_producers=2) as bus:
                 number += 1
         def take_all():
             found = []
-            while (request := producer.next_request(0)) is not None:
+            while (request := producer.requests.next(0)) is not None:
                 found.append((request.instance_id, request.index))
-                assert producer.put_for(request, x=X[:4])
+                assert producer.requests.answer(request, x=X[:4])
             return found
         with Consumer(name, daemon=False) as consumer:
             for at in (256, 384):  # heads, tails
