@@ -1,0 +1,2 @@
+"""x"""
+TENSOR_PARTIES = {}
