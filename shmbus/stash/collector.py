@@ -248,13 +248,18 @@ class Collector:
         if stash.discards or self._errors:
             self.release_discarded()
         leased = stash.lease(max_groups, self.segment.policy_version, split)
-        if stash.discards:
-            self.release_discarded()
-        if leased:
-            self.note_leased(leased)
-            if split == _core.SPLIT_TRAIN:
-                _core.count_delivered(self.segment, leased)
-            self.flush()  # a producer may need it for a message before the caller comes back
+        try:
+            if stash.discards:
+                self.release_discarded()
+            if leased:
+                self.note_leased(leased)
+                if split == _core.SPLIT_TRAIN:
+                    _core.count_delivered(self.segment, leased)
+                self.flush()  # a producer may need it for a message before the caller comes back
+        except BaseException:
+            for group in reversed(leased):
+                stash.give_back(group)
+            raise
         return leased
 
     @property
