@@ -23,14 +23,14 @@ from endings import Held, Task
 import shmbus
 from shmbus.inspect.status import read_status
 
-__all__ = ["BUS_PARTIES", "Party", "press"]
+__all__ = ["BUS_PARTIES", "Party", "all_of", "press"]
 
 CAPACITY, EXTENT_BYTES = "128KiB", 4096
 #: Samples of a group, and groups that the other side puts before a life begins.
 SIZE, GROUPS = 2, 6
 TOKENS = 120
 #: Seconds that a third life waits for what has to come; and a call that has something to take.
-FOUND_S, TAKEN_S = 20.0, 30.0
+FOUND_S, TAKEN_S = 10.0, 10.0
 
 
 def sample(group: str, index: int) -> dict[str, Any]:
@@ -140,6 +140,13 @@ class Party:
 
     #: Whether there is one of it at a time.
     ALONE = False
+    #: Whether its other side can come only once it is there.
+    MEETS_LATER = False
+    #: Whether what it gave out is held although it has closed.
+    OUTLIVED = False
+
+    def __init__(self, how: str) -> None:
+        self.how = how
 
     def prepare(self, task: Task) -> None:
         """Make its bus."""
@@ -154,7 +161,7 @@ class Party:
     def attend(self, handle: Any) -> None:
         """Work, as the other side."""
 
-    def live(self, task: Task, life: int) -> Held:
+    def live(self, task: Task) -> Held:
         """Open it, use it, and hold what the cell says."""
         raise NotImplementedError
 
@@ -205,17 +212,17 @@ class ProducerParty(Party):
         # Its groups stay leased until it closes.
         self.taken = [*getattr(self, "taken", []), *handle.take(64, 0)]
 
-    def live(self, task: Task, life: int) -> Held:
+    def live(self, task: Task) -> Held:
         producer = shmbus.Producer(task.name)
-        put_group(producer, f"life{life}-a")
-        put_group(producer, f"life{life}-b")
-        put_half(producer, "half", life - 1)
-        done = [f"life{life}-a", f"life{life}-b", *(["half"] if life == 2 else [])]
+        put_group(producer, f"life{task.life}-a")
+        put_group(producer, f"life{task.life}-b")
+        put_half(producer, "half", task.life - 1)
+        done = [f"life{task.life}-a", f"life{task.life}-b", *(["half"] if task.life == 2 else [])]
         task.say(put=done)
         things: list[Any] = []
         if task.held == "reservation":
             fields = {"tokens": ("int32", TOKENS)}
-            slot = producer.reserve(f"open{life}", group_size=1, index=0, fields=fields)
+            slot = producer.reserve(f"open{task.life}", group_size=1, index=0, fields=fields)
             slot["tokens"][:7] = 1
             things.append(slot)
         if task.held == "request":
@@ -247,26 +254,30 @@ class ProducerParty(Party):
         values = sample(key, 0)
 
         def call() -> str:
-            held.handle.put(key, group_size=1, index=0, timeout=0, **values)
+            try:
+                held.handle.put(key, group_size=1, index=0, timeout=0, **values)
+            except shmbus.BusFullError:
+                return ""
             return key
 
         return call
 
     def was_called(self, held: Held, done: Any) -> None:
-        self._note(held, done)
+        if done:
+            self._note(held, done)
 
     def press(self, task: Task, label: str) -> list[str]:
         return []  # it frees nothing, and its next life needs room
 
     def audit(self, task: Task, facts: list[dict[str, Any]]) -> None:
-        awaited = all_of(facts, "put")
-        if task.held == "request":
+        def take_again() -> str:
             with shmbus.Producer(task.name) as producer:
                 request = take_request(producer, TAKEN_S)
                 assert request is not None, "the request did not come back"
                 assert answer(producer, request) and take_request(producer, 0) is None
-            awaited.add("asked")
-        Found(task.name, awaited)
+            return "asked"
+
+        Found(task.name, all_of(facts, "put"), take_again if task.held == "request" else None)
 
 
 class TakerParty(Party):
@@ -298,7 +309,7 @@ class TakerParty(Party):
     def groups_of(self, thing: Any) -> list[Any]:
         return [thing]
 
-    def live(self, task: Task, life: int) -> Held:
+    def live(self, task: Task) -> Held:
         held = Held(self, task, self.open(task), [])
         held.acked = []  # type: ignore[attr-defined]
         held.leased = {}  # type: ignore[attr-defined]
@@ -347,7 +358,7 @@ class TakerParty(Party):
             held.things += await held.handle.atake(1, None)
 
     def call_for(self, held: Held) -> Callable[[], Any]:
-        return lambda: held.handle.take(1, 0)
+        return lambda: held.handle.take(1, 0.0)
 
     def was_called(self, held: Held, done: Any) -> None:
         held.things += done
@@ -400,7 +411,13 @@ class HandlerParty(TakerParty):
             kept.append(held.handle.next_batch(None))
 
     def call_for(self, held: Held) -> Callable[[], Any]:
-        return lambda: [held.handle.next_batch(0)]
+        def call() -> list[Any]:
+            try:
+                return [held.handle.next_batch(0)]
+            except TimeoutError:
+                return []
+
+        return call
 
     def was_called(self, held: Held, done: Any) -> None:
         held.things += done
@@ -425,13 +442,12 @@ class FeederParty(Party):
         self.requests = [*getattr(self, "requests", []), take_request(producer, TAKEN_S)]
         return producer
 
-    def live(self, task: Task, life: int) -> Held:
+    def live(self, task: Task) -> Held:
         feeder = shmbus.Feeder(task.name)
         held = Held(self, task, feeder, [])
         held.offered = []  # type: ignore[attr-defined]
-        held.life = life  # type: ignore[attr-defined]
         self.touch(held)
-        many = [{"instance_id": f"life{life}-{n}", "group_size": 1} for n in range(2)]
+        many = [{"instance_id": f"life{task.life}-{n}", "group_size": 1} for n in range(2)]
         feeder.request_many(many, timeout=TAKEN_S)
         self._note(held, *(each["instance_id"] for each in many))
         return held
@@ -441,7 +457,7 @@ class FeederParty(Party):
         held.task.say(offered=held.offered)  # type: ignore[attr-defined]
 
     def _offer(self, held: Held, timeout: float | None, **more: Any) -> str:
-        at = f"life{held.life}-{len(held.offered)}-touched"  # type: ignore[attr-defined]
+        at = f"life{held.task.life}-{len(held.offered)}-touched"  
         held.handle.request(at, group_size=1, timeout=timeout, **more)
         return at
 
@@ -461,10 +477,17 @@ class FeederParty(Party):
         await held.handle.arequest("too-late", group_size=1, prompt=np.zeros(5000, np.int32))
 
     def call_for(self, held: Held) -> Callable[[], Any]:
-        return lambda: self._offer(held, 0)
+        def call() -> str:
+            try:
+                return self._offer(held, 0)
+            except shmbus.BusFullError:
+                return ""
+
+        return call
 
     def was_called(self, held: Held, done: Any) -> None:
-        self._note(held, done)
+        if done:
+            self._note(held, done)
 
     def press(self, task: Task, label: str) -> list[str]:
         # Room in the lane for the next life: half of what is there is answered.
