@@ -94,6 +94,8 @@ class Found:
         name: str,
         awaited: set[str],
         then: Callable[[], str] | None = None,
+        *,
+        ends: bool = True,
         **options: Any,
     ) -> None:
         self.groups: dict[str, list[list[int]]] = {}
@@ -108,7 +110,8 @@ class Found:
             f"lost: {sorted(awaited - found)}; came though nobody put them, or after their "
             f"acknowledgement: {sorted(found - awaited)}; {self.ledger}"
         )
-        self._balance(name)
+        if ends:
+            self._balance(name)
 
     def _drain(self, consumer: shmbus.Consumer) -> None:
         """Take until there is nothing that could come, or has not come for long."""
@@ -225,7 +228,8 @@ class ProducerParty(Party):
             slot = producer.reserve(f"open{task.life}", group_size=1, index=0, fields=fields)
             slot["tokens"][:7] = 1
             things.append(slot)
-        if task.held == "request":
+        # In a cell that runs again the first object has it, which lives until its name is bound.
+        if task.held == "request" and not (self.how == "again" and task.life == 2):
             request = take_request(producer, TAKEN_S)
             assert request is not None and request.instance_id == "asked"
             things.append(request)
@@ -477,9 +481,14 @@ class FeederParty(Party):
         await held.handle.arequest("too-late", group_size=1, prompt=np.zeros(5000, np.int32))
 
     def call_for(self, held: Held) -> Callable[[], Any]:
+        # Another one each time: a call that raised may have offered it, as a death there would.
+        self.calls = getattr(self, "calls", 0) + 1
+        key = f"tried{held.task.life}-{self.calls}"
+
         def call() -> str:
             try:
-                return self._offer(held, 0)
+                held.handle.request(key, group_size=1, timeout=0)
+                return key
             except shmbus.BusFullError:
                 return ""
 
@@ -490,19 +499,12 @@ class FeederParty(Party):
             self._note(held, done)
 
     def press(self, task: Task, label: str) -> list[str]:
-        # Room in the lane for the next life: half of what is there is answered.
-        done = []
+        # Room in the lane for the next life.
         with shmbus.Producer(task.name) as producer:
-            while (request := take_request(producer, 0)) is not None and len(done) < 8:
-                assert answer(producer, request)
-                done.append(request.instance_id)
-        with shmbus.Consumer(task.name) as consumer:
-            for group in consumer.take(64, TAKEN_S) if done else ():
-                members(group)
-                group.ack()
-                done.remove(group.instance_id)
-        assert not done, f"answered, and not delivered: {done}"
-        return []
+            requests = [take_request(producer, 0) for _ in range(8)]
+            done = [each.instance_id for each in requests if each and answer(producer, each)]
+        Found(task.name, {*done}, ends=False)
+        return done
 
     def audit(self, task: Task, facts: list[dict[str, Any]]) -> None:
         seen: set[str] = set()
@@ -512,10 +514,10 @@ class FeederParty(Party):
                 assert answer(producer, request)
                 seen.add(request.instance_id)
         Found(task.name, seen)
-        with shmbus.Bus.open(task.name) as bus:
-            offered = bus.stats().acknowledged
-        awaited = len(all_of(facts, "offered")) + 1
-        assert offered == awaited, f"{offered} of {awaited} requests became groups"
+        awaited = (all_of(facts, "offered") | {"before"}) - all_of(facts, "put")
+        found = {key for key in seen if not key.startswith("tried")}
+        assert found == {key for key in awaited if not key.startswith("tried")}, (found, awaited)
+        assert seen >= awaited, f"lost: {awaited - seen}"
 
 
 BUS_PARTIES: dict[str, type[Party]] = {
