@@ -4,10 +4,10 @@
     python examples/async_openai.py            # half a minute on two cores; --quick for less
 
 A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
-``anext_request`` for the next sample, the ``openai`` client for the answer, ``put_for`` for the
-result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is tokenised
-twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest weights
-from the trainer's `WeightPublisher` between two answers.
+``requests.anext`` for the next sample, the ``openai`` client for the answer, ``requests.answer``
+for the result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is
+tokenised twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest
+weights from the trainer's `WeightPublisher` between two answers.
 
 The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
 """
@@ -85,14 +85,14 @@ class Server:
 
 async def sample(producer: shmbus.Producer, client: Any) -> None:
     """Answer requests one after the other."""
-    while (request := await producer.anext_request()) is not None:
+    while (request := await producer.requests.anext()) is not None:
         ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
         try:
             completion = await client.chat.completions.create(
                 model="table", **ask, extra_body={"return_token_ids": True}
             )
         except Exception as error:
-            producer.fail_for(request, repr(error))  # asked for again, here or elsewhere
+            producer.requests.fail(request, repr(error))  # asked for again, here or elsewhere
             continue
         choice, prompt = completion.choices[0], completion.prompt_token_ids
         answer = {
@@ -103,7 +103,7 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
             "loss_mask": [0] * len(prompt) + [1] * len(choice.token_ids),
             "meta": {"finish_reason": choice.finish_reason},
         }
-        await asyncio.to_thread(producer.put_for, request, **answer)  # waits on a full bus
+        await asyncio.to_thread(producer.requests.answer, request, **answer)  # waits on a full bus
 
 
 async def roll_out(bus: str) -> None:

@@ -3,7 +3,7 @@
     python examples/evaluation.py              # fifteen seconds on two cores; --quick for less
 
 Evaluation prompts are requested with ``split="eval"``, and a higher priority. The worker answers
-them greedily; for the bus it need do nothing, since ``put_for`` takes the split from the request.
+them greedily; for the bus it need do nothing: ``requests.answer`` takes the split of the request.
 Their groups go to ``Consumer(bus, split="eval")``, beside the trainer's handler, and never into a
 batch; each split has its own counters. Two consumers on one bus need the daemon, which the script
 starts.
@@ -40,7 +40,7 @@ def work(bus: str) -> None:
     """Answer requests with the newest weights, until killed."""
     rng, version, table = np.random.default_rng(0), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(table)
@@ -51,7 +51,7 @@ def work(bus: str) -> None:
                 noise = 0.0 if request.split == "eval" else rng.gumbel(size=DIGITS)
                 tokens.append(int(np.argmax(log_p + noise)))
                 logprobs.append(log_p[tokens[-1]])
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=np.mean(np.array(tokens[1:]) == tokens[0]),
                 policy_version=version,

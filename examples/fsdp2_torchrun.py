@@ -44,7 +44,7 @@ def work(bus: str) -> None:
     """Answer "repeat 7" with the newest weights, until killed."""
     rng, version, model = np.random.default_rng(0), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(model)
@@ -55,7 +55,7 @@ def work(bus: str) -> None:
                     log_p = model(torch.tensor(tokens[-1])).log_softmax(-1).numpy()
                 tokens.append(int(np.argmax(log_p + rng.gumbel(size=DIGITS))))
                 logprobs.append(log_p[tokens[-1]])
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=np.mean(np.array(tokens[1:]) == tokens[0]),
                 policy_version=version,

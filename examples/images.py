@@ -58,7 +58,7 @@ def work(bus: str, seed: int) -> None:
     rng, version, model = np.random.default_rng(seed), -1, tower()
     nothing = np.empty((0, PATCH), np.float32)
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(model)
@@ -67,7 +67,7 @@ def work(bus: str, seed: int) -> None:
             with torch.no_grad():
                 logprobs = model(torch.tensor(image).mean(0)).log_softmax(-1).numpy()
             answer = int(np.argmax(logprobs + rng.gumbel(size=COLOURS)))
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=answer == request.meta["colour"],
                 policy_version=version,

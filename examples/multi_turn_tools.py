@@ -70,13 +70,13 @@ def work(bus: str, seed: int) -> None:
     """Answer requests with the newest weights, until killed."""
     rng, version, table = np.random.default_rng(seed), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(table)
                     version = newest.version
             said, why = converse(table.weight.detach().numpy(), request.meta["secret"], rng)
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=float(why == "stop" and said.tokens[-1] == request.meta["secret"]),
                 policy_version=version,

@@ -44,9 +44,9 @@ class Rollouts:
     def run(self, idle_s: float) -> int:
         """Answer until nothing is asked for so long; return how many answers there were."""
         answers = 0
-        while (request := self.producer.next_request(timeout=idle_s)) is not None:
+        while (request := self.producer.requests.next(timeout=idle_s)) is not None:
             length = int(self.rng.integers(4, 32))
-            answers += self.producer.put_for(
+            answers += self.producer.requests.answer(
                 request,
                 score=length / 32,
                 policy_version=self.producer.policy_version,

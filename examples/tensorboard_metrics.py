@@ -32,10 +32,10 @@ def work(bus: str) -> None:
     """Answer requests with random tokens, until killed; one in ten samples is cut off."""
     rng = np.random.default_rng(0)
     with shmbus.Producer(bus, wait=60.0) as producer:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             tokens = rng.integers(1000, size=rng.integers(8, 64), dtype=np.int32)
             version = producer.policy_version
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=rng.normal(version / 10),
                 policy_version=version,

@@ -204,7 +204,7 @@ def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any
         if array.ndim == 0 and not declared:
             _refuse_near(name, value)
         return array
-    if not declared and not isinstance(value, (list, tuple)):
+    if not declared:
         _refuse_near(name, value)
     raise TypeError(
         f"{name}: expected an array, got {type(value).__name__}; {_value_advice(name, value)}"

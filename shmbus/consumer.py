@@ -26,6 +26,7 @@ from shmbus._arguments import (
     check_wait,
     clamp_request,
 )
+from shmbus._format import show_wait
 from shmbus._schema import Schema
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.group import Group
@@ -259,6 +260,9 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
             max_groups, seconds_left(deadline)
         )
 
+    # Its errors name what was called.
+    _take.__qualname__ = "Consumer.take"
+
     def __iter__(self) -> Iterator[Group]:
         """Yield complete groups one by one; blocks for the next, and ends when it is closed.
 
@@ -267,13 +271,46 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         ProtocolError, StallError, DaemonUnavailableError
             As for `take`; the iteration may be started again.
         """
+        return self._iterate(None)
+
+    def iter(self, timeout: float | None = None) -> Iterator[Group]:
+        """Yield complete groups one by one until `close`, and wait only so long for each.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for a group; None waits for ever.
+
+        Yields
+        ------
+        Group
+
+        Raises
+        ------
+        TimeoutError
+            No group was complete in that time. It ends this iteration; another one goes on behind
+            it.
+        TypeError, ValueError
+            `timeout` is no time.
+        ProtocolError, StallError, DaemonUnavailableError
+            As for `take`.
+        """
+        check_timeout(timeout)
+        return self._iterate(timeout)
+
+    def _iterate(self, timeout: float | None) -> Iterator[Group]:
         while not self._closed:
             try:
-                groups = self.take(1, None)
+                groups = self.take(1, timeout)
             except errors.BusClosedError:
                 if self._closed:
                     return
                 raise
+            if not groups and timeout is not None:
+                raise TimeoutError(
+                    f"bus {self.name!r}: no group was complete after {show_wait(timeout)}; "
+                    f"`shmbus status {self.name}` says what it waits for"
+                )
             yield from groups
 
     # -- state ----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Invariant: an error names the argument or the sample, the expected value, and th
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import operator
@@ -21,6 +20,7 @@ from torch.utils.data import default_collate
 import shmbus
 from shmbus.batch.gather import FieldNames, GatherThreads
 from trainer_adapter._checks import check_choice, check_text, checked_int
+from trainer_adapter._near_names import near_options
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
@@ -198,14 +198,31 @@ _CHOICES: Final = {
 }
 
 
-def check_consumer_options(options: Mapping[str, object]) -> None:
-    """Raise TypeError for an option that Consumer lacks; the message names a similar one."""
-    known = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
-    for name in options.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1)
+def check_consumer_options(options: Mapping[str, object], handler: type) -> None:
+    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest.
+
+    Parameters
+    ----------
+    options : mapping
+        What was given to the handler beside its own.
+    handler : type
+        Has the others, as parameters.
+    """
+    bus = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
+    for name in options.keys() - bus:
+        own = [
+            p.name
+            for p in inspect.signature(handler).parameters.values()
+            if p.kind != p.VAR_KEYWORD
+        ]
+        near = near_options(name, [*own, *sorted(bus)])
         raise TypeError(
             f"OnlineDataHandler got an unexpected keyword argument {name!r}; "
-            + (f"did you mean {near[0]!r}?" if near else f"for the bus: {', '.join(sorted(known))}")
+            + (
+                f"did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f"expected one of {', '.join(own)}; or, for the bus, {', '.join(sorted(bus))}"
+            )
         )
 
 

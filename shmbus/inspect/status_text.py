@@ -142,7 +142,7 @@ def _requests(status: BusStatus) -> str:
     if status.requests is not None:
         lane = status.requests
         served = (
-            "nobody has ever taken one: start workers that call Producer.next_request"
+            "nobody has ever taken one: start workers that call Producer.requests.next"
             if lane.taken_s is None
             else f"the last was taken {show_duration(lane.taken_s)} ago"
         )

@@ -513,7 +513,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     relay : RelayStatus | None
         The relay that carries records to or from this bus, where one has.
     groups_useless : int
-        Groups without variance, or refused by a filter, since the bus was created.
+        Groups for training that were dropped whole, for any reason, since the bus was created.
     delivered : list[Histogram]
         Policy lag, age, length, score and solved part of what was delivered, since the bus was
         created.

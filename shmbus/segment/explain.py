@@ -159,7 +159,7 @@ def requests_text(segment: _core.Segment) -> str:
         ago_s = (_core.monotonic_ns() - taken_ns) / 1e9
         served = f"a worker took the last sample {show_duration(max(0.0, ago_s))} ago"
     else:
-        served = "nobody has ever taken a sample: start workers that call Producer.next_request"
+        served = "nobody has ever taken a sample: start workers that call Producer.requests.next"
     return (
         f"{groups} groups are in the lane, {open_} samples of them open and {claimed} in the hands "
         f"of workers, {show_size(free)} of {show_size(room)} for prompts are free; {workers} "

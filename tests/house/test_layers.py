@@ -82,7 +82,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # A page over what can be seen from outside. Nothing knows it.
     ("shmbus.web",),
     # The trainer's side.
-    ("trainer_adapter._checks", "trainer_adapter._masked", "trainer_adapter.scored_group"),
+    (
+        "trainer_adapter._checks",
+        "trainer_adapter._masked",
+        "trainer_adapter._near_names",
+        "trainer_adapter.scored_group",
+    ),
     ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),
     (
         "trainer_adapter._arguments",

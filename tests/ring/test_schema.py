@@ -68,6 +68,7 @@ def put(producer: Producer, n: int = 5, **more: Any) -> None:
         ({"logprobs": None, "logprob": [0.0] * 5}, TypeError, r"logprob: .*did you mean logprobs="),
         ({"completion_ids": [1]}, TypeError, "completion_ids: the schema has no such field, only"),
         ({"reward": np.float32(1)}, TypeError, "reward: .*did you mean score="),
+        ({"rewards": [1.0]}, TypeError, "rewards: .*did you mean score="),
         ({"logprobs": [0.0] * 4}, ValueError, r"\('T',\) with T = 5, as tokens has it, got \(4,\)"),
         ({"loss_mask": np.ones(6, np.uint8)}, ValueError, r"loss_mask: .*T = 5.*got \(6,\)"),
         ({"experts": np.zeros((5, 3, 2), np.uint8)}, ValueError, r"experts: .*got \(5, 3, 2\)"),
