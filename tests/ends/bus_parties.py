@@ -65,15 +65,15 @@ def members(group: Any) -> list[list[int]]:
 
 
 def take_request(producer: shmbus.Producer, timeout: float | None) -> Any:
-    return producer.next_request(timeout)
+    return producer.requests.next(timeout)
 
 
 async def await_request(producer: shmbus.Producer) -> Any:
-    return await producer.anext_request(None)
+    return await producer.requests.anext(None)
 
 
 def answer(producer: shmbus.Producer, request: Any) -> bool:
-    return producer.put_for(request, **sample(request.instance_id, request.index))
+    return producer.requests.answer(request, **sample(request.instance_id, request.index))
 
 
 def press(name: str, label: str) -> list[str]:
@@ -153,9 +153,7 @@ class Party:
 
     def prepare(self, task: Task) -> None:
         """Make its bus."""
-        shmbus.Bus.create(
-            task.name, CAPACITY, max_producers=12, extent_bytes=EXTENT_BYTES
-        ).close()
+        shmbus.Bus.create(task.name, CAPACITY, max_producers=12, extent_bytes=EXTENT_BYTES).close()
 
     def meet(self, task: Task) -> Any:
         """Be the other side; returns its handle."""
@@ -461,7 +459,7 @@ class FeederParty(Party):
         held.task.say(offered=held.offered)  # type: ignore[attr-defined]
 
     def _offer(self, held: Held, timeout: float | None, **more: Any) -> str:
-        at = f"life{held.task.life}-{len(held.offered)}-touched"  
+        at = f"life{held.task.life}-{len(held.offered)}-touched"
         held.handle.request(at, group_size=1, timeout=timeout, **more)
         return at
 
