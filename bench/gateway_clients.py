@@ -154,7 +154,9 @@ def peak(clients: int, megabytes: float, capacity: str = CAPACITY) -> tuple[int,
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Measure the most memory, beside that of a gateway that has just begun."""
-    title = f"the gateway's own memory, {options.clients} clients post {options.megabytes:g} MB each"
+    title = (
+        f"the gateway's own memory, {options.clients} clients post {options.megabytes:g} MB each"
+    )
     if why := machine.lacks(shm_bytes=bus_bytes(CAPACITY), modules=("aiohttp",)):
         return [skipped("gateway-clients", title, why)]
     clients, megabytes = (4, 0.1) if options.tiny else (options.clients, options.megabytes)
@@ -171,9 +173,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = program.parser_of("gateway_clients", __doc__)
-    parser.add_argument(
-        "--clients", type=program.at_least_one, default=1000, help="at once (1000)"
-    )
+    parser.add_argument("--clients", type=program.at_least_one, default=1000, help="at once (1000)")
     parser.add_argument("--megabytes", type=float, default=10.0, help="of JSON each (10)")
     return program.run("gateway_clients", parser, measure, argv)
 

@@ -126,7 +126,8 @@ def _one_transport(
         packer.close()
     tokens = per_batch * GROUP_SIZE * TOKENS
     return Row(
-        name=f"gpu-{transport}-{size}", title=f"ring to device by {transport}, {tokens:,} tokens a batch",
+        name=f"gpu-{transport}-{size}",
+        title=f"ring to device by {transport}, {tokens:,} tokens a batch",
         unit="GB/s", values=tuple(rates), beside="a pinned copy",
         beside_values=(statistics.mean(pinned),),
         note=f"{statistics.median(cpu_us):.0f} us of a processor a batch",

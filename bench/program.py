@@ -114,7 +114,7 @@ def run(
         print(f"{name}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (MeasurementError, shmbus.ShmbusError, OSError, MemoryError) as error:
-        print(f"{name}: {error or type(error).__name__}", file=sys.stderr)
+        print(f"{name}: {str(error) or type(error).__name__}", file=sys.stderr)
         return 1
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 # Read when Ray is imported, and by its services.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -121,7 +121,7 @@ def _through(source: str, consumer: shmbus.Consumer, prefix: str, groups: int) -
     return took_s
 
 
-def hop(transport: str, groups: int, turns: int) -> tuple[list[float], float]:
+def hop(transport: Literal["ray", "direct"], groups: int, turns: int) -> tuple[list[float], float]:
     """Return trajectories a second of each turn, and the median milliseconds of a group alone."""
     import shmbus.relay
 
@@ -275,9 +275,7 @@ def by_transfer_queue(turns: int) -> list[float]:
         receiver, sender = on_side(QueueReceiver, "right"), on_side(QueueSender, "left")
         ray.get(sender.send.remote(receiver, 4))
         count = BATCHES * BATCH
-        return [
-            count / float(ray.get(sender.send.remote(receiver, BATCHES))) for _ in range(turns)
-        ]
+        return [count / float(ray.get(sender.send.remote(receiver, BATCHES))) for _ in range(turns)]
     finally:
         found.close()
 
@@ -293,7 +291,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
         blocks, each = by_ray(turns)
         without = machine.lacks(modules=["transfer_queue"])
         queued = [] if without else by_transfer_queue(turns)
-        for transport in ("direct", "ray"):
+        ways: tuple[Literal["direct", "ray"], ...] = ("direct", "ray")
+        for transport in ways:
             rates, p50_ms = hop(transport, 100 if options.tiny else GROUPS, turns)
             others = {
                 "ray-blocks": ("Ray's objects of 16 MiB", blocks),

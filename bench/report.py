@@ -75,7 +75,9 @@ def block(name: str, chosen: Sequence[str], page: Path, *, draw: bool = True) ->
 def _of(result: dict[str, Any]) -> str:
     facts = result["machine"]
     on = facts.get("gpu") or f"{facts['cores']} cores of an {facts['cpu']}"
-    command = "shmbus bench" if result["program"] == "bench" else f"python -m bench.{result['program']}"
+    command = (
+        "shmbus bench" if result["program"] == "bench" else f"python -m bench.{result['program']}"
+    )
     return f"`{command}` on {on}, {facts['date_utc'][:10]}, load {facts['load_average'][0]:.1f}"
 
 

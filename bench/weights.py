@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -293,8 +293,8 @@ def _others(setup: Setup) -> Iterator[tuple[str, Callable[[], object]]]:
         return
     arrays = {name: value.view(torch.int16).numpy() for name, value in state.items()}
     ray.init(
-        "local", num_cpus=1, object_store_memory=max(3 * setup.nbytes, RAY_LEAST_BYTES), include_dashboard=False,
-        log_to_driver=False,
+        "local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+        object_store_memory=max(3 * setup.nbytes, RAY_LEAST_BYTES),
     )  # fmt: skip
     try:
         yield "ray, put and get of arrays", lambda: ray.get(ray.put(arrays))

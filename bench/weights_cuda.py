@@ -182,25 +182,26 @@ def beside_a_step(shapes: Shapes, rounds: int, device: str) -> tuple[list[float]
         return timed(rounds, both, device), timed(rounds, step, device)
 
 
-def measure(rounds: int, device: str, shapes: Shapes) -> list[Row]:
-    """Measure every row; `shapes` are those of a model."""
+def bounds_s(rounds: int, device: str) -> dict[str, list[float]]:
+    """Return the seconds of a copy of `BOUND_BYTES` on the device, to the host, and from it."""
     one = torch.ones(BOUND_BYTES, dtype=torch.uint8, device=device)
     two = torch.empty_like(one)
     pinned = torch.empty(BOUND_BYTES, dtype=torch.uint8, pin_memory=True)
-    bounds: dict[str, list[float]] = {
-        "a copy on the device": timed(rounds, lambda: two.copy_(one), device),
-        "a pinned copy to the host": timed(
-            rounds, lambda: pinned.copy_(one, non_blocking=True), device
-        ),
-        "a pinned copy from the host": timed(
-            rounds, lambda: two.copy_(pinned, non_blocking=True), device
-        ),
+    calls: dict[str, Callable[[], object]] = {
+        "a copy on the device": lambda: two.copy_(one),
+        "a pinned copy to the host": lambda: pinned.copy_(one, non_blocking=True),
+        "a pinned copy from the host": lambda: two.copy_(pinned, non_blocking=True),
     }
-    del one, two, pinned
+    return {name: timed(rounds, call, device) for name, call in calls.items()}
+
+
+def measure(rounds: int, device: str, shapes: Shapes) -> list[Row]:
+    """Measure every row; `shapes` are those of a model."""
+    bounds = bounds_s(rounds, device)
     torch.cuda.empty_cache()
     total = sum(2 * torch.Size(shape).numel() for shape in shapes)
     rows = []
-    sets = {
+    sets: dict[str, tuple[str, Shapes]] = {
         f"{SMALL_TENSORS:,} small tensors": ("small", [(SMALL_BYTES // 2,)] * SMALL_TENSORS),
         f"a model of {total / 1e9:.1f} GB": ("model", shapes),
     }

@@ -72,6 +72,8 @@ def passed_on_us(pauses_ns: Sequence[int], warm_up: int, between: int = 1) -> fl
         Role(_release_after_pauses, (bells[0], list(pauses_ns))),
         *[Role(_pass_on, (bells[i], bells[i + 1], count)) for i in range(between)],
     ]
+    came: list[int]
+    stamps: list[int]
     came, stamps, *_ = run_together(roles)
     ways = [after - before for after, before in zip(came, stamps, strict=True)]
     return statistics.median(ways[warm_up:]) / 1e3

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.processes import MeasurementError
-from bench.workload import Source, Workload
+from bench.workload import Source
 
 __all__ = [
     "Contender",

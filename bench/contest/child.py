@@ -1,4 +1,4 @@
-"""One contender, measured in an interpreter of its own: ``python -m bench.contest.child NAME FILE``.
+"""One contender, in an interpreter of its own: ``python -m bench.contest.child NAME FILE``.
 
 stdin: a JSON list of requests. The file gets a JSON list of answers, one for each, as they come; an
 answer that failed says so, and the next request goes on.

@@ -86,19 +86,20 @@ def _consume(
             done += len(received)
             if began is None:
                 began, first = time.perf_counter(), done
-            for _, _, (tokens, loss_mask, logprobs) in received:
+            for _, _, arrays in received:
+                tokens, loss_mask, logprobs = arrays
                 if not ordered:
                     different += int(tokens[0])
             if done < wanted:
                 # An array keeps its bytes: what was received ends here for those too who free
                 # nothing under one.
-                received = tokens = loss_mask = logprobs = None
+                received = arrays = tokens = loss_mask = logprobs = None
                 receiver.done()
         if ordered:
             _check(workload, (tokens, loss_mask, logprobs))
         elif different != workload.producers:
             raise MeasurementError(f"expected {workload.producers} that differ, got {different}")
-        received = tokens = loss_mask = logprobs = None
+        received = arrays = tokens = loss_mask = logprobs = None
         receiver.done()
         assert began is not None
         if first == wanted:
@@ -108,7 +109,8 @@ def _consume(
 
 def _check(workload: Workload, arrays: tuple[NDArray[Any], ...]) -> None:
     """Refuse a last trajectory, which differs from all before it, that is not what was sent."""
-    for array, sent in zip(arrays, workload.source(last=True), strict=True):
+    sources: tuple[NDArray[Any], ...] = workload.source(last=True)
+    for array, sent in zip(arrays, sources, strict=True):
         if not np.array_equal(array, sent):
             raise MeasurementError(f"expected {sent} at the end, got {array}")
 

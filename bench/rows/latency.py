@@ -81,6 +81,8 @@ def daemon_wake(level: Level, capacity: str) -> Row:
 
 def _one_way_us(pauses: list[int], capacity: str, *, daemon: bool = False) -> float:
     """Return the median microseconds of a turn."""
+    came: list[int]
+    put: list[int]
     with temporary_bus(capacity) as name:
         served: AbstractContextManager[object] = (
             serving(name) if daemon else contextlib.nullcontext()

@@ -52,6 +52,8 @@ def _rate(groups: int) -> float:
     lane = max(1 << 16, groups * LANE_BYTES)
     with temporary_bus("16MiB", request_capacity=lane) as name:
         workers = [Role(_work, (name,)) for _ in range(WORKERS)]
+        began_s: float
+        ends: list[tuple[int, float]]
         began_s, *ends = run_together([Role(_feed, (name, groups)), *workers])
     samples = sum(count for count, _ in ends)
     if samples != groups * GROUP_SIZE:

@@ -10,9 +10,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 import shmbus
 from bench.levels import Level
@@ -151,7 +152,9 @@ def _view_all(start: Callable[[], None], name: str, workload: Workload) -> float
         assert began is not None
         seconds = time.perf_counter() - began
         # The last trajectory differs from all before it, and stands for them.
-        for view, sent in zip((tokens, loss_mask, logprobs), workload.source(last=True), strict=True):
+        views: tuple[NDArray[Any], ...] = (tokens, loss_mask, logprobs)
+        sources: tuple[NDArray[Any], ...] = workload.source(last=True)
+        for view, sent in zip(views, sources, strict=True):
             if not np.array_equal(view, sent) or view.flags.writeable:
                 raise MeasurementError(f"expected a read-only view of {sent}, got {view}")
         check_ledger(consumer.stats(), workload)
