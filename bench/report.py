@@ -47,7 +47,7 @@ def filled(text: str, page: Path, *, draw: bool = True) -> str:
 
     def made(found: re.Match[str]) -> str:
         name, *chosen = found[1].split()
-        return f"<!-- bench: {found[1]} -->\n{block(name, chosen, page, draw=draw)}{END}"
+        return f"<!-- bench: {found[1]} -->\n{block(name, chosen, page, draw=draw)}\n{END}"
 
     return BLOCK.sub(made, text)
 
@@ -74,7 +74,8 @@ def block(name: str, chosen: Sequence[str], page: Path, *, draw: bool = True) ->
 
 def _of(result: dict[str, Any]) -> str:
     facts = result["machine"]
-    on = facts.get("gpu") or f"{facts['cores']} cores of an {facts['cpu']}"
+    cpu = facts["cpu"].replace("(R)", "")
+    on = facts.get("gpu") or f"{facts['cores']} cores of an {cpu}"
     command = (
         "shmbus bench" if result["program"] == "bench" else f"python -m bench.{result['program']}"
     )
@@ -83,7 +84,7 @@ def _of(result: dict[str, Any]) -> str:
 
 def _markdown(rows: dict[str, Row], names: Sequence[str] | dict[str, None]) -> str:
     lines = [HEADS, ["---"] * len(HEADS), *(cells(rows[name]) for name in names)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:

@@ -17,7 +17,7 @@ from bench.targets import TARGETS
 
 __all__ = ["Row", "cells", "skipped", "table"]
 
-HEADS = ("what", "measured", "lowest to highest", "beside", "times that", "target")
+HEADS = ("what", "measured", "lowest-highest (of)", "beside", "times that", "target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,11 @@ def cells(row: Row) -> list[str]:
     target = TARGETS.get(row.name)
     wanted = str(target) if target else ""
     if row.met is False:
-        wanted += " (missed)"
+        wanted += ", missed"
     if row.skipped or row.value is None:
         return [row.title, f"skipped: {row.skipped}", "", "", "", str(target or "")]
     beside = f"{row.beside} {number(statistics.median(row.beside_values))}" if row.beside else ""
-    spread = f"{number(min(row.values))} to {number(max(row.values))}, of {len(row.values)}"
+    spread = f"{number(min(row.values))}-{number(max(row.values))} ({len(row.values)})"
     return [
         row.title,
         f"{number(row.value)} {row.unit}" + (f"; {row.note}" if row.note else ""),

@@ -23,7 +23,7 @@ class Target:
         return value >= self.bound if self.sense == "at least" else value <= self.bound
 
     def __str__(self) -> str:
-        return f"{self.sense} {self.bound:,g}" + (" times that" if self.of_beside else "")
+        return f"{self.sense} {self.bound:,g}" + ("x" if self.of_beside else "")
 
 
 def _times(bound: float) -> Target:

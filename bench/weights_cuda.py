@@ -214,7 +214,7 @@ def measure(rounds: int, device: str, shapes: Shapes) -> list[Row]:
             Row(
                 name=f"weights-cuda-{name}", title=f"versions of {title}, on the device",
                 unit="a second", values=tuple(1 / s for s in found["whole"]),
-                beside="a handle of torch a tensor", beside_values=tuple(1 / s for s in handles),
+                beside="torch's handles", beside_values=tuple(1 / s for s in handles),
             )
         )  # fmt: skip
     host = by_bus(shapes, rounds, device, "shm")

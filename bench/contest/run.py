@@ -103,7 +103,7 @@ def _rows(
         yield Row(
             name=f"against-{name}", title=what, unit="trajectories/s",
             values=tuple(mine for mine, _ in pairs),
-            beside=title, beside_values=tuple(theirs for _, theirs in pairs), figures=about,
+            beside=name, beside_values=tuple(theirs for _, theirs in pairs), figures=about,
         )  # fmt: skip
     by_what = {answer["what"]: answer for answer in answers}
     latency, survival = by_what["latency"], by_what["survival"]
@@ -116,7 +116,7 @@ def _rows(
             name=f"latency-{name}", title=what, unit="us", values=(latency["p50_us"],),
             beside="shmbus, embedded" if own else "", beside_values=tuple(own),
         )  # fmt: skip
-    what = f"kill -9 of a writer in mid-write, {title}"
+    what = f"kill -9 in mid-write, {title}"
     if "failed" in survival:
         yield skipped(f"survival-{name}", what, survival["failed"])
         return
@@ -124,9 +124,9 @@ def _rows(
     harmed = survival["lost"] + survival["torn"] + survival["doubled"]
     goes_on = f"stopped after kill {stopped}" if stopped else f"went on, {survival['kills']} times"
     yield Row(
-        name=f"survival-{name}", title=what, unit="stops and trajectories harmed",
+        name=f"survival-{name}", title=what, unit="harmed",
         values=(float(harmed + (stopped is not None)),),
-        note=f"{goes_on}; {survival['in_send']} kills within a send", figures=survival,
+        note=f"{goes_on}; {survival['in_send']} within a send", figures=survival,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def idle(level: Level, capacity: str) -> Row:
     """Let a consumer sleep on an empty bus."""
     with temporary_bus(capacity) as name:
         values = [run_alone(_sleep, name, level.idle_s) for _ in range(level.repetitions)]
-    title = f"a consumer asleep for {level.idle_s:g} s"
+    title = "a consumer asleep"
     return Row(name="idle", title=title, unit=UNIT, values=tuple(values))
 
 
@@ -45,7 +45,7 @@ def daemon_idle(level: Level, capacity: str) -> Row:
             before = processor_s(pid)
             time.sleep(level.idle_s)
             values.append((processor_s(pid) - before) * 60 / level.idle_s)
-    title = f"a daemon asleep for {level.idle_s:g} s, with a producer and a consumer"
+    title = "a daemon asleep, both ends attached"
     return Row(name="daemon-idle", title=title, unit=UNIT, values=tuple(values))
 
 

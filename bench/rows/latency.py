@@ -53,7 +53,7 @@ def wake(level: Level, capacity: str) -> Row:
             why = f"no raw futex beside it: {error}"
     return Row(
         name="wake",
-        title="wake-up of a sleeping reader, one way, p50",
+        title="wake-up, one way, p50",
         unit="us",
         values=tuple(ours),
         beside="raw futex" if raw else "",
@@ -71,7 +71,7 @@ def daemon_wake(level: Level, capacity: str) -> Row:
     ]
     return Row(
         name="daemon-wake",
-        title="one way through the daemon to a sleeping reader, p50",
+        title="wake-up through the daemon, p50",
         unit="us",
         values=tuple(ours for ours, _ in turns),
         beside="a semaphore passed on",

@@ -39,7 +39,7 @@ def daemon_leases(level: Level, capacity: str) -> Row:
             cpu_us.append((processor_s(pid) - before) / workload.trajectories * 1e6)
     return Row(
         name="daemon-leases",
-        title=f"groups leased through the daemon, {TOKENS} tokens each",
+        title="groups leased through the daemon",
         unit="groups/s",
         values=tuple(rates),
         figures={"daemon_cpu_us_a_group": cpu_us},

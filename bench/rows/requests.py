@@ -39,11 +39,10 @@ def requests(level: Level, capacity: str) -> Row:
     rates = [_rate(level.requests) for _ in range(level.repetitions)]
     return Row(
         name="requests",
-        title=f"requests of one feeder to {WORKERS} workers, groups of {GROUP_SIZE}, {OFFERED} "
-        f"offered and up to {TAKEN} samples taken at a time",
+        title=f"requests, one feeder to {WORKERS} workers",
         unit="samples/s",
         values=tuple(rates),
-        beside="dicts through queue.SimpleQueue, on two cores",
+        beside="queue.SimpleQueue, two cores",
         beside_values=(2 / queue_us() * 1e6,),
     )
 

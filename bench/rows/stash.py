@@ -57,7 +57,7 @@ def growth(level: Level, capacity: str) -> Row:
     ]
     return Row(
         name="stash",
-        title=f"a trajectory into a stash of {many:,} open groups",
+        title=f"stash of {many:,} open groups",
         unit="ns",
         values=tuple(ns for _, ns in turns),
         beside=f"of {few:,}",

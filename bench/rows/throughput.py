@@ -53,7 +53,7 @@ def packed(name: str, level: Level, capacity: str) -> Row:
         trajectories=level.packed, tokens=2048, cold=name.endswith("-cold"), capacity=capacity
     )
     cold = ", sources cold" if workload.cold else ""
-    title = f"put to packed torch batches, 2,048 tokens{cold}"
+    title = f"put to packed batches, 2,048 tokens{cold}"
     return _beside_memcpy(name, title, level, workload, to_batches, PACKED_BYTES_PER_TOKEN)
 
 
@@ -66,7 +66,7 @@ def daemon_packed(level: Level, capacity: str) -> Row:
     ]
     return Row(
         name="daemon-packed",
-        title="put to packed torch batches through the daemon, 2,048 tokens",
+        title="packed through the daemon, 2,048 tokens",
         unit="trajectories/s",
         values=tuple(served for _, served in turns),
         beside="embedded",
@@ -96,7 +96,7 @@ def _beside_memcpy(
         title=title,
         unit="trajectories/s",
         values=tuple(rates),
-        beside="memcpy of as many bytes",
+        beside="memcpy",
         beside_values=tuple(copies),
         figures={"bytes_per_trajectory": each, "trajectories": workload.trajectories},
     )
