@@ -21,7 +21,7 @@ from conftest import SHM_DIR, Child, Spawner, segments_named, wait_until
 pytest.importorskip("torch")
 
 from bus_parties import BUS_PARTIES, Party
-from cells import HELD, HOLDS, HOWS, OTHERS, PROGRAMS, WHOS, Cell, cells, why_not
+from cells import HELD, HOLDS, HOWS, PROGRAMS, WHOS, Cell, cells, why_not
 from endings import ENDINGS, LIVES_ON, STATUS, Task
 from tensor_parties import TENSOR_PARTIES
 
