@@ -14,8 +14,10 @@ import fcntl
 import os
 from typing import Final
 
+from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.own_file import open_own
 
 __all__ = ["ProducerChecks", "is_stopped", "servers_left"]
 
@@ -106,13 +108,13 @@ def servers_left(name: str) -> bool:
     It keeps a note of them from before it pauses the first, and the note's lock while it lives.
     """
     try:
-        how = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(SHM_DIRECTORY + companion_name("fleet", name), how)
-    except OSError:  # not there, or another user's
+        file = open_own(
+            SHM_DIRECTORY + companion_name("fleet", name), os.O_RDONLY, "the note of paused servers"
+        )
+    except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
         return False
     try:
-        found = os.fstat(file)
-        if found.st_size == 0 or found.st_uid != os.geteuid():
+        if os.fstat(file).st_size == 0:
             return False
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -131,7 +131,7 @@ class OnlineDataHandler(
         `next_batch`, and the batch is the next one.
     keep_group : callable, optional
         Called with each group as a `ScoredGroup`; one for which it is not true is dropped, counted
-        as "filtered", and one more to sample (`refill`). For a filter by other than equal scores,
+        as "filtered", and one more to sample. For a filter by other than equal scores,
         which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
         group malformed.
     pack_threads : int, optional
