@@ -89,7 +89,7 @@ def test_a_torch_that_cannot_be_imported_is_a_warning(
     assert "libcuda.so.1 is broken" in finding.found
 
 
-ORDINARY = pwd.struct_passwd(("ada", "x", 1234, 1234, "", "/home/ada", "/bin/sh"))
+ORDINARY = pwd.struct_passwd(("ada", "x", 1234, 1234, "", "/", "/bin/sh"))
 SYSTEM = pwd.struct_passwd(("trainer", "x", 999, 999, "", "/", "/bin/sh"))
 
 
