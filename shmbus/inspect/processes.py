@@ -18,7 +18,6 @@ from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.segment.own_file import open_own
-from shmbus.segment.own_file import open_own
 
 __all__ = ["ProducerChecks", "is_stopped", "servers_left"]
 
@@ -108,15 +107,15 @@ def servers_left(name: str) -> bool:
 
     It keeps a note of them from before it pauses the first, and the note's lock while it lives.
     """
-    path = SHM_DIRECTORY + companion_name("fleet", name)
     try:
-        file = open_own(path, os.O_RDONLY, f"bus {name!r}")
-    except (OSError, errors.ShmbusError):  # not there, another user's, or no file
+        file = open_own(
+            SHM_DIRECTORY + companion_name("fleet", name), os.O_RDONLY, "the note of paused servers"
+        )
+    except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
         return False
     try:
         if os.fstat(file).st_size == 0:
             return False
-        # Shared: who looks at the same time is not taken for the trainer.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
