@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -124,20 +125,18 @@ def run_worker(bus: str) -> None:
 
 
 def train(bus: str, steps: int) -> list[float]:
-    """Request prompts one batch ahead, and train."""
+    """Offer prompts without end, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    asked = (f"repeat {rng.integers(DIGITS)}" for _ in itertools.count())
+    prompts = ({"meta": [{"role": "user", "content": text}]} for text in asked)
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
         OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH, sample_retries=2) as handler,
     ):
         publisher.publish(version=0)
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                meta = [{"role": "user", "content": f"repeat {rng.integers(DIGITS)}"}]
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, meta=meta)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # one that fails is replaced
+        for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             # Each token is predicted from the one before it.
             picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])

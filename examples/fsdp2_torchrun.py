@@ -14,6 +14,7 @@ On GPUs: backend "nccl", ``device="cuda"``, and your model in place of the table
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import secrets
 import subprocess
@@ -87,6 +88,7 @@ def train(bus: str, steps: int) -> None:
     model = fully_shard(policy(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     rng = np.random.default_rng(1)
+    prompts = ({"prompt": rng.integers(DIGITS, size=1)} for _ in itertools.count())
     rewards = []
     with (
         WeightPublisher(bus, ModuleSource(model), rank=rank, world_size=WORLD_SIZE) as publisher,
@@ -95,12 +97,8 @@ def train(bus: str, steps: int) -> None:
         ) as handler,
     ):
         publisher.publish(version=0)
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_STEP if rank == 0 else 0):
-                prompt = rng.integers(DIGITS, size=1, dtype=np.int32)
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, prompt=prompt)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # rank 0 does, for all
+        for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             optimizer.zero_grad()
             loss_of(model, batch).backward()

@@ -63,9 +63,8 @@ def train(bus: str, actors: list[Any], steps: int) -> int:
     with OnlineDataHandler(
         bus, groups_per_batch=GROUPS_PER_BATCH, extra_fields={"actor": "meta"}
     ) as handler:
+        handler.offer([{}] * (steps * GROUPS_PER_BATCH), group_size=GROUP_SIZE)
         for step in range(1, steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE)
             if step == steps // 2:
                 ray.kill(actors[0], no_restart=False)
             batch = handler.next_batch(60.0)

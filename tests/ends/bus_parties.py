@@ -153,9 +153,7 @@ class Party:
 
     def prepare(self, task: Task) -> None:
         """Make its bus."""
-        shmbus.Bus.create(
-            task.name, CAPACITY, max_producers=12, extent_bytes=EXTENT_BYTES
-        ).close()
+        shmbus.Bus.create(task.name, CAPACITY, max_producers=12, extent_bytes=EXTENT_BYTES).close()
 
     def meet(self, task: Task) -> Any:
         """Be the other side; returns its handle."""
@@ -480,7 +478,7 @@ class FeederParty(Party):
         held.task.say(offered=held.offered)  # type: ignore[attr-defined]
 
     def _offer(self, held: Held, timeout: float | None, **more: Any) -> str:
-        at = f"life{held.task.life}-{len(held.offered)}-touched"  
+        at = f"life{held.task.life}-{len(held.offered)}-touched"
         held.handle.request(at, group_size=1, timeout=timeout, **more)
         return at
 

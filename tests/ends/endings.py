@@ -316,7 +316,9 @@ def run_again(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> N
         else:
             assert not party.ALONE, f"there are two of {party} now"
         bind([new], scope, rng)
-        scope |= {f"second_{task.number}_{n}": scope.pop(n) for n in [*scope] if n.startswith("name_")}
+        scope |= {
+            f"second_{task.number}_{n}": scope.pop(n) for n in [*scope] if n.startswith("name_")
+        }
 
 
 ENDINGS: dict[str, Callable[[list[Held], dict[str, Any], random.Random], None]] = {

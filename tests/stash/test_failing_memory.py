@@ -59,7 +59,7 @@ with Bus.create(name, "1MiB", max_producers=2) as bus:
                 assert all((t["x"] == X).all() for t in group)
                 group.ack()
             ledger = consumer.stats()
-            assert ledger.balanced and not ledger.undelivered and not ledger.dropped, (after, ledger)
+            assert ledger.balanced and not ledger.undelivered and not ledger.dropped, ledger
             after += 1
     consumer.close()
     bus.unlink()

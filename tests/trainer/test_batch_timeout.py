@@ -82,9 +82,7 @@ def test_a_wait_that_nobody_can_end_is_ended_at_once(bus: Bus, prefetch: int) ->
             request = producer.requests.next(timeout=30)
             assert request is not None
             producer.requests.answer(request, score=1.0, tokens=TOKENS)
-        with pytest.raises(
-            TimeoutError, match="1 of 2 groups are held .* no prompt is open: offer"
-        ):
+        with pytest.raises(TimeoutError, match=r"1 of 2 groups are held .* no prompt is open"):
             handler.next_batch()  # without any limit
         handler.request("r", group_size=1)
         with Producer(bus.name) as producer:

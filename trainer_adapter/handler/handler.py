@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import torch
 
 import shmbus
 from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.inspect.stall_report import wait_sentence
 from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
 __all__ = ["OnlineDataHandler"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds of a timeout from which its error says what stands in the way.
+SENTENCE_S: Final = 0.2
 
 
 class OnlineDataHandler(
@@ -127,7 +131,7 @@ class OnlineDataHandler(
         `next_batch`, and the batch is the next one.
     keep_group : callable, optional
         Called with each group as a `ScoredGroup`; one for which it is not true is dropped, counted
-        as "filtered", and one more to sample (`refill`). For a filter by other than equal scores,
+        as "filtered", and one more to sample. For a filter by other than equal scores,
         which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
         group malformed.
     pack_threads : int, optional
@@ -416,10 +420,21 @@ class OnlineDataHandler(
             self._planner.made(planned, batch, packed_s)
 
     def _timeout_error(self, timeout: float | None) -> TimeoutError:
-        return TimeoutError(f"no {self._awaited} within {timeout:g} s; {self._what_is_there()}")
+        # Who polls catches many of these, and a look at the whole bus takes milliseconds.
+        said = self._sentence() if timeout is None or timeout >= SENTENCE_S else ""
+        return TimeoutError(
+            f"no {self._awaited} within {timeout:g} s{said}; {self._what_is_there()}"
+        )
+
+    def _sentence(self) -> str:
+        """Return what `shmbus status` says in its first line, as the rest of a sentence."""
+        said = wait_sentence(self._consumer.name, self._planner.missing_text)
+        return f": {said.removesuffix('.')}" if said else ""
 
     def _note_quiet(self) -> None:
-        logger.warning("still waiting for a %s; %s", self._awaited, self._what_is_there())
+        logger.warning(
+            "still waiting for a %s%s; %s", self._awaited, self._sentence(), self._what_is_there()
+        )
 
     def _hopeless_text(self) -> str:
         return (

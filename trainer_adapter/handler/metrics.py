@@ -315,11 +315,11 @@ class MeteredHandler:
 
     @property
     def refill(self) -> int:
-        """Groups for training that were dropped since the handler was made: so many more to sample.
+        """Groups for training that were dropped since the handler was made: so many to replace.
 
-        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated, without
-        variance, refused by `keep_group` or `score_group`. It is for workers that choose their
-        prompts, who read the same count by `Producer.groups_useless`; `offer` replaces them itself.
+        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
+        without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
+        workers that choose their prompts read the same count by `Producer.groups_useless`.
         """
         return self._consumer.stats().groups_useless - self._useless_before
 

@@ -276,6 +276,14 @@ class BatchPlanner(Generic[BatchT]):
         return f" of {self._groups}" if self._groups is not None and self._world_size == 1 else ""
 
     @property
+    def missing_text(self) -> str:
+        """What the next batch needs still, for a message: "2 more groups"; empty if unknown."""
+        if self._groups is None or self._world_size > 1:
+            return ""
+        missing = max(1, self._groups - len(self.waiting))
+        return f"{missing} more group{'s' * (missing > 1)}"
+
+    @property
     def batch_groups(self) -> int:
         """How many groups make a batch of each rank, all together; an estimate from their tokens.
 

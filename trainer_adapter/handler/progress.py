@@ -166,9 +166,9 @@ def describe_wait(
         f"{ledger.producers} producers attached"
     )
     out = len(planner.out)
+    here = f"{held}{wanted} groups are held for the next batch"
     parts = [
-        f"{held}{wanted} groups are held for the next batch"
-        + (f", and {prompts}" if prompts else ""),
+        f"{here}, and {prompts}" if prompts else here,
         text,
         dropped,
         out and f"{out} batch{'es are' if out > 1 else ' is'} out and not acknowledged",

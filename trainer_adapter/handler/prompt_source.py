@@ -24,7 +24,8 @@ __all__ = ["PromptSource"]
 
 #: The form of a saved position.
 _VERSION: Final = 1
-#: What an item may say of its request; all else is its prompt.
+#: What an item may say of its request, and what it may not: columns of that name are in the meta.
+_NO_FIELDS: Final = frozenset({"epoch", "split", "timeout"})
 _OPTIONS: Final = frozenset({"instance_id", "group_size", "need", "priority", "meta"})
 
 
@@ -35,22 +36,23 @@ class PromptSource:
     ----------
     prompts : iterable, or data set
         With a length and ``__getitem__`` it is read by number; else from its start.
-    group_size : int
-        Of prompts that say none.
     fields : collection of str
         Names that are fields of a prompt whatever their values are.
 
     Attributes
     ----------
+    prompts : iterable, or data set
+    group_size : int
+        Of prompts that say none.
     ended : bool
         Whether there are no more prompts.
     unchecked : bool
         Whether `next` is still to compare the data with what a checkpoint says of the last prompt.
     """
 
-    def __init__(self, prompts: Any, group_size: int, fields: frozenset[str]) -> None:
-        self._prompts = _checked(prompts)
-        self._group_size = group_size
+    def __init__(self, prompts: Any, fields: frozenset[str]) -> None:
+        self.prompts = _checked(prompts)
+        self.group_size = 1
         self._fields = fields
         self.is_numbered = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")
         self._keeps_state = not self.is_numbered and hasattr(prompts, "load_state_dict")
@@ -114,11 +116,11 @@ class PromptSource:
     def _numbered_item(self) -> tuple[Any] | None:
         position = self.position
         if self.unchecked:
-            if position > len(self._prompts):
-                raise _others(position, f"the data end after {len(self._prompts)} prompts")
-            self._check(self._prompts[position - 1], position - 1)
-        self.ended = position >= len(self._prompts)
-        return None if self.ended else (self._prompts[position],)
+            if position > len(self.prompts):
+                raise _others(position, f"the data end after {len(self.prompts)} prompts")
+            self._check(self.prompts[position - 1], position - 1)
+        self.ended = position >= len(self.prompts)
+        return None if self.ended else (self.prompts[position],)
 
     def _iterated_item(self) -> tuple[Any] | None:
         position = self.position
@@ -147,10 +149,10 @@ class PromptSource:
         """Draw one item by a single call of C, so that none is lost to a signal's handler."""
         if self._numbered is None:
             start = self.position if self._before is not None else 0
-            self._numbered = enumerate(self._prompts, start)
+            self._numbered = enumerate(self.prompts, start)
         try:
             if self._keeps_state:
-                self._before = self._prompts.state_dict()
+                self._before = self.prompts.state_dict()
             self._drawn.extend(islice(self._numbered, 1))
         except BaseException:
             self._raised = True
@@ -158,7 +160,7 @@ class PromptSource:
                 # It begins anew, and what was passed is passed over.
                 self._numbered = None
                 if self._before is not None:
-                    self._prompts.load_state_dict(self._before)
+                    self.prompts.load_state_dict(self._before)
             raise
         if not self._drawn and self._raised and self._is_used_up:
             raise ValueError(
@@ -171,7 +173,7 @@ class PromptSource:
     @property
     def _is_used_up(self) -> bool:
         """Whether it can be gone through once only."""
-        return isinstance(self._prompts, Iterator)
+        return isinstance(self.prompts, Iterator)
 
     # -- what a prompt is -----------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class PromptSource:
                 f"prompts: expected a dict or an (id, prompt) pair, got {type(item).__name__} as "
                 f"prompt {number}; enumerate(prompts) makes pairs"
             )
-        found: dict[str, Any] = {"instance_id": str(number), "group_size": self._group_size}
+        found: dict[str, Any] = {"instance_id": str(number), "group_size": self.group_size}
         columns: dict[str, Any] = {}
         for name, value in given.items():
             if not isinstance(name, str):
@@ -206,8 +208,8 @@ class PromptSource:
         return found
 
     def _is_field(self, name: str, value: Any) -> bool:
-        if name in self._fields:
-            return True
+        if name in self._fields or name in _NO_FIELDS:
+            return name in self._fields
         if isinstance(value, (list, tuple)):
             return name == "prompt" and all(isinstance(each, (int, np.integer)) for each in value)
         return hasattr(value, "__array__") and not isinstance(value, np.generic)
@@ -222,11 +224,11 @@ class PromptSource:
             "position": position,
             "first_round": self._first_round,
             "last": last,
-            "length": len(self._prompts) if self.is_numbered else None,
+            "length": len(self.prompts) if self.is_numbered else None,
         }
         if self._keeps_state:
             drawn = self._drawn and self._drawn[0][0] >= position
-            state["source"] = self._before if drawn else self._prompts.state_dict()
+            state["source"] = self._before if drawn else self.prompts.state_dict()
         return state
 
     def go_to(self, state: dict[str, Any]) -> None:
@@ -243,12 +245,12 @@ class PromptSource:
             It is none, or the data have another length.
         """
         position, last, length = check_state(state)
-        if length is not None and self.is_numbered and length != len(self._prompts):
-            raise _others(position, f"it had {length} prompts, and these are {len(self._prompts)}")
+        if length is not None and self.is_numbered and length != len(self.prompts):
+            raise _others(position, f"it had {length} prompts, and these are {len(self.prompts)}")
         self._first_round = state["first_round"]
         source = state.get("source")
         if source is not None and self._keeps_state:
-            self._prompts.load_state_dict(source)
+            self.prompts.load_state_dict(source)
             self._before, self.unchecked = source, False
         else:
             self._before, self.unchecked = None, position > 0
@@ -300,7 +302,7 @@ def _checked(prompts: Any) -> Any:
 
 def _others(position: int, why: str) -> ValueError:
     return ValueError(
-        f"prompts: expected those of the checkpoint, which stands at prompt {position}, in the same "
+        f"prompts: expected those of the checkpoint, which stands at prompt {position}, in their "
         f"order, got others: {why}; give the same data, shuffled with the same seed, or remove "
         "'offer' from the state to begin with others"
     )

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
 from trainer_adapter._checks import checked_int
@@ -33,6 +33,21 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at what is open, while a batch is waited for: a group that ends without
 #: a batch wakes nobody.
 LOOK_S: Final = 0.1
+
+
+class _Seen(NamedTuple):
+    """Groups of one split as the ledger has them, and what may still become some."""
+
+    incomplete: int
+    ready: int
+    leased: int
+    unread: int
+    producers: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there that could become a complete group."""
+        return not (self.incomplete or self.unread)
 
 
 class PromptsEndedError(EOFError):
@@ -71,6 +86,7 @@ class RequestingHandler:
         self._ahead_batches = 0
         #: Where a loaded state stands in the prompts, until they are offered.
         self._source_state: Any = None
+        self._has_offered = False
         #: A prompt that is being offered, and its place: after an exception it may be open.
         self._offering: tuple[int, _Key] | None = None
         #: Whether this process has requested groups of its own split, one by one.
@@ -120,14 +136,14 @@ class RequestingHandler:
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers, whatever becomes of each, from now to their end.
 
-        `next_batch` offers them, before it waits and while it does, so nothing happens until then.
-        What counts is what is open or on its way to a batch, so a group that fails, is late, stale,
-        malformed or filtered is replaced. Prompts from others, such as a `Feeder`, count too.
+        `next_batch` goes on offering, before it waits and while it does. What counts is what is
+        open or on its way to a batch, so a group that fails, is late, stale, malformed or filtered
+        is replaced. Prompts from others, such as a `Feeder`, count too.
 
-        `state_dict` has the position. After `load_state_dict` the same call, with the same data
-        from their start in the same order, goes on at the exact prompt: each is trained at most
-        once, and none is left out but those that were given up. A prompt's round, `epoch` of a
-        `Request`, is its place in all that was offered, so an id may come again.
+        `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
+        with the same data from their start in the same order, goes on at the exact prompt: each is
+        trained at most once, and none is left out but those that were given up. A prompt's round,
+        `epoch` of a `Request`, is its place in all that was offered, so an id may come again.
 
         With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
         others.
@@ -153,9 +169,11 @@ class RequestingHandler:
         Raises
         ------
         TypeError, ValueError
-            An argument is wrong, or the data have another length than those of the checkpoint. A
-            prompt that is wrong is left out, and its error is raised by `next_batch`, once; what
-            the iterator raises is, too, and the next call goes on at the same prompt.
+            An argument is wrong, or the data are others than those of the checkpoint. A prompt that
+            is wrong is left out, and its error is raised once, here or by `next_batch`, which goes
+            on behind it.
+        Exception
+            What the iterator raises, here or by `next_batch`, which goes on at the same prompt.
 
         Notes
         -----
@@ -170,19 +188,26 @@ class RequestingHandler:
         for name, value in (("ahead", ahead), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
-        source = PromptSource(prompts, group_size, self._prompt_fields)
+        source = self._source
+        if source is None or source.prompts is not prompts or source.ended:
+            source = PromptSource(prompts, self._prompt_fields)
+        if self._rank:
+            self._source = source  # for its state
+            return
         self._settle_offer()
         before = self._source
         if before is None:
-            if self._source_state is not None and self._rank == 0:
+            if self._source_state is not None:
                 source.go_to(self._source_state)
         elif before.ended:
             source.begin_behind(before)
-        else:
+        elif before is not source:
             source.go_to(before.state())
+        source.group_size = group_size
         self._source, self._ahead_batches = source, ahead
-        self._offers = self._rank == 0
+        self._offers = True
         self._planner.last = False
+        self._refill(source, time.monotonic())
 
     def _settle_offer(self) -> None:
         """Find out whether a prompt was offered when an exception came between."""
@@ -217,8 +242,8 @@ class RequestingHandler:
             self._refill(source, deadline_s)
         if source.ended and self._has_ended(asked):
             raise PromptsEndedError(
-                f"bus {self._consumer.name!r}: every prompt was offered, {source.position} of them, "
-                "and is trained or given up; offer others, or stop here"
+                f"bus {self._consumer.name!r}: every prompt was offered, {source.position} of "
+                "them, and is trained or given up; offer others, or stop here"
             )
         return LOOK_S
 
@@ -247,6 +272,7 @@ class RequestingHandler:
             source.passed()
             self._ahead -= Counter([key])
             return False
+        self._has_offered = True
         self._offering = source.position, key
         try:
             self._consumer.request(**given, split=self._split, timeout=0)
@@ -277,10 +303,20 @@ class RequestingHandler:
         if self._world_size == 1:
             return (keys - self._keys_in_batches()).total()
         # What other ranks hold is a shard, and so a batch.
-        return max(0, keys.total() - self._in_split().groups_leased)
+        return max(0, keys.total() - self._see().leased)
 
-    def _in_split(self) -> shmbus.ledger.SplitCounts:
-        return self._consumer.stats().splits.get(self._split) or shmbus.ledger.SplitCounts()
+    def _see(self) -> _Seen:
+        ledger = self._consumer.stats()
+        splits = dict(ledger.splits)
+        here = splits.pop(self._split, None)
+        incomplete, ready, leased = (
+            (0, 0, 0) if here is None else (here.groups_open, here.groups_ready, here.groups_leased)
+        )
+        if self._world_size > 1:
+            # Groups that wait at the daemon for a step are ready, which the splits do not tell.
+            ready = ledger.groups_ready - sum(of.groups_ready for of in splits.values())
+            leased = ledger.groups_leased - sum(of.groups_leased for of in splits.values())
+        return _Seen(incomplete, ready, leased, ledger.in_ring, ledger.producers)
 
     def _has_ended(self, asked: bool) -> bool:
         """Whether no batch comes any more; before that, have the groups that wait be the last."""
@@ -292,11 +328,10 @@ class RequestingHandler:
                 return False
         if not asked or planner.inbox or planner.waiting or planner.ready:
             return False
-        ledger, here = self._consumer.stats(), self._in_split()
-        if self._world_size > 1 and keys.total() > here.groups_leased + here.groups_ready:
+        seen = self._see()
+        if self._world_size > 1 and keys.total() > seen.leased + seen.ready:
             return False
-        unfit = here.groups_ready < planner.least_groups
-        return unfit and not here.groups_open and not ledger.in_ring
+        return seen.is_empty and seen.ready < planner.least_groups
 
     def _is_hopeless(self) -> bool:
         """Whether nobody is there who could put, and nothing on the bus completes a batch."""
@@ -305,8 +340,8 @@ class RequestingHandler:
             return False
         if self._open_keys() - self._keys_in_batches() - _keys_of(planner.groups):
             return False
-        ledger, here = self._consumer.stats(), self._in_split()
-        return not (ledger.producers or ledger.in_ring or here.groups_open or here.groups_ready)
+        seen = self._see()
+        return seen.is_empty and not seen.ready and not seen.producers
 
     def _hopeless_text(self) -> str:
         raise NotImplementedError
@@ -336,8 +371,13 @@ class RequestingHandler:
             return
         if saved is not None:
             check_state(saved)
+        if self._has_offered and not self._planner.step:
+            raise shmbus.ProtocolError(
+                "load_state_dict: expected before offer, which has offered prompts from their "
+                "start already; make the handler anew, load the state, and offer then"
+            )
         if self._source is not None:
-            self._source.go_to(saved or PromptSource((), 1, frozenset()).state())
+            self._source.go_to(saved or PromptSource((), frozenset()).state())
         self._source_state = saved
         self._offering = None
         self._planner.last = False
