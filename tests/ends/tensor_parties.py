@@ -115,7 +115,8 @@ class PublisherParty(TensorParty):
             self._publish(held)
 
     def wait(self, held: Held) -> None:
-        while held.task.held == "version":
+        # torch itself aborts a process that ends while a daemon thread is in it.
+        while held.task.held == "version" and self.how != "teardown":
             self._publish(held)
         signal.pause()
 
@@ -273,20 +274,25 @@ class SenderParty(TensorParty):
             self._send(held)
         return held
 
-    def _send(self, held: Held) -> None:
+    def _send(self, held: Held) -> bool:
         number = held.handle.next_step
-        held.handle.send(step_of(number))
+        try:
+            held.handle.send(step_of(number), timeout=0.0)
+        except (ChannelTimeoutError, ChannelClosedError, PeerGoneError):
+            return False  # no slot is free, or the other side has ended
         held.sent.append(number)  # type: ignore[attr-defined]
         held.task.say(sent=held.sent)  # type: ignore[attr-defined]
+        return True
 
     def touch(self, held: Held) -> None:
-        if held.task.held == "step" and held.task.life == 1:
+        if held.task.held == "step":
             self._send(held)
 
     def wait(self, held: Held) -> None:
+        while held.task.held == "step" and self._send(held):
+            pass
         try:
-            while held.task.held == "step":
-                self._send(held)
+            held.handle.send(step_of(held.handle.next_step))
         except (ChannelClosedError, PeerGoneError):
             pass  # as is to be, where the other side has ended
         signal.pause()
