@@ -20,6 +20,7 @@ import hashlib
 import os
 import re
 import socket
+import stat
 
 __all__ = [
     "PREFIX",
@@ -156,8 +157,10 @@ def _remove_if_dead(path: str, kind: socket.SocketKind) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
+            # Any other file refuses too, and is somebody's.
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                os.unlink(path)
+                if stat.S_ISSOCK(os.lstat(path).st_mode):
+                    os.unlink(path)
         except OSError:
             pass  # none, of another kind, or not ours
 
