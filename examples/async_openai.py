@@ -4,10 +4,10 @@
     python examples/async_openai.py            # half a minute on two cores; --quick for less
 
 A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
-``anext_request`` for the next sample, the ``openai`` client for the answer, ``put_for`` for the
-result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is tokenised
-twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest weights
-from the trainer's `WeightPublisher` between two answers.
+``requests.anext`` for the next sample, the ``openai`` client for the answer, ``requests.answer``
+for the result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is
+tokenised twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest
+weights from the trainer's `WeightPublisher` between two answers.
 
 The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -85,14 +86,14 @@ class Server:
 
 async def sample(producer: shmbus.Producer, client: Any) -> None:
     """Answer requests one after the other."""
-    while (request := await producer.anext_request()) is not None:
+    while (request := await producer.requests.anext()) is not None:
         ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
         try:
             completion = await client.chat.completions.create(
                 model="table", **ask, extra_body={"return_token_ids": True}
             )
         except Exception as error:
-            producer.fail_for(request, repr(error))  # asked for again, here or elsewhere
+            producer.requests.fail(request, repr(error))  # asked for again, here or elsewhere
             continue
         choice, prompt = completion.choices[0], completion.prompt_token_ids
         answer = {
@@ -103,7 +104,7 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
             "loss_mask": [0] * len(prompt) + [1] * len(choice.token_ids),
             "meta": {"finish_reason": choice.finish_reason},
         }
-        await asyncio.to_thread(producer.put_for, request, **answer)  # waits on a full bus
+        await asyncio.to_thread(producer.requests.answer, request, **answer)  # waits on a full bus
 
 
 async def roll_out(bus: str) -> None:
@@ -124,20 +125,18 @@ def run_worker(bus: str) -> None:
 
 
 def train(bus: str, steps: int) -> list[float]:
-    """Request prompts one batch ahead, and train."""
+    """Offer prompts without end, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    asked = (f"repeat {rng.integers(DIGITS)}" for _ in itertools.count())
+    prompts = ({"meta": [{"role": "user", "content": text}]} for text in asked)
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
         OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH, sample_retries=2) as handler,
     ):
         publisher.publish(version=0)
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                meta = [{"role": "user", "content": f"repeat {rng.integers(DIGITS)}"}]
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, meta=meta)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # one that fails is replaced
+        for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             # Each token is predicted from the one before it.
             picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])

@@ -93,7 +93,7 @@ class RolloutNode:
             self.error = error  # the next `state` tells
 
     def _offer_and_restart(self) -> None:
-        ahead = round(one_node.GROUPS_PER_BATCH * (1 + one_node.AHEAD_BATCHES))
+        ahead = one_node.GROUPS_PER_BATCH * one_node.AHEAD_BATCHES
         assert self.supervisor is not None
         while not self.over.wait(TEND_S):
             self.supervisor.tend()
@@ -166,7 +166,7 @@ class FarWorkers:
 class TwoNodes(one_node.Demo):
     """The demo's trainer; prompts are offered where the workers are."""
 
-    def _request_groups(self, handler: OnlineDataHandler) -> None:
+    def _offer(self, handler: OnlineDataHandler) -> None:
         pass
 
     def train(self, bus: str, workers: FarWorkers) -> Summary:

@@ -3,7 +3,7 @@
     python examples/evaluation.py              # fifteen seconds on two cores; --quick for less
 
 Evaluation prompts are requested with ``split="eval"``, and a higher priority. The worker answers
-them greedily; for the bus it need do nothing, since ``put_for`` takes the split from the request.
+them greedily; for the bus it need do nothing: ``requests.answer`` takes the split of the request.
 Their groups go to ``Consumer(bus, split="eval")``, beside the trainer's handler, and never into a
 batch; each split has its own counters. Two consumers on one bus need the daemon, which the script
 starts.
@@ -14,6 +14,7 @@ The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right d
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -40,7 +41,7 @@ def work(bus: str) -> None:
     """Answer requests with the newest weights, until killed."""
     rng, version, table = np.random.default_rng(0), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(table)
@@ -51,7 +52,7 @@ def work(bus: str) -> None:
                 noise = 0.0 if request.split == "eval" else rng.gumbel(size=DIGITS)
                 tokens.append(int(np.argmax(log_p + noise)))
                 logprobs.append(log_p[tokens[-1]])
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=np.mean(np.array(tokens[1:]) == tokens[0]),
                 policy_version=version,
@@ -78,6 +79,7 @@ def evaluate(handler: OnlineDataHandler, consumer: shmbus.Consumer, step: int) -
 def train(bus: str, steps: int) -> list[float]:
     """Train, and evaluate every few steps; return what the evaluations gave."""
     model, rng, evaluations = policy(), np.random.default_rng(1), []
+    prompts = ({"prompt": rng.integers(DIGITS, size=1)} for _ in itertools.count())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     with (
         OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH) as handler,
@@ -85,15 +87,13 @@ def train(bus: str, steps: int) -> list[float]:
         WeightPublisher(bus, ModuleSource(model)) as publisher,
     ):
         publisher.publish(version=0)
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)
         for step in range(steps + 1):
             if step % EVALUATE_EVERY == 0:
                 evaluations.append(evaluate(handler, consumer, step))
                 print(f"step {step}: evaluation {evaluations[-1]:.2f}", flush=True)
-            for number in range(GROUPS_PER_BATCH):
-                prompt = rng.integers(DIGITS, size=1, dtype=np.int32)
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, prompt=prompt)
             if step == 0:
-                continue  # so that there is always a batch more than the step needs
+                continue
             batch = handler.next_batch(60.0)
             assert not any(name.startswith("eval") for name in batch.instance_ids)
             picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])

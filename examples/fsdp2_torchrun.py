@@ -14,6 +14,7 @@ On GPUs: backend "nccl", ``device="cuda"``, and your model in place of the table
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import secrets
 import subprocess
@@ -44,7 +45,7 @@ def work(bus: str) -> None:
     """Answer "repeat 7" with the newest weights, until killed."""
     rng, version, model = np.random.default_rng(0), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(model)
@@ -55,7 +56,7 @@ def work(bus: str) -> None:
                     log_p = model(torch.tensor(tokens[-1])).log_softmax(-1).numpy()
                 tokens.append(int(np.argmax(log_p + rng.gumbel(size=DIGITS))))
                 logprobs.append(log_p[tokens[-1]])
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=np.mean(np.array(tokens[1:]) == tokens[0]),
                 policy_version=version,
@@ -87,6 +88,7 @@ def train(bus: str, steps: int) -> None:
     model = fully_shard(policy(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     rng = np.random.default_rng(1)
+    prompts = ({"prompt": rng.integers(DIGITS, size=1)} for _ in itertools.count())
     rewards = []
     with (
         WeightPublisher(bus, ModuleSource(model), rank=rank, world_size=WORLD_SIZE) as publisher,
@@ -95,12 +97,8 @@ def train(bus: str, steps: int) -> None:
         ) as handler,
     ):
         publisher.publish(version=0)
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_STEP if rank == 0 else 0):
-                prompt = rng.integers(DIGITS, size=1, dtype=np.int32)
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, prompt=prompt)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # rank 0 does, for all
+        for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             optimizer.zero_grad()
             loss_of(model, batch).backward()

@@ -14,6 +14,7 @@ linear layer; it runs once an image, and its result serves all samples of the gr
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -58,7 +59,7 @@ def work(bus: str, seed: int) -> None:
     rng, version, model = np.random.default_rng(seed), -1, tower()
     nothing = np.empty((0, PATCH), np.float32)
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(model)
@@ -67,7 +68,7 @@ def work(bus: str, seed: int) -> None:
             with torch.no_grad():
                 logprobs = model(torch.tensor(image).mean(0)).log_softmax(-1).numpy()
             answer = int(np.argmax(logprobs + rng.gumbel(size=COLOURS)))
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=answer == request.meta["colour"],
                 policy_version=version,
@@ -95,9 +96,11 @@ def loss_of(model: torch.nn.Linear, batch: Batch) -> torch.Tensor:
 
 
 def train(bus: str, steps: int) -> list[float]:
-    """Request prompts one batch ahead, and train."""
+    """Offer prompts without end, and train."""
     model, rewards, rng = tower(), [], np.random.default_rng(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    pictures = (picture(rng) for _ in itertools.count())
+    prompts = ({"pixel_values": image, "colour": colour} for image, colour in pictures)
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
         OnlineDataHandler(
@@ -105,13 +108,8 @@ def train(bus: str, steps: int) -> list[float]:
         ) as handler,
     ):
         publisher.publish(version=0)
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                image, colour = picture(rng)
-                fields = {"meta": {"colour": colour}, "pixel_values": image}
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, **fields)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)
+        for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             optimizer.zero_grad()
             loss_of(model, batch).backward()

@@ -15,6 +15,7 @@ guess, and learns both to call it and to repeat what it said.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -70,13 +71,13 @@ def work(bus: str, seed: int) -> None:
     """Answer requests with the newest weights, until killed."""
     rng, version, table = np.random.default_rng(seed), -1, policy()
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as weights:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             if producer.policy_version != version:
                 with weights.latest(timeout=60.0) as newest:
                     newest.load_into(table)
                     version = newest.version
             said, why = converse(table.weight.detach().numpy(), request.meta["secret"], rng)
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=float(why == "stop" and said.tokens[-1] == request.meta["secret"]),
                 policy_version=version,
@@ -91,6 +92,7 @@ def train(bus: str, steps: int) -> list[float]:
     """Request prompts one batch ahead, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    prompts = ({"secret": int(rng.integers(DIGITS))} for _ in itertools.count())
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
         OnlineDataHandler(
@@ -98,12 +100,8 @@ def train(bus: str, steps: int) -> list[float]:
         ) as handler,
     ):
         publisher.publish(version=0)
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                meta = {"secret": int(rng.integers(DIGITS))}
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE, meta=meta)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)
+        for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])
             logprobs = torch.nn.functional.pad(picked[:, 0], (1, 0))

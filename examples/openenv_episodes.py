@@ -115,7 +115,7 @@ def work(bus: str, address: str, broken: set[str]) -> None:
     ):
         while True:
             try:
-                request = producer.next_request()
+                request = producer.requests.next()
             except (shmbus.BusClosedError, shmbus.BusRemovedError):
                 return
             record = EpisodeRecord("hidden-number")

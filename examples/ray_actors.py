@@ -44,9 +44,9 @@ class Rollouts:
     def run(self, idle_s: float) -> int:
         """Answer until nothing is asked for so long; return how many answers there were."""
         answers = 0
-        while (request := self.producer.next_request(timeout=idle_s)) is not None:
+        while (request := self.producer.requests.next(timeout=idle_s)) is not None:
             length = int(self.rng.integers(4, 32))
-            answers += self.producer.put_for(
+            answers += self.producer.requests.answer(
                 request,
                 score=length / 32,
                 policy_version=self.producer.policy_version,
@@ -63,9 +63,8 @@ def train(bus: str, actors: list[Any], steps: int) -> int:
     with OnlineDataHandler(
         bus, groups_per_batch=GROUPS_PER_BATCH, extra_fields={"actor": "meta"}
     ) as handler:
+        handler.offer([{}] * (steps * GROUPS_PER_BATCH), group_size=GROUP_SIZE)
         for step in range(1, steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE)
             if step == steps // 2:
                 ray.kill(actors[0], no_restart=False)
             batch = handler.next_batch(60.0)

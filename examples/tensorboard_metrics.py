@@ -32,10 +32,10 @@ def work(bus: str) -> None:
     """Answer requests with random tokens, until killed; one in ten samples is cut off."""
     rng = np.random.default_rng(0)
     with shmbus.Producer(bus, wait=60.0) as producer:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             tokens = rng.integers(1000, size=rng.integers(8, 64), dtype=np.int32)
             version = producer.policy_version
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=rng.normal(version / 10),
                 policy_version=version,
@@ -53,12 +53,8 @@ def train(bus: str, logdir: str, steps: int) -> None:
         SummaryWriter(logdir) as writer,
         OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH) as handler,
     ):
-        for step in range(steps + 1):
-            for number in range(GROUPS_PER_BATCH):
-                handler.request(f"{step}-{number}", group_size=GROUP_SIZE)
-            if step == 0:
-                continue  # so that there is always a batch more than the step needs
-            batch = handler.next_batch(60.0)
+        handler.offer([{}] * (steps * GROUPS_PER_BATCH), group_size=GROUP_SIZE)
+        for batch in handler:
             # A training step would be here.
             handler.set_policy_version(handler.step)
             handler.ack(batch)

@@ -75,7 +75,7 @@ def work(bus: str, directory: str, seed: int) -> None:
     version = -1
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as subscriber:
         while True:
-            request = producer.next_request()
+            request = producer.requests.next()
             if request is None:
                 continue
             with subscriber.latest(timeout=600.0) as weights:
@@ -84,7 +84,7 @@ def work(bus: str, directory: str, seed: int) -> None:
                     version = weights.version
             prompt = torch.from_numpy(request["prompt"].copy()).long()
             tokens, logprobs = sample(model, prompt, generator)
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=(tokens[len(prompt) :] == prompt[-1]).float().mean(),
                 policy_version=version,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shmbus.inspect.stall_report import StallReport
     from shmbus.ledger import Ledger, RequestCounts
     from shmbus.producer import Producer, ProducerStats
-    from shmbus.put.requests import Request
+    from shmbus.put.requests import ProducerRequests, Request
     from shmbus.put.retries import WantedSample
     from shmbus.record_reader import RecordHead, RecordReader
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
@@ -71,6 +71,7 @@ __all__ = [
     "Ledger",
     "Producer",
     "ProducerInfo",
+    "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
     "RecordHead",
@@ -105,6 +106,7 @@ _HOMES = {
     "Ledger": "shmbus.ledger",
     "Producer": "shmbus.producer",
     "ProducerInfo": "shmbus.segment.bus",
+    "ProducerRequests": "shmbus.put.requests",
     "ProducerStats": "shmbus.producer",
     "RecordHead": "shmbus.record_reader",
     "RecordReader": "shmbus.record_reader",

@@ -225,7 +225,7 @@ class Request:
     Raises
     ------
     TypeError
-        A user makes one: they come from `Producer.next_request`.
+        A user makes one: they come from `Producer.requests.next`.
     """
 
     __slots__ = (
@@ -247,7 +247,7 @@ class Request:
     _retry: tuple[int, int, str] | None
 
     def __init__(self) -> None:
-        raise TypeError("a Request is not made by its user; take one by Producer.next_request")
+        raise TypeError("a Request is not made by its user; take one by Producer.requests.next")
 
     @classmethod
     def _of(
@@ -310,7 +310,7 @@ def check_request(value: object) -> Request:
     """Return what a worker says that it answers."""
     if not isinstance(value, Request):
         raise TypeError(
-            f"request: expected what next_request gave, got {type(value).__name__}; None is no "
+            f"request: expected what requests.next gave, got {type(value).__name__}; None is no "
             "request: it says that none came in time"
         )
     return value

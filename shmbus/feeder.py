@@ -85,7 +85,7 @@ class Feeder:
     """Offers prompts to the workers of a bus. Several may feed one bus, from any process.
 
     A request is one group: its prompt is stored once, and workers take its samples one at a time
-    (`Producer.next_request`). It stays in the lane until its group was acknowledged or has ended
+    (`Producer.requests.next`). It stays in the lane until its group was acknowledged or has ended
     otherwise. A handle pickles by name; after a fork the child makes its own.
 
     Parameters

@@ -137,8 +137,8 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     groups_given_up : int
         Groups that this consumer gave up for a failed sample.
     groups_useless : int
-        Groups without variance, or refused by a filter, since the bus was created: as many more
-        have to be sampled for as many to train on.
+        Groups for training that were dropped whole, for any reason, since the bus was created: as
+        many more have to be sampled for as many to train on.
     samples_wanted : int
         Open retry requests.
     moved : int

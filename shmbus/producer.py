@@ -1,7 +1,8 @@
 """Producer: what a rollout worker writes trajectories with.
 
 `put` and `put_many` are C from end to end (shmbus_ext/python). What needs no speed is beside them:
-reservations by field names here, every other verb in a base class (shmbus/put).
+reservations by field names here, the verbs of the request lane in `ProducerRequests`, every other
+verb in a base class (shmbus/put).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shmbus._fields import FieldSpec, check_sizes
 from shmbus._schema import Schema, mapping_of
 from shmbus.put.attached import Attach
 from shmbus.put.groups import GroupPuts
-from shmbus.put.requests import RequestPuts
+from shmbus.put.requests import ProducerRequests, RequestState
+from shmbus.put.retries import RetryPuts
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
@@ -50,13 +52,13 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class Producer(GroupPuts, RequestPuts):
+class Producer(GroupPuts, RetryPuts):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
     waits without blocking an event loop, and `fail` reports that a sample will not come.
     `next_round` gives an epoch of its own to each round of a prompt that is sampled again.
-    `next_request` takes a prompt to sample, and `put_for` answers it.
+    `requests.next` takes a prompt to sample, and `requests.answer` answers it.
 
     A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
     attaches again. After a fork the child's copy raises BusClosedError; make a new one there.
@@ -120,7 +122,7 @@ class Producer(GroupPuts, RequestPuts):
         self._begin_schema(schema)
         self._begin_retries()
         self._begin_waits()
-        self._begin_requests()
+        self._request_state = RequestState()
         self._open(shown, self._checksum)
 
     def reserve(
@@ -219,6 +221,18 @@ class Producer(GroupPuts, RequestPuts):
             tuple(shape for _, shape in parsed.values()),
             meta_room,
         )
+
+    def _successor(self) -> _core.Segment | None:
+        segment = super()._successor()
+        if segment is not None:
+            self._request_state.forget()  # its numbers begin anew
+        return segment
+
+    @property
+    def requests(self) -> ProducerRequests:
+        """The samples that this worker is asked for: `next`, `answer`, `fail` and `release`."""
+        # Made at each use: kept, it and the Producer would hold each other.
+        return ProducerRequests(self, self._request_state)
 
     @property
     def paused(self) -> str | None:

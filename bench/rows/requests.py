@@ -112,7 +112,7 @@ def _work(start: Callable[[], None], name: str, limit: int) -> tuple[int, float,
     with shmbus.Producer(name) as producer:
         start()
         began_cpu = time.process_time()
-        while found := producer.next_requests(limit, timeout=IDLE_S):
+        while found := producer.requests.next_many(limit, timeout=IDLE_S):
             for request in found:
                 if request["prompt"].size != PROMPT:
                     raise MeasurementError(f"expected a prompt of {PROMPT}, got {request}")

@@ -3,20 +3,20 @@
 Invariants:
 
 - A channel that could not be completed is removed before the error is raised.
-- Opening follows no link, waits for no FIFO, and checks the file's owner before its content.
+- What is read was opened as a file of this user (`shmbus.segment.own_file`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 
 from shmbus import errors
 from shmbus.channel.errors import ChannelDamagedError
 from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
+from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
 __all__ = ["channel_path", "create_handle", "living_statement", "open_handle", "unlink_channel"]
@@ -58,7 +58,7 @@ def _create_into(
     made: list[_core.Channel], name: str, path: str, slots: int, max_bytes: int
 ) -> None:
     """Create the file and the channel in it, for `create_handle`; where that fails, neither."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, f"channel {name!r}")
     try:
         channel = _core.Channel.create(fd, name, slots, max_bytes)
         if not isinstance(channel, _core.Channel):
@@ -108,19 +108,9 @@ def open_handle(
 
 
 def _open_once(name: str, path: str, read_only: bool) -> _core.Channel | tuple[int, int]:
-    flags = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
+    fd = open_own(path, os.O_RDONLY if read_only else os.O_RDWR, f"channel {name!r}")
     try:
         identity = os.fstat(fd)
-        if identity.st_uid != os.geteuid():
-            raise PermissionError(
-                f"{path} belongs to uid {identity.st_uid}, this process runs as uid "
-                f"{os.geteuid()}; a channel is for the user who created it"
-            )
-        if not stat.S_ISREG(identity.st_mode):
-            raise errors.LayoutMismatchError(
-                f"{path} is no plain file; look what it is for, and remove it"
-            )
         opened = _core.Channel.open(fd, name, read_only)
     except BaseException:
         os.close(fd)

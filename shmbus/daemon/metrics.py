@@ -230,7 +230,7 @@ def _delivered(status: BusStatus) -> Iterator[Metric]:
         yield family
     useless = CounterMetricFamily(
         "shmbus_groups_useless",
-        "Groups without variance, or refused by a trainer's filter.",
+        "Groups for training that were dropped whole, for any reason.",
         labels=["bus"],
     )
     useless.add_metric([status.name], status.groups_useless)

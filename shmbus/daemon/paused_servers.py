@@ -12,13 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 from typing import Final
 
 from shmbus._programs import program
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.inspect.processes import servers_left
 
 __all__ = ["RESUME_PROGRAM", "PausedServers", "may_start"]
 
@@ -61,7 +59,6 @@ class PausedServers:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._path = SHM_DIRECTORY + companion_name("fleet", name)
         self._last_look = self._last_failure = float("-inf")
         self._task: asyncio.Task[None] | None = None
 
@@ -77,7 +74,7 @@ class PausedServers:
         if not may_start(now, self._last_look, self._last_failure, running):
             return
         self._last_look = now
-        if _was_left(self._path):
+        if servers_left(self._name):
             self._task = asyncio.get_running_loop().create_task(self._resume(now))
 
     async def _resume(self, now: float) -> None:
@@ -115,20 +112,3 @@ class PausedServers:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-
-
-def _was_left(path: str) -> bool:
-    """Whether there is a note, and nobody holds its lock."""
-    try:
-        if os.stat(path).st_size == 0:
-            return False
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # not there, or another user's: none that this daemon can end
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
-    return True

@@ -26,6 +26,7 @@ import shmbus
 from shmbus.gateway import settings
 from shmbus.gateway.refusal import Refusal
 from shmbus.segment.names import companion_name
+from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
 __all__ = ["PUT", "PUTTING", "BodyKey", "Handover", "JournalEntry"]
@@ -108,11 +109,16 @@ class Handover:
     ------
     RuntimeError
         Another gateway serves this bus.
+    PermissionError, LayoutMismatchError
+        What lies in its place is another user's, or no regular file.
+    CapacityError
+        /dev/shm has no room for it.
     """
 
     def __init__(self, bus: shmbus.Bus) -> None:
         self.path = "/dev/shm" + companion_name("gateway", bus.name)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT, f"the gateway of bus {bus.name!r}")
+        entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY_BYTES
         try:
             self._lock(bus.name)
             head = os.pread(self._fd, _HEAD.size, 0)
@@ -122,10 +128,7 @@ class Handover:
             )
             if not ours:
                 os.ftruncate(self._fd, 0)
-            for start in _PLACES:
-                os.posix_fallocate(self._fd, start, _STATE_NOW)
-            entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY_BYTES
-            os.posix_fallocate(self._fd, _JOURNAL, entries_bytes)
+            self._allocate([*((start, _STATE_NOW) for start in _PLACES), (_JOURNAL, entries_bytes)])
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, bus.created_unix_ns, os.getpid()), 0)
             self.state, self._version = self._newest()
             journal = os.pread(self._fd, entries_bytes, _JOURNAL)
@@ -137,6 +140,21 @@ class Handover:
             raise
         used = {number for number, _ in self.entries}
         self._free = [n for n in range(settings.JOURNAL_ENTRIES - 1, -1, -1) if n not in used]
+
+    def _allocate(self, parts: list[tuple[int, int]]) -> None:
+        """Take the memory of parts of the file, each where it begins and its bytes."""
+        try:
+            for start, count in parts:
+                os.posix_fallocate(self._fd, start, count)
+        except OSError as error:
+            needed = sum(count for _, count in parts)
+            room = os.statvfs(self.path)
+            raise shmbus.CapacityError(
+                f"the gateway needs {needed} bytes for {self.path}: {error.strerror}, "
+                f"{room.f_bavail * room.f_frsize} are free in /dev/shm; remove old segments "
+                "(`shmbus gc`), or enlarge it (docker run --shm-size=..., mount -o "
+                "remount,size=...)"
+            ) from error
 
     def _lock(self, bus: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Whether producers' processes are alive, or stopped, as far as this process can see.
+"""Whether processes of a bus are alive, or stopped, as far as this process can see.
 
 Invariants:
 
@@ -10,11 +10,16 @@ Invariants:
 
 from __future__ import annotations
 
+import fcntl
+import os
 from typing import Final
 
+from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.own_file import open_own
 
-__all__ = ["ProducerChecks", "is_stopped"]
+__all__ = ["ProducerChecks", "is_stopped", "servers_left"]
 
 #: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
 _STOPPED: Final = frozenset("Tt")
@@ -95,3 +100,25 @@ def is_stopped(pid: int, path: str) -> bool:
             return any(line.rstrip("\n").endswith(path) for line in lines)
     except (OSError, IndexError):
         return False  # it has gone, or is another user's
+
+
+def servers_left(name: str) -> bool:
+    """Whether a trainer ended while inference servers of a bus were paused for its weights.
+
+    It keeps a note of them from before it pauses the first, and the note's lock while it lives.
+    """
+    try:
+        file = open_own(
+            SHM_DIRECTORY + companion_name("fleet", name), os.O_RDONLY, "the note of paused servers"
+        )
+    except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
+        return False
+    try:
+        if os.fstat(file).st_size == 0:
+            return False
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True

@@ -60,6 +60,7 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
     given_up = int(lane["given_up"]) + int(ended["ended_given_up"].sum())
     counts = {_IS_OPEN: 0, _IS_CLAIMED: 0, _IS_DONE: 0}
     open_rows = rows[states == _OPEN]
+    unmade = 0
     for first, group_size in zip(
         open_rows["first_cell"].tolist(), open_rows["group_size"].tolist(), strict=True
     ):
@@ -69,6 +70,7 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
         nobody = (kinds == _IS_DONE) & (producers == _NOBODY)
         given_up += int(np.count_nonzero(nobody))
         done -= int(np.count_nonzero(nobody))
+        unmade += bool(np.any((kinds == _IS_OPEN) | (kinds == _IS_CLAIMED)))
         for kind in counts:
             counts[kind] += int(np.count_nonzero(kinds == kind))
     taken_ns = int(lane["taken_ns"])
@@ -79,6 +81,7 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
         done=done + counts[_IS_DONE],
         given_up=given_up,
         groups=len(open_rows),
+        unmade=unmade,
         taken_s=max(0.0, (_core.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
     )
 

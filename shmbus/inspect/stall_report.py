@@ -13,7 +13,10 @@ from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
 from shmbus.inspect.types import BusStatus
 
-__all__ = ["StallReport", "gather"]
+__all__ = ["StallReport", "gather", "wait_sentence"]
+
+#: What trainers wait for; all else is what producers do.
+_OF_TRAINERS = ("a complete group", "this rank's step")
 
 
 class StallReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +55,31 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
     """Make a report now."""
+    wants = waits_for if waits_for in _OF_TRAINERS else None
     try:
-        status = read_status(bus)
+        status = read_status(bus, still_s=stalled_s, wants=wants)
     except (errors.ShmbusError, OSError) as error:
         return StallReport(bus=bus, waits_for=waits_for, stalled_s=stalled_s, problem=str(error))
     return StallReport(bus=bus, waits_for=waits_for, stalled_s=stalled_s, status=status)
+
+
+def wait_sentence(bus: str, wants: str) -> str:
+    """Say why a trainer waits, for the message of its timeout.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+    wants : str
+        What this process waits for, such as "2 more groups"; "" for any groups.
+
+    Returns
+    -------
+    str
+        The sentence of `shmbus status`; "" where the bus cannot be read.
+    """
+    try:
+        verdict = read_status(bus, wants=wants).verdict
+    except (errors.ShmbusError, OSError):
+        return ""
+    return "" if verdict is None else verdict.sentence

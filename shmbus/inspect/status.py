@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.histograms import read_histograms
 from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
-from shmbus.inspect.processes import ProducerChecks
+from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
 from shmbus.inspect.records import Run
 from shmbus.inspect.relay_journal import read_relay
 from shmbus.inspect.request_lane import read_lead, read_requests
@@ -55,7 +56,9 @@ __all__ = ["join", "read_status", "status_of"]
 _ATTEMPTS = 3
 
 
-def read_status(name: str, *, walk: bool = True) -> BusStatus:
+def read_status(
+    name: str, *, walk: bool = True, still_s: float | None = None, wants: str | None = None
+) -> BusStatus:
     """Read the status of a bus.
 
     Parameters
@@ -65,6 +68,11 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
     walk : bool
         Count the undelivered record by record, and group them. False costs microseconds, for a
         caller that polls several times a second.
+    still_s : float, optional
+        Seconds without any movement, where the caller has watched.
+    wants : str, optional
+        What this process waits for, such as "2 more groups"; "" for any groups, None where it does
+        not wait.
 
     Returns
     -------
@@ -84,8 +92,25 @@ def read_status(name: str, *, walk: bool = True) -> BusStatus:
         status = join(status_of(file, walk=walk), ask_status(name))
     if not walk:
         return status
+    if wants is not None:
+        status = _with_waiting(status, os.getpid())
     groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
-    return msgspec.structs.replace(status, verdict=judge(status, groups.groups))
+    verdict = judge(status, groups.groups, still_s=still_s, wants=wants or "")
+    return msgspec.structs.replace(status, verdict=verdict)
+
+
+def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
+    """Have a process count as one that waits: it asks just now, between two waits."""
+    if status.daemon is None:
+        waits = status.collector.alive and status.collector.pid == pid
+        collector = msgspec.structs.replace(status.collector, waits=waits)
+        return msgspec.structs.replace(status, collector=collector)
+    leases = [
+        msgspec.structs.replace(lease, waiting=lease.waiting or lease.pid == pid)
+        for lease in status.daemon.leases
+    ]
+    daemon = msgspec.structs.replace(status.daemon, leases=leases)
+    return msgspec.structs.replace(status, daemon=daemon)
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
@@ -123,7 +148,11 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         groups_ready=reply.ledger.groups_ready,
         groups_leased=reply.ledger.groups_leased,
         leases=[
-            msgspec.structs.replace(client, label=printable(client.label))
+            msgspec.structs.replace(
+                client,
+                label=printable(client.label),
+                stopped=client.connected and is_stopped(client.pid, status.path),
+            )
             for client in reply.clients
         ],
     )
@@ -206,6 +235,7 @@ def status_of(
         groups_useless=useless,
         delivered=histograms,
         waited=waited,
+        servers_left=servers_left(file.name),
         splits=_splits(file, alive=collector.alive),
         producers=_producers(file, runs, waited_by_slot, checks or ProducerChecks(), walk=walk),
         schema=schema,
@@ -268,6 +298,8 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
         leased_groups=note("leased_groups"),
         leased_records=note("leased_records"),
         oldest_lease_s=_lease_age_s(header) if note("leased_groups") else 0.0,
+        stopped=alive and is_stopped(int(header["collector_pid"]), file.path),
+        waits=alive and int(header["bell"]) != 0,
         stashed_groups=note("stashed_groups"),
         stashed_records=note("stashed_records"),
         stragglers_bytes=_held_bytes(runs).get(file.max_producers, 0),

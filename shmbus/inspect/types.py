@@ -132,6 +132,10 @@ class CollectorStatus(msgspec.Struct, frozen=True):
         Ring bytes of the stragglers that it moved.
     oldest_lease_s : float
         Seconds since it gave the oldest of those leases.
+    stopped : bool
+        Whether its process is stopped, as of a producer.
+    waits : bool
+        Whether it sleeps until records come.
     """
 
     alive: bool
@@ -144,6 +148,8 @@ class CollectorStatus(msgspec.Struct, frozen=True):
     stashed_records: int
     stragglers_bytes: int
     oldest_lease_s: float = 0.0
+    stopped: bool = False
+    waits: bool = False
 
 
 class PauseStatus(msgspec.Struct, frozen=True):
@@ -303,6 +309,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
         False for a client that holds leases of an earlier connection and has not come back.
     waited_s : float
         Seconds that it has waited for groups in all, while it held none.
+    stopped : bool
+        Whether its process is stopped, as of a producer; whoever looks says so, not the daemon.
     """
 
     client: int
@@ -317,6 +325,7 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool = False
     connected: bool = True
     waited_s: float = 0.0
+    stopped: bool = False
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
@@ -429,6 +438,8 @@ class RequestsStatus(msgspec.Struct, frozen=True):
         Answered; and not made, since their group has ended without them.
     groups : int
         Requests that have not ended.
+    unmade : int
+        Those of them with a sample that is open or with a worker.
     taken_s : float | None
         Seconds since a worker took one; None where none ever did.
     """
@@ -440,6 +451,7 @@ class RequestsStatus(msgspec.Struct, frozen=True):
     given_up: int
     groups: int
     taken_s: float | None
+    unmade: int = 0
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -513,12 +525,14 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     relay : RelayStatus | None
         The relay that carries records to or from this bus, where one has.
     groups_useless : int
-        Groups without variance, or refused by a filter, since the bus was created.
+        Groups for training that were dropped whole, for any reason, since the bus was created.
     delivered : list[Histogram]
         Policy lag, age, length, score and solved part of what was delivered, since the bus was
         created.
     waited : WaitedStatus
         How long producers and trainers have waited.
+    servers_left : bool
+        Whether a trainer ended while inference servers were paused for its weights.
     splits : list[SplitStatus]
         Of each split that the bus knows, by number; "train" is the first.
     daemon : DaemonStatus | None
@@ -560,6 +574,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_useless: int = 0
     delivered: list[Histogram] = []
     waited: WaitedStatus = WaitedStatus()
+    servers_left: bool = False
     splits: list[SplitStatus] = []
     daemon: DaemonStatus | None = None
     schema: list[SchemaField] | None = None

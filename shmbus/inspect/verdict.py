@@ -3,8 +3,10 @@
 Invariants:
 
 - Pure: what was read is an argument; the same status gives the same sentence.
-- Findings are ranked by what they cost: the part of the work that stands still for them, 0 to 1.
+- What must be cured before anything else can move comes first, in the order of `_FIRST`. All else
+  is ranked by what it costs: the part of the work that stands still for it, 0 to 1.
 - Who is missing is said only where it can be told (`waiting_for`).
+- Nothing is called failed that is only begun, not taken yet, or not read yet.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from shmbus._format import show_count, show_duration
 from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
 from shmbus.inspect.view_types import Finding, GroupCells, Verdict
 from shmbus.inspect.who_is_missing import waiting_for
+from shmbus.segment.explain import DAEMON_LABEL
 
 __all__ = ["judge", "producer_name"]
 
@@ -24,15 +27,44 @@ __all__ = ["judge", "producer_name"]
 STILL_S: Final = 60.0
 #: Seconds without a commit after which a producer that groups wait for is called silent.
 SILENT_S: Final = 5.0
+#: The same of one that has space reserved: longer than a sample takes that is written in place.
+RESERVED_S: Final = 30.0
 #: Costs from which a finding is trouble, or a warning.
 _TROUBLE: Final = 0.6
 _WARNING: Final = 0.25
 #: Names in a sentence.
 _NAMED: Final = 3
+#: Failed samples, and the part of the incomplete groups that have one, from which retries are more
+#: than the odd one that goes on by itself.
+_MANY_FAILED: Final = 4
+_FAILING_SHARE: Final = 0.5
+
+#: Kinds of findings for which everything else waits: each is to be cured before those behind it.
+_FIRST: Final = (
+    "unbalanced",
+    "unused",
+    "reader_stopped",
+    "daemon_silent",
+    "recovering",
+    "nobody_reads",
+    "paused",
+    "servers_left",
+    "trainer_stopped",
+    "no_trainer",
+    "rank_missing",
+    "nobody_sends",
+    "producers_wait",
+    "nothing_open",
+    "untaken",
+)
 
 
 def judge(
-    status: BusStatus, groups: Sequence[GroupCells] = (), *, still_s: float | None = None
+    status: BusStatus,
+    groups: Sequence[GroupCells] = (),
+    *,
+    still_s: float | None = None,
+    wants: str = "",
 ) -> Verdict:
     """Say what keeps a bus from going on.
 
@@ -44,6 +76,8 @@ def judge(
         Its oldest incomplete groups.
     still_s : float, optional
         Seconds without any movement; None where nobody has watched.
+    wants : str
+        What its trainers wait for, such as "2 more groups", where one of them asks.
 
     Returns
     -------
@@ -55,15 +89,21 @@ def judge(
         *_pause(status),
         *_space(status),
         *_producers(status, groups),
-        *_nobody_sends(status, groups),
+        *_nobody_sends(status, groups, wants),
+        *_requests(status, groups, wants),
         *_failures(status, groups),
-        *_trainers(status),
+        *_trainers(status, groups, wants),
         *_stillness(status, still_s),
     ]
-    findings.sort(key=lambda finding: -finding.cost)
+    findings.sort(key=_rank)
     if not findings:
         return Verdict(level="good", sentence=_all_is_well(status))
-    return Verdict(level=_level(findings[0]), sentence=_sentence(findings), findings=findings)
+    return Verdict(level=_level(findings[0]), sentence=_sentence(findings[0]), findings=findings)
+
+
+def _rank(finding: Finding) -> tuple[int, float]:
+    first = _FIRST.index(finding.kind) if finding.kind in _FIRST else len(_FIRST)
+    return first, -finding.cost
 
 
 def _level(finding: Finding) -> Literal["note", "warning", "trouble"]:
@@ -72,13 +112,7 @@ def _level(finding: Finding) -> Literal["note", "warning", "trouble"]:
     return "warning" if finding.cost >= _WARNING else "note"
 
 
-def _sentence(findings: list[Finding]) -> str:
-    first = findings[0]
-    if first.kind == "trainers_wait" and not first.cause:
-        # Whoever keeps groups incomplete is why trainers wait.
-        for other in findings[1:]:
-            if other.kind in ("waits_for_one", "failures"):
-                return f"{first.what}: {other.what}. {_capital(other.advice)}".rstrip()
+def _sentence(first: Finding) -> str:
     text = first.what + (f": {first.cause}" if first.cause else "")
     return f"{text}. {_capital(first.advice)}".rstrip()
 
@@ -94,6 +128,10 @@ def _count(number: int, what: str) -> str:
 
 def _alive(status: BusStatus) -> int:
     return sum(producer.state == "alive" for producer in status.producers)
+
+
+def _running(status: BusStatus) -> list[ProducerStatus]:
+    return [each for each in status.producers if each.state == "alive" and not each.stopped]
 
 
 def producer_name(producer: ProducerStatus) -> str:
@@ -117,6 +155,48 @@ def _trainer_name(lease: LeaseStatus) -> str:
     return f"{lease.label or 'a trainer'} ({rank}pid {lease.pid})"
 
 
+def _collector_name(status: BusStatus) -> str:
+    return f"{status.collector.label} (pid {status.collector.pid})"
+
+
+def _who_waits(status: BusStatus) -> list[str]:
+    """Name the trainers that wait for groups now."""
+    if status.daemon is not None:
+        here = [lease for lease in status.daemon.leases if lease.connected and lease.waiting]
+        return [_trainer_name(lease) for lease in here]
+    return [_collector_name(status)] if status.collector.waits else []
+
+
+def _waits(status: BusStatus, wants: str) -> str:
+    """Say who waits for what; "" where nobody does."""
+    who = _who_waits(status)
+    if not who:
+        return ""
+    held = 0 if status.daemon is not None else status.collector.leased_groups
+    named = ", ".join(who[:_NAMED]) + (f" and {len(who) - _NAMED} more" * (len(who) > _NAMED))
+    each = "waits" if len(who) == 1 else "wait"
+    holds = f" and holds {show_count(held)}" if held else ""
+    return f"{named} {each} for {wants or 'groups'}{holds}"
+
+
+def _incomplete(status: BusStatus, groups: Sequence[GroupCells]) -> int:
+    """Count incomplete groups, by who knows best."""
+    if status.daemon is not None and status.daemon.answers:
+        return status.daemon.groups_open
+    counted = status.groups_incomplete
+    return counted or len(groups) or sum(split.groups_incomplete for split in status.splits)
+
+
+def _last_producer(status: BusStatus) -> str:
+    """Say who was the last producer and how it ended, for a sentence that goes on."""
+    if not status.producers:
+        return ""
+    last = max(status.producers, key=lambda producer: producer.producer_id)
+    # A slot that was taken back does not say how its owner ended.
+    ended = {"dead": "which died", "closed": "which has left", "gone": "which is gone"}
+    return f"; the last was {producer_name(last)}, {ended.get(last.state, 'which lives')}"
+
+
 # -- the bus as a whole -------------------------------------------------------------------------
 
 
@@ -137,8 +217,22 @@ def _damage(status: BusStatus) -> list[Finding]:
 
 def _reader(status: BusStatus) -> list[Finding]:
     daemon, collector = status.daemon, status.collector
-    undelivered = status.ledger.undelivered
-    if daemon is not None and not daemon.answers:
+    if collector.stopped:
+        name = _collector_name(status)
+        held = collector.leased_groups
+        return [
+            Finding(
+                kind="reader_stopped",
+                cost=0.99,
+                what=f"{name} is stopped"
+                + (f" and holds {_count(held, 'group')}" if held else ", and nobody else reads"),
+                advice=f"`kill -CONT {collector.pid}` continues it",
+                who=[name],
+            )
+        ]
+    if not status.in_use:
+        return [_unused(status)]
+    if daemon is not None and not daemon.answers and collector.alive:
         return [
             Finding(
                 kind="daemon_silent",
@@ -159,41 +253,77 @@ def _reader(status: BusStatus) -> list[Finding]:
         ]
     if collector.alive:
         return []
-    if not status.in_use:
-        return [
-            Finding(
-                kind="unused",
-                cost=0.1 if not undelivered else 0.3,
-                what="No living process has the bus open"
-                + (f", and {_count(undelivered, 'trajectory')} wait in it" if undelivered else ""),
-                advice="a Consumer or `shmbus serve` goes on with it, `shmbus gc` removes it",
-            )
-        ]
-    last = f"; the last was {collector.label} (pid {collector.pid})" if collector.pid else ""
+    # One that closed has taken its pid out of the segment.
+    last = f"; the last was {_collector_name(status)}, which died" if collector.pid else ""
+    is_daemon = collector.label == DAEMON_LABEL
+    waits = _what_waits(status)
     return [
         Finding(
             kind="nobody_reads",
-            cost=0.95 if undelivered else 0.2,
+            cost=0.95 if waits or collector.pid else 0.2,
             what=f"Nobody reads the bus{last}",
-            cause=f"{show_count(undelivered)} trajectories wait" if undelivered else "",
-            advice="start the trainer, or `shmbus serve`",
+            cause=waits,
+            advice=f"start `shmbus serve {status.name}`; producers and trainers go on by themselves"
+            if is_daemon
+            else "start the trainer, or `shmbus serve`",
         )
     ]
+
+
+def _what_waits(status: BusStatus) -> str:
+    """Say what nobody does anything with while nobody reads."""
+    waiting = status.ledger.undelivered
+    prompts = 0 if status.requests is None else status.requests.unmade
+    parts = [
+        f"{_count(waiting, 'trajectory')}" if waiting else "",
+        f"{_count(prompts, 'open prompt')}" if prompts else "",
+    ]
+    text = " and ".join(part for part in parts if part)
+    if text:
+        return f"{text} {'waits' if waiting + prompts == 1 else 'wait'}"
+    # The reader frees what was aborted.
+    aborted = sum(producer.aborted for producer in status.producers)
+    if not status.space_wanted or not aborted:
+        return ""
+    return f"{_count(aborted, 'aborted reservation')} stay until somebody reads the bus"
+
+
+def _unused(status: BusStatus) -> Finding:
+    waits = _what_waits(status)
+    asked = status.requests is not None and status.requests.offered > 0
+    again = "start the trainer and the workers again, and they go on"
+    return Finding(
+        kind="unused",
+        cost=0.3 if waits else 0.1,
+        what="No living process has the bus open",
+        cause=waits,
+        advice=(again if asked or waits else "a Consumer or `shmbus serve` goes on with it")
+        + f"; without them `shmbus gc` removes the bus {status.name}",
+    )
 
 
 def _pause(status: BusStatus) -> list[Finding]:
-    pause = status.paused
-    if pause is None:
-        return []
-    return [
-        Finding(
-            kind="paused",
-            cost=0.9 if pause.age_s >= STILL_S else 0.4,
-            what=f"Producers are paused for {show_duration(pause.age_s)}",
-            cause=pause.reason or "no reason was given",
-            advice=f"`shmbus resume {status.name}` ends the pause",
+    found = []
+    if (pause := status.paused) is not None:
+        found.append(
+            Finding(
+                kind="paused",
+                cost=0.9 if pause.age_s >= STILL_S else 0.4,
+                what=f"Paused for {show_duration(pause.age_s)}",
+                cause=pause.reason or "no reason was given",
+                advice=f"`shmbus resume {status.name}` ends the pause",
+            )
         )
-    ]
+    if status.servers_left:
+        found.append(
+            Finding(
+                kind="servers_left",
+                cost=0.8,
+                what="Inference servers are paused by a trainer that died",
+                advice=f"`shmbus weights {status.name} --resume` resumes them",
+            )
+        )
+    return found
 
 
 def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
@@ -216,14 +346,15 @@ def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
 
 
 def _space(status: BusStatus) -> list[Finding]:
-    if not status.space_wanted:
+    # The mark of one that was killed stays until space is freed.
+    if not status.space_wanted or not _running(status):
         return []
     ledger = status.ledger
     held = {"leased": ledger.leased, "stashed": ledger.stashed, "ring": ledger.in_ring}
     most = max(held, key=lambda key: held[key])
     what = f"Producers wait for space, the ring is {status.fill:.0%} full"
     if not held[most]:
-        return [_empty(status, what)]
+        return [Finding(kind="producers_wait", cost=0.5, what=what, advice="give it more capacity")]
     if most == "leased":
         cause, who = _holder(status)
         advice = "acknowledge groups sooner, or give the bus more capacity"
@@ -261,16 +392,6 @@ def _stashed(status: BusStatus) -> tuple[str, str]:
     )
 
 
-def _empty(status: BusStatus, what: str) -> Finding:
-    """Say why a ring without a trajectory is full: the reader frees what was aborted."""
-    aborted = sum(producer.aborted for producer in status.producers)
-    cost, cause, advice = 0.5, "", "give it more capacity"
-    if aborted and not status.collector.alive:
-        cost, advice = 0.85, "start the trainer, or `shmbus serve`"
-        cause = f"{_count(aborted, 'aborted reservation')} stay until somebody reads the bus"
-    return Finding(kind="producers_wait", cost=cost, what=what, cause=cause, advice=advice)
-
-
 def _holder(status: BusStatus) -> tuple[str, list[str]]:
     leases = [] if status.daemon is None else status.daemon.leases
     if leases:
@@ -301,7 +422,8 @@ def _producers(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]
     for producer in status.producers:
         waits = blamed.get(producer.producer_id, 0)
         share = waits / max(1, len(groups))
-        if not waits and producer.state != "dead" and not producer.stopped:
+        reserved = bool(producer.reservations) and producer.state == "alive"
+        if not waits and producer.state != "dead" and not producer.stopped and not reserved:
             continue
         finding = _producer(producer, waits, share)
         if finding is not None:
@@ -315,7 +437,8 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
     each = "waits" if waits == 1 else "wait"
     groups = f"{_count(waits, 'group')} {each} for it alone"
     advice = ""
-    silent = producer.idle_s is not None and producer.idle_s >= SILENT_S
+    idle_s = producer.idle_s or 0.0
+    silent = idle_s >= SILENT_S
     if producer.state in ("dead", "gone"):
         # One that left in order is gone too, once it was reaped.
         what = f"{name} {'died' if producer.state == 'dead' else 'is gone'}"
@@ -331,8 +454,15 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
         what = f"{name} is stopped" + (f", and {groups}" if waits else "")
         advice = f"`kill -CONT {producer.pid}` continues it"
         cost = 0.3 + 0.6 * share
-    elif silent and producer.idle_s is not None:
-        what = f"{name} has sent nothing for {show_duration(producer.idle_s)}, and {groups}"
+    elif producer.reservations and idle_s >= RESERVED_S:
+        what = (
+            f"{name} has {_count(producer.reservations, 'record')} reserved and has sent nothing "
+            f"for {show_duration(idle_s)}" + (f", and {groups}" if waits else "")
+        )
+        advice = f"see what it does: `py-spy dump --pid {producer.pid}`"
+        cost = 0.25 + 0.5 * share
+    elif silent and waits:
+        what = f"{name} has sent nothing for {show_duration(idle_s)}, and {groups}"
         advice = f"see what it does: `py-spy dump --pid {producer.pid}`"
         cost = 0.1 + 0.5 * share
     elif waits > 1 and share >= 0.5:
@@ -347,50 +477,143 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
     )  # fmt: skip
 
 
-def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
-    """Say that nobody is there who could complete a group, whoever began it."""
-    if _alive(status):
+def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
+    """Say that nobody is there who could make a sample that something waits for."""
+    if _running(status) or not status.collector.alive:
         return []
-    open_groups = status.groups_incomplete or len(groups)
-    if not open_groups or not status.collector.alive:
-        return []
-    each = "waits" if open_groups == 1 else "wait"
+    prompts = 0 if status.requests is None else status.requests.unmade
+    incomplete = _incomplete(status, groups)
+    waits = _waits(status, wants)
+    stopped = [each for each in status.producers if each.stopped]
+    worker = "worker" if prompts else "producer"
+    if prompts:
+        what = f"{_count(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} open"
+    elif incomplete:
+        what = f"{_count(incomplete, 'incomplete group')} {'waits' if incomplete == 1 else 'wait'}"
+    else:
+        what = waits
+    if stopped:
+        names = [producer_name(each) for each in stopped]
+        still = f"{', '.join(names[:_NAMED])} {'is' if len(names) == 1 else 'are'} stopped"
+        return [
+            Finding(
+                kind="nobody_sends",
+                cost=0.7,
+                what=f"{still}, and no other {worker} is attached",
+                cause=what[:1].lower() + what[1:],
+                advice=f"`kill -CONT {' '.join(str(each.pid) for each in stopped)}` continues "
+                f"{'it' if len(names) == 1 else 'them'}",
+                who=names,
+                groups=incomplete,
+            )
+        ]
+    if not what:
+        return [
+            Finding(
+                kind="no_producer",
+                cost=0.2,
+                what=f"No producer is attached{_last_producer(status)}",
+                advice="start producers",
+            )
+        ]
+    never = "" if status.producers else f"no {worker} has ever attached"
+    advice = "start workers" if prompts else "start producers"
+    if incomplete and not prompts:
+        advice += "; a group_timeout ends groups that nobody completes"
     return [
         Finding(
             kind="nobody_sends",
-            cost=0.5,
-            what=f"{_count(open_groups, 'incomplete group')} {each}, and no producer is attached",
-            advice="start producers; a group_timeout ends groups that nobody completes",
-            groups=open_groups,
+            cost=0.7 if prompts else 0.5,
+            what=f"{what}, and " + (never or f"no {worker} is attached{_last_producer(status)}"),
+            advice=advice,
+            groups=incomplete,
+        )
+    ]
+
+
+def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
+    """Say that prompts wait for workers that do not ask, or workers and trainers for prompts."""
+    lane, running = status.requests, _running(status)
+    if lane is None or not running or not status.collector.alive:
+        return []
+    if lane.open and not lane.claimed and (lane.taken_s is None or lane.taken_s >= SILENT_S):
+        since = "" if lane.taken_s is None else f" for {show_duration(lane.taken_s)}"
+        return [
+            Finding(
+                kind="untaken",
+                cost=0.5,
+                what=f"{_count(lane.unmade, 'prompt')} {'is' if lane.unmade == 1 else 'are'} open,"
+                f" and none of {_count(len(running), 'producer')} takes one{since}",
+                advice="workers take them by `producer.requests.next()`; see what they do: "
+                f"`py-spy dump --pid {running[0].pid}`",
+            )
+        ]
+    waits = _waits(status, wants)
+    ledger = status.ledger
+    unread = ledger.in_ring or (status.daemon is not None and status.daemon.groups_ready)
+    if lane.unmade or not waits or unread or status.wanted or _incomplete(status, groups):
+        return []
+    lost = status.groups_given_up
+    return [
+        Finding(
+            kind="nothing_open",
+            cost=0.7,
+            what=f"{waits}, and no prompt is open",
+            cause=f"{_count(lost, 'group')} {'was' if lost == 1 else 'were'} given up for failed "
+            "samples"
+            if lost
+            else "",
+            advice="offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of "
+            "them",
         )
     ]
 
 
 def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
-    failing = 0
-    again = bool(status.wanted)
+    failing = final = samples = 0
     by: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
+    read_s = status.collector.seen_ago_s
     for group in groups:
-        failed = [cell for cell in group.cells if cell.state != "there"]
+        # A report that was not read yet has no consequence that could be told.
+        failed = [
+            cell
+            for cell in group.cells
+            if cell.state == "asked"
+            or (
+                cell.state == "failed"
+                and (cell.age_s is None or read_s is None or cell.age_s > read_s)
+            )
+        ]
         failing += bool(failed)
+        samples += len(failed)
         for cell in failed:
-            again = again or cell.state == "asked" or cell.attempts > 1
+            final += cell.state == "failed"
             reasons[cell.reason or "no reason given"] += 1
             if cell.producer is not None:
                 by[cell.producer] += 1
-    if not failing:
+    # What is asked for again goes on by itself, unless it is most of the work.
+    many = samples >= _MANY_FAILED and failing >= _FAILING_SHARE * len(groups)
+    if not final and not many:
         return []
     names = {producer.producer_id: producer_name(producer) for producer in status.producers}
     who = [names.get(number, f"producer {number}") for number, _ in by.most_common(_NAMED)]
-    reason = reasons.most_common(1)[0][0]
+    reason, alike = reasons.most_common(1)[0]
+    if many:
+        what = f"{_count(samples, 'sample')} failed, {show_count(alike)} of them alike"
+        advice = "see what they have in common; " + (
+            "set sample_retries to have them made again" if final else "they are asked for again"
+        )
+    else:
+        what = f"{_count(failing, 'group')} {'has' if failing == 1 else 'have'} a failed sample"
+        advice = "" if status.wanted else "set sample_retries to have them made again"
     return [
         Finding(
             kind="failures",
-            cost=0.1 + 0.4 * failing / len(groups),
-            what=f"{_count(failing, 'group')} {'has' if failing == 1 else 'have'} a failed sample",
-            cause=(f"{', '.join(who)}: " if who else "") + reason,
-            advice="" if again else "set sample_retries to have them made again",
+            cost=0.1 + 0.5 * failing / len(groups),
+            what=what,
+            cause=(f"{', '.join(who)}: " if who and not many else "") + reason,
+            advice=advice,
             who=who,
             groups=failing,
         )
@@ -400,43 +623,65 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
 # -- trainers -----------------------------------------------------------------------------------
 
 
-def _trainers(status: BusStatus) -> list[Finding]:
+def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
     daemon = status.daemon
-    if daemon is None or not daemon.answers or daemon.recovering:
+    if daemon is None:
+        return _waiting(status, groups, wants)
+    if not daemon.answers or daemon.recovering:
         return []
     here = [lease for lease in daemon.leases if lease.connected]
     if not here:
-        if not daemon.groups_ready:
-            return []
+        ready = daemon.groups_ready
+        waits = f"{_count(ready, 'complete group')} {'waits' if ready == 1 else 'wait'}, and no"
         return [
             Finding(
-                kind="no_trainer",
-                cost=0.8,
-                what=f"{_count(daemon.groups_ready, 'complete group')} wait, and no trainer is "
-                "attached",
+                kind="no_trainer" if status.space_wanted else "trainer_away",
+                cost=0.8 if ready else 0.3,
+                what=(waits if ready else "No") + " trainer is attached",
                 advice="start the trainer",
             )
         ]
-    waiting = [lease for lease in here if lease.waiting and not lease.groups]
-    if not waiting:
-        return []
-    who = [_trainer_name(lease) for lease in waiting[:_NAMED]]
-    alive = _alive(status)
-    cause = "" if alive else "no producer is attached"
-    if daemon.groups_ready and daemon.world_size:
-        absent = sorted(set(range(daemon.world_size)) - {lease.rank for lease in here})
-        cause = f"the step waits for rank {absent[0]}" if absent else ""
-    each = "Trainers wait" if len(waiting) == len(here) > 1 else f"{', '.join(who)} waits"
-    return [
-        Finding(
-            kind="trainers_wait",
-            cost=0.55 * len(waiting) / len(here),
-            what=f"{each} for groups; {show_count(daemon.groups_open)} are incomplete",
-            cause=cause,
-            advice="" if alive else "start producers",
-            who=who,
+    found = [_stopped_trainer(lease, len(here)) for lease in here if lease.stopped]
+    waiting = [lease for lease in here if lease.waiting]
+    absent = sorted(set(range(daemon.world_size)) - {lease.rank for lease in here})
+    if waiting and absent:
+        ranks = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
+        found.append(
+            Finding(
+                kind="rank_missing",
+                cost=0.8,
+                what=f"The step waits for rank{'s' * (len(absent) > 1)} {ranks}, and no trainer of "
+                f"{'that rank' if len(absent) == 1 else 'those ranks'} is attached",
+                advice="start it again" if len(absent) == 1 else "start them again",
+            )
         )
-    ]
+    return found or _waiting(status, groups, wants)
+
+
+def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:
+    name = _trainer_name(lease)
+    return Finding(
+        kind="trainer_stopped",
+        cost=0.3 + 0.6 / trainers,
+        what=f"{name} is stopped"
+        + (f" and holds {_count(lease.groups, 'group')}" if lease.groups else ""),
+        advice=f"`kill -CONT {lease.pid}` continues it",
+        who=[name],
+    )
+
+
+def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
+    """Say that trainers wait for groups that are being made: workers are what limits."""
+    if not (waits := _waits(status, wants)):
+        return []
+    incomplete, lane = _incomplete(status, groups), status.requests
+    made = f"{show_count(incomplete)} {'is' if incomplete == 1 else 'are'} incomplete"
+    if lane is not None and lane.unmade:
+        made += (
+            f", {_count(lane.claimed, 'sample')} {'is' if lane.claimed == 1 else 'are'} with "
+            f"workers and {show_count(lane.open)} not taken yet"
+        )
+    return [Finding(kind="trainers_wait", cost=0.2, what=waits, cause=made, who=_who_waits(status))]
 
 
 def _all_is_well(status: BusStatus) -> str:

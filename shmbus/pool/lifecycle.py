@@ -3,14 +3,13 @@
 Invariants:
 
 - A pool that could not be completed is removed before create_pool raises.
-- Opening follows no link, waits for no FIFO, and checks the file's owner before its content.
+- What is read was opened as a file of this user (`shmbus.segment.own_file`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 
 import msgspec
@@ -20,6 +19,7 @@ from shmbus._arguments import check_int, parse_size
 from shmbus._format import show_size
 from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
+from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
 __all__ = ["PoolSpec", "create_pool", "open_pool", "pool_path", "unlink_pool"]
@@ -154,7 +154,7 @@ def _create_into(
 ) -> None:
     """Create the file and the pool in it, for `create_handle`; where that fails, neither."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _title(bus, kind))
     except FileExistsError as error:
         raise _exists(bus, kind, path) from error
     try:
@@ -167,6 +167,10 @@ def _create_into(
             os.unlink(path)
         raise
     made.append(pool)
+
+
+def _title(bus: str, kind: str) -> str:
+    return f"pool {kind!r} of bus {bus!r}"
 
 
 def _exists(bus: str, kind: str, path: str) -> errors.BusExistsError:
@@ -203,9 +207,8 @@ def open_pool(
 
 
 def _open_once(bus: str, kind: str, path: str, read_only: bool) -> _core.SlotPool | tuple[int, int]:
-    flags = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
+        fd = open_own(path, os.O_RDONLY if read_only else os.O_RDWR, _title(bus, kind))
     except FileNotFoundError as error:
         raise errors.BusNotFoundError(
             f"there is no pool {kind!r} of bus {bus!r} ({path} does not exist): nobody has "
@@ -214,15 +217,6 @@ def _open_once(bus: str, kind: str, path: str, read_only: bool) -> _core.SlotPoo
         ) from error
     try:
         identity = os.fstat(fd)
-        if identity.st_uid != os.geteuid():
-            raise PermissionError(
-                f"{path} belongs to uid {identity.st_uid}, this process runs as uid "
-                f"{os.geteuid()}; a pool is for the user who created it"
-            )
-        if not stat.S_ISREG(identity.st_mode):
-            raise errors.LayoutMismatchError(
-                f"{path} is no plain file; look what it is for, and remove it"
-            )
         opened = _core.SlotPool.open(fd, f"{bus}:{kind}", read_only)
     except BaseException:
         os.close(fd)

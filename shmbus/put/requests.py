@@ -19,14 +19,13 @@ from shmbus._arguments import check_timeout, clamp_request
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, check_request
-from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus.put.retries import RetryPuts, WantedSample
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from shmbus_ext._values import FieldValue, SupportsItem
 
-__all__ = ["Request", "RequestPuts"]
+__all__ = ["ProducerRequests", "Request", "RequestState"]
 
 #: What a worker waits for, in a report of a stall.
 _WAITS_FOR = "a prompt to sample"
@@ -37,32 +36,53 @@ def _slice_s(timeout: float | None, waited_s: float) -> float:
     return longest_s if timeout is None else min(longest_s, timeout - waited_s)
 
 
-class RequestPuts(AsynchronousPuts, RetryPuts):
-    """`next_request`, `put_for`, `fail_for`: the workers' side of the request lane."""
+class RequestState:
+    """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
 
-    def _begin_requests(self) -> None:
-        self._work = LoopWaits()
-        self._next_recovery_s = 0.0
+    __slots__ = ("last_request", "next_recovery_s", "work")
+
+    def __init__(self) -> None:
+        self.work = LoopWaits()
+        self.next_recovery_s = 0.0
         #: Of the request that a sample was last taken of: number, text and prompt.
-        self._last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
+        self.last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
 
-    def _successor(self) -> _core.Segment | None:
-        segment = super()._successor()
-        if segment is not None:
-            self._last_request = (0, None, None)  # its numbers begin anew
-        return segment
+    def forget(self) -> None:
+        """Forget what is of a bus that another has taken the place of."""
+        self.last_request = (0, None, None)
+
+
+class ProducerRequests:
+    """`Producer.requests`: the samples that a worker is asked for, and its answers.
+
+    `next` takes a sample to make, `answer` puts it, `fail` reports that it could not be made, and
+    `release` gives it back unmade. All are safe from several threads, as the Producer is.
+
+    Parameters
+    ----------
+    producer : Producer
+        The worker's handle, which makes this: ``producer.requests``.
+    state : object
+        What that Producer keeps between two calls.
+    """
+
+    __slots__ = ("_producer", "_state")
+
+    def __init__(self, producer: RetryPuts, state: RequestState) -> None:
+        self._producer = producer
+        self._state = state
 
     @overload
-    def next_request(self, timeout: None = None) -> Request: ...
+    def next(self, timeout: None = None) -> Request: ...
     @overload
-    def next_request(self, timeout: float) -> Request | None: ...
-    def next_request(self, timeout: float | None = None) -> Request | None:
+    def next(self, timeout: float) -> Request | None: ...
+    def next(self, timeout: float | None = None) -> Request | None:
         """Take the next sample to make; waits for one, and costs no CPU meanwhile.
 
         Failed samples that are asked for again come first, then the highest priority, then what was
         offered first. While the bus is paused nothing is handed out. Where the bus bounds how far
         producers are ahead (`max_lead`), a group is begun here, and its samples never wait in
-        `put_for` for that bound.
+        `answer` for that bound.
 
         What is taken is others' again when this producer closes or its process dies, or by
         `release`.
@@ -86,10 +106,10 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         StallError
             Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
         """
-        found = self.next_requests(1, timeout)
+        found = self.next_many(1, timeout)
         return found[0] if found else None
 
-    def next_requests(self, limit: int, timeout: float | None = None) -> list[Request]:
+    def next_many(self, limit: int, timeout: float | None = None) -> list[Request]:
         """Take several samples to make by one call: what there is, once there is one.
 
         Parameters
@@ -102,14 +122,14 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Returns
         -------
         list of Request
-            As `next_request` would have given them one by one; empty where nothing came in time.
+            As `next` would have given them one by one; empty where nothing came in time.
 
         Raises
         ------
         TypeError, ValueError
-            `limit` is no int of 1 or more, or as for `next_request`.
+            `limit` is no int of 1 or more, or as for `next`.
         BusClosedError, BusRemovedError, StallError
-            As for `next_request`.
+            As for `next`.
         """
         check_timeout(timeout)
         limit = clamp_request("limit", limit)
@@ -118,7 +138,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             return found
         began = time.monotonic()
         while True:
-            ticket = _core.request_want(self._here(), False)
+            ticket = _core.request_want(self._producer._here(), False)
             found = self._find_requests(limit)
             waited_s = time.monotonic() - began
             if found or (timeout is not None and waited_s >= timeout):
@@ -126,15 +146,16 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             left_s = _slice_s(timeout, waited_s)
             self._await_request(ticket, left_s)
             self._after_wait(None if timeout is None else timeout - waited_s)
-            if self._watch.slice_s is not None:
-                self._watch.check(self._segment, _WAITS_FOR, time.monotonic() - began)
+            if self._producer._watch.slice_s is not None:
+                waited_s = time.monotonic() - began
+                self._producer._watch.check(self._producer._segment, _WAITS_FOR, waited_s)
 
     @overload
-    async def anext_request(self, timeout: None = None) -> Request: ...
+    async def anext(self, timeout: None = None) -> Request: ...
     @overload
-    async def anext_request(self, timeout: float) -> Request | None: ...
-    async def anext_request(self, timeout: float | None = None) -> Request | None:
-        """Take the next sample to make, as `next_request`, without blocking the event loop.
+    async def anext(self, timeout: float) -> Request | None: ...
+    async def anext(self, timeout: float | None = None) -> Request | None:
+        """Take the next sample to make, as `next`, without blocking the event loop.
 
         Parameters
         ----------
@@ -149,30 +170,30 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Raises
         ------
         TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next_request`.
+            As for `next`.
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was taken.
         """
-        found = await self.anext_requests(1, timeout)
+        found = await self.anext_many(1, timeout)
         return found[0] if found else None
 
-    async def anext_requests(self, limit: int, timeout: float | None = None) -> list[Request]:
-        """Take several samples to make, as `next_requests`, without blocking the event loop.
+    async def anext_many(self, limit: int, timeout: float | None = None) -> list[Request]:
+        """Take several samples to make, as `next_many`, without blocking the event loop.
 
         Parameters
         ----------
         limit, timeout
-            As for `next_requests`.
+            As for `next_many`.
 
         Returns
         -------
         list of Request
-            As for `next_requests`.
+            As for `next_many`.
 
         Raises
         ------
         TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next_requests`.
+            As for `next_many`.
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was taken.
         """
@@ -180,63 +201,66 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         limit = clamp_request("limit", limit)
         began = time.monotonic()
         while True:
-            ticket = _core.request_want(self._here(), False)
+            ticket = _core.request_want(self._producer._here(), False)
             found = self._find_requests(limit)
             waited_s = time.monotonic() - began
             if found or (timeout is not None and waited_s >= timeout):
                 return found
             left_s = _slice_s(timeout, waited_s)
-            await self._work.wait(functools.partial(self._await_request, ticket, left_s), left_s)
+            await self._state.work.wait(
+                functools.partial(self._await_request, ticket, left_s), left_s
+            )
             self._after_wait(0)
-            await self._check_stall(began, _WAITS_FOR)
+            await self._producer._check_stall(began, _WAITS_FOR)
 
     def _await_request(self, ticket: int, wait_s: float) -> None:
-        _core.request_await(self._segment, False, ticket, wait_s)
+        _core.request_await(self._producer._segment, False, ticket, wait_s)
 
     def _after_wait(self, left_s: float | None) -> None:
         """Once a while: give back what dead workers had, and notice that the bus was removed."""
         now = time.monotonic()
-        if now < self._next_recovery_s:
+        if now < self._state.next_recovery_s:
             return
-        self._next_recovery_s = now + limits.REQUEST_WAIT_S
-        if self._segment.note_removal():
-            self._go_on(left_s)
-        self._recover_dead()
+        self._state.next_recovery_s = now + limits.REQUEST_WAIT_S
+        if self._producer._segment.note_removal():
+            self._producer._go_on(left_s)
+        self._producer._recover_dead()
 
     def _find_requests(self, limit: int) -> list[Request]:
-        segment = self._here()
+        segment = self._producer._here()
         found: list[Request] = []
         if segment.paused() is not None:
             return found
         if _core.retry_noted(segment)[0] and _core.request_number(segment):
             while len(found) < limit and (request := self._find_retry(segment)) is not None:
                 found.append(request)
-        number, text, prompt = self._last_request
-        for claim, new in self._take_requests(number, limit - len(found)):
+        number, text, prompt = self._state.last_request
+        for claim, new in self._producer._take_requests(number, limit - len(found)):
             if new is not None or text is None or prompt is None:
                 assert new is not None
                 text, prompt = new, Prompt(new[8], new[7])
                 # One prompt for all of its samples that this producer takes, decoded once.
-                self._last_request = (claim[0], text, prompt)
+                self._state.last_request = (claim[0], text, prompt)
             found.append(Request._of(text, prompt, claim[4], claim=claim))
         return found
 
     def _find_retry(self, segment: _core.Segment) -> Request | None:
-        """Claim a failed sample whose prompt is in the lane; others are for `wanted`."""
-        with self._taking:
+        """Claim a failed sample whose prompt is in the lane; others are for `Producer.wanted`."""
+        mine = self._producer.producer_id
+        with self._producer._taking:
             requests = sorted(_core.retry_requests(segment), key=lambda row: row[1])
             for each in requests:
                 row, number, claimant, id_, epoch, split, size, need, index, attempt, reason, _ = (
                     each
                 )
                 text = None if claimant else _core.request_find(segment, id_, epoch, split)
-                if text is None or not _core.retry_claim(segment, row, number, self.producer_id):
+                if text is None or not _core.retry_claim(segment, row, number, mine):
                     continue
                 label = _core.split_label(segment, split)
                 sample = WantedSample(
                     id_, epoch, index, size or None, attempt, reason, label, need or None
                 )
-                self._taken[make_key(id_, epoch, split), index] = sample
+                self._producer._taken[make_key(id_, epoch, split), index] = sample
                 return Request._of(
                     text, Prompt(text[8], text[7]), index, retry=(row, attempt, reason)
                 )
@@ -244,7 +268,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
 
     def _at(self, request: Request) -> tuple[Hashable, int]:
         """Return what `_taken` has a sample by."""
-        split = _core.split_number(self._segment, request.split)
+        split = _core.split_number(self._producer._segment, request.split)
         return make_key(request.instance_id, request.epoch, split), request.index
 
     def is_wanted(self, request: Request) -> bool:
@@ -255,15 +279,15 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Parameters
         ----------
         request : Request
-            What `next_request` gave.
+            What `next` gave.
 
         Returns
         -------
         bool
         """
         if (claim := check_request(request)._claim) is not None:
-            return self._holds_request(claim)
-        return self._at(request) in self._taken
+            return self._producer._holds_request(claim)
+        return self._at(request) in self._producer._taken
 
     def release(self, request: Request) -> bool:
         """Give a sample back unmade: others may take it.
@@ -271,7 +295,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Parameters
         ----------
         request : Request
-            What `next_request` gave.
+            What `next` gave.
 
         Returns
         -------
@@ -279,13 +303,14 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             False where it was not this producer's any more.
         """
         if (claim := check_request(request)._claim) is not None:
-            return self._give_back_request(claim)
+            return self._producer._give_back_request(claim)
         assert request._retry is not None
-        with self._taking:
-            self._taken.pop(self._at(request), None)
-        return _core.retry_unclaim(self._segment, request._retry[0], self.producer_id)
+        with self._producer._taking:
+            self._producer._taken.pop(self._at(request), None)
+        producer = self._producer
+        return _core.retry_unclaim(producer._segment, request._retry[0], producer.producer_id)
 
-    def put_for(
+    def answer(
         self,
         request: Request,
         *,
@@ -304,7 +329,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Parameters
         ----------
         request : Request
-            What `next_request` gave.
+            What `next` gave.
         score, policy_version, meta, rows, timeout
             As for `put`.
         **arrays
@@ -327,7 +352,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             return False
         for name in ("instance_id", "group_size", "index", "epoch", "need", "split"):
             if name in arrays:
-                raise TypeError(f"put_for: {name} is the request's; leave it out")
+                raise TypeError(f"requests.answer: {name} is the request's; leave it out")
         given: dict[str, Any] = {
             **request._group(),
             "index": request.index,
@@ -339,13 +364,13 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             **arrays,
         }
         if request._claim is None:
-            self.put(request.instance_id, **given)
+            self._producer.put(request.instance_id, **given)
             self._forget(request)
         else:
-            self._answer(request._claim, False, request.instance_id, **given)
+            self._producer._answer(request._claim, False, request.instance_id, **given)
         return True
 
-    def fail_for(
+    def fail(
         self,
         request: Request,
         reason: str,
@@ -360,7 +385,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Parameters
         ----------
         request : Request
-            What `next_request` gave.
+            What `next` gave.
         reason : str
             What operators and the next worker are told.
         policy_version : int, default 0
@@ -385,7 +410,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         if not self.is_wanted(request):
             return False
         if request._claim is None:
-            self.fail(
+            self._producer.fail(
                 request.instance_id,
                 request.index,
                 reason,
@@ -395,7 +420,7 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             )
             self._forget(request)
             return True
-        self._answer(
+        self._producer._answer(
             request._claim,
             True,
             request.instance_id,
@@ -409,10 +434,10 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         return True
 
     def _forget(self, request: Request) -> None:
-        with self._taking:
-            self._taken.pop(self._at(request), None)
+        with self._producer._taking:
+            self._producer._taken.pop(self._at(request), None)
 
-    async def aput_for(
+    async def aanswer(
         self,
         request: Request,
         *,
@@ -428,31 +453,31 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Parameters
         ----------
         request : Request
-            What `next_request` gave.
+            What `next` gave.
         score, policy_version, meta, rows, **arrays
-            As for `put_for`. The arrays must not change before this returns.
+            As for `answer`. The arrays must not change before this returns.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Returns
         -------
         bool
-            As for `put_for`.
+            As for `answer`.
 
         Raises
         ------
         TypeError, ValueError, RecordTooLargeError
-            As for `put_for`.
+            As for `answer`.
         BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `put_for`.
+            As for `answer`.
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was put.
         """
         given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
-        put = functools.partial(self.put_for, request, meta=meta, rows=rows, timeout=0, **given)
+        put = functools.partial(self.answer, request, meta=meta, rows=rows, timeout=0, **given)
         return await self._answer_later(put, timeout)
 
-    async def afail_for(
+    async def afail(
         self,
         request: Request,
         reason: str,
@@ -465,26 +490,26 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
         Parameters
         ----------
         request, reason, policy_version
-            As for `fail_for`.
+            As for `fail`.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Returns
         -------
         bool
-            As for `fail_for`.
+            As for `fail`.
 
         Raises
         ------
         TypeError, ValueError
-            As for `fail_for`.
+            As for `fail`.
         BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `fail_for`.
+            As for `fail`.
         asyncio.CancelledError
             The task was cancelled during the wait; nothing was reported.
         """
         fail = functools.partial(
-            self.fail_for, request, reason, policy_version=policy_version, timeout=0
+            self.fail, request, reason, policy_version=policy_version, timeout=0
         )
         return await self._answer_later(fail, timeout)
 
@@ -496,5 +521,5 @@ class RequestPuts(AsynchronousPuts, RetryPuts):
             nonlocal done
             done = answer()
 
-        await self._retry(attempt, timeout)
+        await self._producer._retry(attempt, timeout)
         return done

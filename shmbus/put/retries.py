@@ -12,7 +12,7 @@ import msgspec
 from shmbus import limits
 from shmbus._arguments import TRAIN, check_count, check_split
 from shmbus._keys import make_key
-from shmbus.put.attached import AttachedWriter
+from shmbus.put.asynchronous import AsynchronousPuts
 from shmbus_ext import _core
 
 __all__ = ["RetryPuts", "WantedSample"]
@@ -52,7 +52,7 @@ class WantedSample(msgspec.Struct, frozen=True):
     need: int | None = None
 
 
-class RetryPuts(AttachedWriter):
+class RetryPuts(AsynchronousPuts):
     """`fail` and `wanted`: the producers' side of the retry table."""
 
     def _begin_retries(self) -> None:

@@ -22,7 +22,7 @@ class RoundPuts(AttachedWriter):
 
     @property
     def groups_useless(self) -> int:
-        """Groups without variance, or refused by a filter, since the bus was created.
+        """Groups for training that were dropped whole, for any reason, since the bus was created.
 
         A trainer that wants so many groups a step needs as many more as this grows by.
         """
@@ -67,7 +67,7 @@ class RoundPuts(AttachedWriter):
 
         `shmbus inspect --groups` and the page name the producer then, from the group's first sample
         on. The note ends by itself when the sample is put or reported as failed, and when this
-        producer closes or dies. A sample that `next_request` gave needs none.
+        producer closes or dies. A sample that `requests.next` gave needs none.
 
         Parameters
         ----------

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import struct
@@ -142,17 +143,19 @@ class SocketMailbox:
     Raises
     ------
     ShmbusError
-        Others may enter the directory.
+        Others may enter the directory, or it is another user's.
     """
 
     def __init__(self, directory: str, address: str) -> None:
         self.address = address
         self._directory = Path(directory)
         self.opener = Opener(address)
-        if self._directory.stat().st_mode & 0o077:
+        found = self._directory.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise errors.ShmbusError(
-                f"{directory}: others than its owner may enter it, and so speak as a relay; make "
-                f"it private: chmod 700 {directory}"
+                f"{directory} (of uid {found.st_uid}, mode {found.st_mode & 0o777:o}): others than "
+                f"this process's user (uid {os.geteuid()}) may enter it, and so speak as a relay; "
+                f"take a directory of your own, and make it private: chmod 700 {directory}"
             )
         self._path = self._directory / address
         self._path.unlink(missing_ok=True)

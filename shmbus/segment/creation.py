@@ -27,7 +27,6 @@ from shmbus.segment.bounds import NO_BOUNDS, Bounds
 from shmbus.segment.explain import UnfinishedError, no_default_error, space_error
 from shmbus.segment.lifecycle import (
     ATTACH_WAIT_S,
-    check_file,
     has_magic,
     open_file,
     open_once,
@@ -374,7 +373,6 @@ def _unfinished(name: str) -> os.stat_result | None:
         return None
     try:
         found = os.fstat(fd)
-        check_file(name, found)
         return None if has_magic(fd) or _core.any_lock_held(fd) else found
     except (errors.ShmbusError, OSError):
         return None

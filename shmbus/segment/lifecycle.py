@@ -1,26 +1,23 @@
 """Opening segments in /dev/shm, waiting for them, and unlinking them.
 
-Invariant: opening waits for no file that others left under a name, and checks its owner before its
-content.
+Invariant: what is read was opened as a file of this user (`own_file`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator
 
 from shmbus import errors
 from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error
-from shmbus.segment.names import check_name, is_named, shm_path
+from shmbus.segment.names import check_name, is_named, remove_daemon_socket, shm_path
+from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
 __all__ = [
     "ATTACH_WAIT_S",
-    "check_file",
     "has_magic",
     "open_file",
     "open_if_there",
@@ -129,7 +126,6 @@ def open_once(name: str, read_only: bool) -> _core.Segment:
     fd = open_file(name, os.O_RDONLY if read_only else os.O_RDWR)
     try:
         identity = os.fstat(fd)
-        check_file(name, identity)
         segment = _core.Segment.open(fd, name, read_only)
     except BaseException:
         os.close(fd)
@@ -144,49 +140,11 @@ def open_once(name: str, read_only: bool) -> _core.Segment:
 
 
 def open_file(name: str, how: int) -> int:
-    """Open the file under a name, without waiting for a FIFO's other end or following a link."""
-    path = shm_path(name)
+    """Open the file of a bus, if it is one of this user (`own_file`)."""
     try:
-        return os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return open_own(shm_path(name), how, f"bus {name!r}")
     except FileNotFoundError as error:
         raise not_found_error(name) from error
-    except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # removed since
-            check_file(name, os.lstat(path))
-        if isinstance(error, PermissionError):
-            raise PermissionError(
-                f"bus {name!r}: may not open {path} as uid {os.geteuid()}; a bus is for the user "
-                "who created it, with mode 0600"
-            ) from error
-        raise
-
-
-def check_file(name: str, found: os.stat_result) -> None:
-    """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
-    path = shm_path(name)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(
-            f"bus {name!r}: {path} belongs to uid {found.st_uid}, this process runs as uid "
-            f"{os.geteuid()}; a bus is for the user who created it: run as that user, or choose "
-            "another name"
-        )
-    if not stat.S_ISREG(found.st_mode):
-        raise errors.LayoutMismatchError(
-            f"bus {name!r}: {path} is {_kind(found.st_mode)}, not a shmbus segment; look what it "
-            "is for, and remove it, or choose another name"
-        )
-
-
-def _kind(mode: int) -> str:
-    for is_kind, text in (
-        (stat.S_ISDIR, "a directory"),
-        (stat.S_ISFIFO, "a FIFO"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISLNK, "a symbolic link"),
-    ):
-        if is_kind(mode):
-            return text
-    return "a device"
 
 
 def unlink(name: str) -> None:
@@ -219,6 +177,8 @@ def unlink(name: str) -> None:
         os.unlink(shm_path(name))
         if segment is not None:
             segment.note_removal()
+        # A reader of the next bus of this name would wait for the daemon that died with this one.
+        remove_daemon_socket(name)
     except FileNotFoundError as error:
         raise errors.BusNotFoundError(
             f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "

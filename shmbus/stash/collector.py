@@ -248,13 +248,18 @@ class Collector:
         if stash.discards or self._errors:
             self.release_discarded()
         leased = stash.lease(max_groups, self.segment.policy_version, split)
-        if stash.discards:
-            self.release_discarded()
-        if leased:
-            self.note_leased(leased)
-            if split == _core.SPLIT_TRAIN:
-                _core.count_delivered(self.segment, leased)
-            self.flush()  # a producer may need it for a message before the caller comes back
+        try:
+            if stash.discards:
+                self.release_discarded()
+            if leased:
+                self.note_leased(leased)
+                if split == _core.SPLIT_TRAIN:
+                    _core.count_delivered(self.segment, leased)
+                self.flush()  # a producer may need it for a message before the caller comes back
+        except BaseException:
+            for group in reversed(leased):
+                stash.give_back(group)
+            raise
         return leased
 
     @property
@@ -345,7 +350,7 @@ class Collector:
             return
         self._doubt()
         now = time.monotonic()
-        useless = sum(discard.reason == "zero_variance" for discard in discards)
+        useless, self.stash.useless = self.stash.useless, 0
         if useless:
             _core.note_useless(self.segment, useless)
         for discard in discards:
@@ -379,8 +384,7 @@ class Collector:
     ) -> int:
         """Do so where a drop must be logged, or reports of failures belong to some groups."""
         ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
-        if reason == _core.DROP_FILTERED:
-            _core.note_useless(self.segment, ended)
+        self._count_useless(reason, [group._lease.samples for group in groups[:ended]])
         now = time.monotonic()
         for group in groups[:ended]:
             if reason:
@@ -390,6 +394,12 @@ class Collector:
         self._lead.follow(self.stash.leased_groups, ended)
         self.release_discards()
         return ended
+
+    def _count_useless(self, reason: int, groups: list[list[Trajectory]]) -> None:
+        """Count groups that a trainer has dropped: as many more have to be sampled."""
+        if reason:
+            useless = sum(split_of(samples[0].key) == _core.SPLIT_TRAIN for samples in groups)
+            _core.note_useless(self.segment, useless)
 
     def recall(self) -> None:
         """Do nothing: this leases no group ahead of a take."""
@@ -402,8 +412,7 @@ class Collector:
         """Release a leased group: if this process dies now, all of its samples or none."""
         if reason:
             self.drops.note(REASONS[reason], group.samples, time.monotonic())
-        if reason == _core.DROP_FILTERED:
-            _core.note_useless(self.segment, 1)
+        self._count_useless(reason, [group.samples])
         self.reader.release(group.samples, reason)
         self.stash.end_lease(group)
         self._requests.ended(group.samples)
@@ -417,6 +426,7 @@ class Collector:
         """Release a group that an earlier collector had leased, and this stash does not know."""
         if reason:
             self.drops.note(REASONS[reason], samples, time.monotonic())
+        self._count_useless(reason, [samples])
         self.reader.release(samples, reason)
         self._requests.ended(samples)
         self.drops.flush()

@@ -30,7 +30,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._keys import has_epoch
+from shmbus._keys import has_epoch, split_of
 from shmbus.stash.failures import FailingGroup, Failures, Request
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
@@ -164,6 +164,8 @@ class Stash(Generic[S]):
         self.timeouts = 0
         self.overflows = 0
         self.given_up = 0
+        #: Groups of the split "train" that were discarded whole; whoever counts them resets it.
+        self.useless = 0
         #: Reports of failures in groups that are delivered without those samples.
         self.reports: dict[GroupEntry[S], list[S]] = {}
         #: Whether a group that has ended was asked for again since.
@@ -196,7 +198,7 @@ class Stash(Generic[S]):
                 else:
                     self.discards.append(Discard(_REFUSALS[why], sample.key, [sample]))
             elif _scores_equal(each.samples):
-                self.discards.append(Discard("zero_variance", each.key, each.samples))
+                self._discard_group("zero_variance", each.key, each.samples)
             else:
                 self.table.push(each)
         recent = self.table.recent
@@ -226,7 +228,7 @@ class Stash(Generic[S]):
         if policy == "partial":
             self.table.push(group)
         else:
-            self.discards.append(Discard(reason, group.key, group.samples))
+            self._discard_group(reason, group.key, group.samples)
 
     def _cancel(self, key: Hashable) -> None:
         """Have producers told that this group needs no more samples."""
@@ -308,9 +310,9 @@ class Stash(Generic[S]):
             if reports:
                 self.reports[entry] = reports
         elif reason == "failed":
-            self.discards.append(Discard(reason, key, samples + reports))
+            self._discard_group(reason, key, samples + reports)
         else:
-            self._discard(reason, key, samples)
+            self._discard_group(reason, key, samples)
             self._discard("failed", key, reports)
         if has_epoch(key):
             self.table.recent[key] = None
@@ -325,6 +327,10 @@ class Stash(Generic[S]):
     def _discard(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
         if samples:
             self.discards.append(Discard(reason, key, samples))
+
+    def _discard_group(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
+        self.useless += split_of(key) == SPLIT_TRAIN
+        self._discard(reason, key, samples)
 
     def fail_request(self, request: Request, reason: str, now_s: float) -> None:
         """Fail a request whose producer died or whose time is over."""
@@ -410,12 +416,12 @@ class Stash(Generic[S]):
 
     def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
         """End a lease by discarding the group."""
-        self._discard(reason, group.key, group.samples)
+        self._discard_group(reason, group.key, group.samples)
         self.end_lease(group)
 
     def discard(self, reason: Reason, samples: list[S]) -> None:
         """Discard a group that the stash never had."""
-        self._discard(reason, samples[0].key, samples)
+        self._discard_group(reason, samples[0].key, samples)
 
     def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group, whose samples were acknowledged or dropped."""

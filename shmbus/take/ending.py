@@ -68,7 +68,7 @@ class LeaseEnds(AttachedConsumer):
             Delivered by this consumer and still leased.
         useless : bool
             Nothing is wrong with them, but there is nothing to learn from them: they are counted as
-            "filtered", and in `Ledger.groups_useless`, which says how many more to sample.
+            "filtered".
 
         Raises
         ------

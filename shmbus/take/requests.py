@@ -92,6 +92,8 @@ class PromptRequests(AttachedConsumer):
 
     def _begin_requests(self, prompt_schema: Schema | None) -> None:
         self._feeder: Feeder | None = None
+        #: What open requests are of, by their numbers; a prompt is read once.
+        self._request_keys: dict[int, tuple[str, int | None, str]] = {}
         #: In the form that pickles; whoever made the handle gets an error for a wrong one.
         self._prompt_schema = None if prompt_schema is None else mapping_of(parse(prompt_schema))
 
@@ -178,6 +180,36 @@ class PromptRequests(AttachedConsumer):
             timeout=timeout,
             **prompt,
         )
+
+    def open_requests(self) -> list[tuple[str, int | None, str]]:
+        """Return which requests have not ended: those whose groups are open, or on their way.
+
+        It reads the segment, and asks no daemon: one that has not heard of an acknowledgement yet
+        has the request open still.
+
+        Returns
+        -------
+        list of (str, int | None, str)
+            Instance ids, epochs and splits, oldest request first.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        segment = self._feeding()._segment
+        known = self._request_keys
+        found: dict[int, tuple[str, int | None, str]] = {}
+        for row, number, *_ in sorted(_core.request_rows(segment), key=lambda row: row[1]):
+            key = known.get(number)
+            if key is None:
+                text = _core.request_text(segment, row, number)
+                if text is None:
+                    continue  # it has ended since
+                key = text[:3]
+            found[number] = key
+        self._request_keys = found
+        return list(found.values())
 
     def requests_state(self) -> RequestsState:
         """Return what was offered and not trained: every request whose group is not acknowledged.

@@ -9,27 +9,83 @@
  * Invariant: the main thread waits only for code of ours that neither waits nor calls the user's. */
 #include "python/uninterrupted.h"
 
+#include <stdatomic.h>
+
 #include "python/hooks.h"
 
+#define ERRAND "shmbus_ext._core.errand"
+
+/* Owned by a capsule, which the waiter and the thread both have. */
 struct errand {
     PyObject *callable;
     PyObject *arguments; /* a tuple */
     PyObject *result;    /* NULL with `error` */
     PyObject *error;
     PyThread_type_lock done;
+    atomic_bool claimed; /* by the thread, which runs it, or by the waiter, which then must not wait */
 };
 
-static void run_errand(void *argument) {
-    struct errand *errand = argument;
-    PyGILState_STATE state = PyGILState_Ensure();
-    errand->result = PyObject_Call(errand->callable, errand->arguments, NULL);
-    if (errand->result == NULL) {
-        errand->error = py_set_aside_error();
+static void free_errand(PyObject *capsule) {
+    struct errand *errand = PyCapsule_GetPointer(capsule, ERRAND);
+    if (errand->done != NULL) {
+        PyThread_free_lock(errand->done);
     }
-    PyThread_type_lock done = errand->done;
-    PyGILState_Release(state);
-    /* The errand is on the waiter's stack: nothing of it is touched after this. */
-    PyThread_release_lock(done);
+    PyMem_Free(errand);
+}
+
+static PyObject *make_errand(PyObject *callable, PyObject *arguments) {
+    struct errand *errand = PyMem_Calloc(1, sizeof *errand);
+    PyObject *capsule = errand == NULL ? NULL : PyCapsule_New(errand, ERRAND, free_errand);
+    if (capsule == NULL) {
+        PyMem_Free(errand);
+        return PyErr_NoMemory();
+    }
+    errand->callable = callable;
+    errand->arguments = arguments;
+    errand->done = PyThread_allocate_lock();
+    if (errand->done == NULL) {
+        Py_DECREF(capsule);
+        return PyErr_NoMemory();
+    }
+    PyThread_acquire_lock(errand->done, WAIT_LOCK);
+    return capsule;
+}
+
+static PyObject *run_errand(PyObject *capsule, PyObject *ignored) {
+    (void)ignored;
+    struct errand *errand = PyCapsule_GetPointer(capsule, ERRAND);
+    if (!atomic_exchange(&errand->claimed, true)) {
+        errand->result = PyObject_Call(errand->callable, errand->arguments, NULL);
+        if (errand->result == NULL) {
+            errand->error = py_set_aside_error();
+        }
+        PyThread_release_lock(errand->done);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef run_errand_def = {"run_errand", run_errand, METH_NOARGS, NULL};
+
+/* Starts the errand's thread; false with an exception. Its state is made here, by the interpreter:
+ * in the thread, without memory, nobody could be told. */
+static bool start_thread(PyObject *capsule) {
+    static PyObject *start; /* _thread.start_new_thread */
+    if (start == NULL) {
+        PyObject *module = PyImport_ImportModule("_thread");
+        start = module == NULL ? NULL : PyObject_GetAttrString(module, "start_new_thread");
+        Py_XDECREF(module);
+        if (start == NULL) {
+            return false;
+        }
+    }
+    PyObject *function = PyCFunction_New(&run_errand_def, capsule);
+    PyObject *nothing = function == NULL ? NULL : PyTuple_New(0);
+    PyObject *ident =
+        nothing == NULL ? NULL : PyObject_CallFunctionObjArgs(start, function, nothing, NULL);
+    Py_XDECREF(nothing);
+    Py_XDECREF(function);
+    Py_XDECREF(ident);
+    return ident != NULL;
 }
 
 static bool is_finalizing(void) {
@@ -68,27 +124,33 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
     if (is_main <= 0) {
         return is_main < 0 ? NULL : PyObject_Call(callable, arguments, NULL);
     }
-    struct errand errand = {callable, arguments, NULL, NULL, PyThread_allocate_lock()};
-    if (errand.done == NULL) {
-        return PyErr_NoMemory();
+    PyObject *capsule = make_errand(callable, arguments);
+    if (capsule == NULL) {
+        return NULL;
     }
-    PyThread_acquire_lock(errand.done, WAIT_LOCK);
-    if (PyThread_start_new_thread(run_errand, &errand) == PYTHREAD_INVALID_THREAD_ID) {
-        PyThread_release_lock(errand.done);
-        PyThread_free_lock(errand.done);
+    struct errand *errand = PyCapsule_GetPointer(capsule, ERRAND);
+    /* Without memory for the thread's number, it has begun and an exception says that it has not. */
+    if (!start_thread(capsule) && !atomic_exchange(&errand->claimed, true)) {
+        Py_DECREF(capsule);
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+            return NULL;
+        }
         /* Where no thread can be had, the change is made here: an interrupt is less likely than
          * that it is needed. */
+        PyErr_Clear();
         return PyObject_Call(callable, arguments, NULL);
     }
+    PyErr_Clear();
     Py_BEGIN_ALLOW_THREADS
-    PyThread_acquire_lock(errand.done, WAIT_LOCK);
+    PyThread_acquire_lock(errand->done, WAIT_LOCK);
     Py_END_ALLOW_THREADS
-    PyThread_release_lock(errand.done);
-    PyThread_free_lock(errand.done);
-    if (errand.result == NULL) {
-        py_restore_error(errand.error);
+    PyThread_release_lock(errand->done);
+    PyObject *result = errand->result;
+    if (result == NULL) {
+        py_restore_error(errand->error);
     }
-    return errand.result;
+    Py_DECREF(capsule);
+    return result;
 }
 
 /* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */

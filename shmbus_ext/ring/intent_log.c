@@ -12,7 +12,8 @@
 static bool unpack_ref(const struct segment *segment, uint64_t ref, struct record_place *place) {
     *place = place_unpack(ref);
     return place->extent < segment->extent_count &&
-           place->offset < (segment->extent_count - place->extent) * segment->extent_bytes;
+           place->offset <= (segment->extent_count - place->extent) * segment->extent_bytes -
+                                sizeof(struct record_header);
 }
 
 static uint32_t intent_crc(const struct segment *segment, uint32_t n) {

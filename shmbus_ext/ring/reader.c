@@ -181,7 +181,11 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
             return WALK_PENDING_FIRST;
         }
         int delivered = deliver(self, &place, ref);
-        return delivered > 0 ? WALK_RECORD : delivered == 0 ? WALK_ON : WALK_NO_MEMORY;
+        if (delivered < 0) {
+            lane->cursor = place.offset;
+            return WALK_NO_MEMORY;
+        }
+        return delivered > 0 ? WALK_RECORD : WALK_ON;
     }
     case SHMBUS_RESERVED:
         if (!remember_open(lane, &place, self->copy.header.producer_id)) {
@@ -266,6 +270,10 @@ static int take_ended(struct reader *self, struct lane *lane, struct record_ref 
         if (record_read_frame(shared, room, &place, &self->copy.header) == RECORD_OK &&
             state == SHMBUS_COMMITTED) {
             delivered = deliver(self, &place, ref);
+        }
+        if (delivered < 0) {
+            lane->pending_at--;
+            return delivered;
         }
         end_open(self, place.extent);
         if (delivered != 0) {

@@ -75,9 +75,26 @@ void record_write_body(struct record_header *record, const struct record_spec *s
     memcpy(at, spec->schema, spec->schema_bytes);
 }
 
+/* Of a header whose lengths were checked. */
 static uint32_t payload_crc(const void *shared, const struct record_header *header) {
     const uint8_t *start = (const uint8_t *)shared + header->meta_offset;
     return shmbus_crc32c(0, start, header->record_bytes - header->meta_offset);
+}
+
+/* A header as its writer reads it back, with no length that leads out of the record. What was
+ * overwritten is no record any more; a reader finds that its checksum or its bounds do not hold. */
+static struct record_header bounded(const struct record_header *record, uint64_t bytes) {
+    struct record_header own;
+    memcpy(&own, record, sizeof own);
+    own.record_bytes = bytes;
+    if (record_tables_bytes(&own) > bytes - sizeof own) {
+        own.shape_words = own.schema_bytes = 0;
+        own.id_bytes = 0;
+    }
+    if (own.meta_offset > bytes) {
+        own.meta_offset = (uint32_t)sizeof own;
+    }
+    return own;
 }
 
 uint32_t record_header_crc(const struct record_header *header, const void *tables) {
@@ -85,8 +102,9 @@ uint32_t record_header_crc(const struct record_header *header, const void *table
     return shmbus_crc32c(crc, tables, record_tables_bytes(header));
 }
 
-void record_reseal(struct record_header *record) {
-    record->header_crc = record_header_crc(record, (const uint8_t *)record + sizeof *record);
+void record_reseal(struct record_header *record, uint64_t bytes) {
+    const struct record_header own = bounded(record, bytes);
+    record->header_crc = record_header_crc(&own, (const uint8_t *)record + sizeof *record);
 }
 
 void record_copy_image(struct record_header *to, const struct record_place *place,
@@ -103,14 +121,16 @@ void record_write_head(struct record_header *record, const struct record_copy *c
     memcpy((uint8_t *)record + sizeof *record, copy->scratch, record_tables_bytes(&copy->header));
 }
 
-void record_close(struct record_header *record, uint64_t sequence, uint64_t lane_number) {
+void record_close(struct record_header *record, uint64_t bytes, uint64_t sequence,
+                  uint64_t lane_number) {
     record->sequence = sequence;
     record->lane_number = lane_number;
     record->committed_ns = clock_monotonic_ns();
     if (record->flags & SHMBUS_FLAG_PAYLOAD_CRC) {
-        record->payload_crc = payload_crc(record, record);
+        const struct record_header own = bounded(record, bytes);
+        record->payload_crc = payload_crc(record, &own);
     }
-    record_reseal(record);
+    record_reseal(record, bytes);
 }
 
 enum record_verdict record_read_frame(const struct record_header *shared, uint64_t room,

@@ -84,11 +84,13 @@ void record_write_body(struct record_header *record, const struct record_spec *s
 void record_copy_image(struct record_header *to, const struct record_place *place,
                        const void *image, uint64_t record_bytes, uint64_t producer_id,
                        uint32_t slot, uint32_t flags);
-/* Closes the header: after this the state may say COMMITTED. */
-void record_close(struct record_header *record, uint64_t sequence, uint64_t lane_number);
+/* Closes the header of a record of so many bytes: after this the state may say COMMITTED. Lengths in
+ * the header may be another process's by now: what they say beyond the record is not followed. */
+void record_close(struct record_header *record, uint64_t bytes, uint64_t sequence,
+                  uint64_t lane_number);
 
 /* Computes the header's checksum again, after the frame has changed. */
-void record_reseal(struct record_header *record);
+void record_reseal(struct record_header *record, uint64_t bytes);
 
 /* Shape, id and schema. */
 static inline uint64_t record_tables_bytes(const struct record_header *header) {

@@ -64,8 +64,11 @@ static uint32_t units_of(uint32_t data_bytes) {
     return (data_bytes + SHMBUS_REQUEST_UNIT - 1) / SHMBUS_REQUEST_UNIT;
 }
 
-/* Whether a row's numbers may be used as bounds; damage costs its room until the bus ends. */
-static bool row_is_sane(const struct request_parts *parts, const struct request_row *row) {
+/* A copy of a row whose numbers may be used as bounds; damage costs its room until the bus ends. */
+static bool copy_sane_row(const struct request_parts *parts, uint32_t index,
+                          struct request_row *row) {
+    memcpy(&row->place, &parts->rows[index].place,
+           sizeof *row - offsetof(struct request_row, place));
     return row->crc == request_row_crc(row) &&
            row->first_cell / SHMBUS_REQUEST_CELLS_A_BLOCK + (uint64_t)blocks_of(row->group_size) <=
                parts->block_count &&
@@ -97,12 +100,13 @@ static void finish_freeing(struct request_lane *lane, struct request_row *row) {
 static void free_row(struct request_parts *parts, uint32_t index) {
     struct request_lane *lane = parts->lane;
     struct request_row *row = &parts->rows[index];
+    struct request_row own;
     lane->freeing_done = counted(&lane->done) + row->ended_done;
     lane->freeing_given_up = counted(&lane->given_up) + row->ended_given_up;
     atomic_store_explicit(&lane->freeing, (uint64_t)index + 1, memory_order_release);
     FAILPOINT("feed-freeing");
-    if (row_is_sane(parts, row)) {
-        set_room_of(parts, row, false);
+    if (copy_sane_row(parts, index, &own)) {
+        set_room_of(parts, &own, false);
     }
     finish_freeing(lane, row);
 }
@@ -119,15 +123,17 @@ static void free_ended(struct request_parts *parts) {
 
 /* ---- the lock, and what a dead feeder left ---- */
 
-/* Puts an open row behind the others of its priority. */
-static void append(struct request_parts *parts, uint32_t index) {
-    const struct request_row *row = &parts->rows[index];
-    _Atomic uint64_t *tail = &parts->lane->tails[row->level];
+static void note_place(struct request_parts *parts, uint32_t index, const struct request_row *row) {
     atomic_store_explicit(
         &parts->order[row->level * parts->row_count + row->place % parts->row_count], index,
         memory_order_relaxed);
+}
+
+/* Puts an open row, of which this is a copy, behind the others of its priority. */
+static void append(struct request_parts *parts, uint32_t index, const struct request_row *row) {
+    note_place(parts, index, row);
     /* SYNC: request-offered. */
-    atomic_store_explicit(tail, row->place + 1, memory_order_release);
+    atomic_store_explicit(&parts->lane->tails[row->level], row->place + 1, memory_order_release);
 }
 
 /* The rows say what is in use; the feeder that died held the lock, so nothing changes them. */
@@ -141,18 +147,18 @@ static void heal(struct request_parts *parts) {
     memset(parts->block_bits, 0, (parts->block_count + 63) / 64 * 8);
     memset(parts->unit_bits, 0, (parts->unit_count + 63) / 64 * 8);
     for (uint32_t index = 0; index < parts->row_count; index++) {
-        struct request_row *row = &parts->rows[index];
-        uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
-        uint32_t state = request_state_of(word);
+        _Atomic uint64_t *word = &parts->rows[index].word;
+        uint32_t state = request_state_of(atomic_load_explicit(word, memory_order_acquire));
+        struct request_row row;
         if (state == REQUEST_BUSY) {
-            atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
-        } else if (state != REQUEST_FREE && row_is_sane(parts, row)) {
-            set_room_of(parts, row, true);
-            if (counted(&lane->offered) < row->offered) {
-                atomic_store_explicit(&lane->offered, row->offered, memory_order_relaxed);
+            atomic_store_explicit(word, REQUEST_FREE, memory_order_release);
+        } else if (state != REQUEST_FREE && copy_sane_row(parts, index, &row)) {
+            set_room_of(parts, &row, true);
+            if (counted(&lane->offered) < row.offered) {
+                atomic_store_explicit(&lane->offered, row.offered, memory_order_relaxed);
             }
-            if (state == REQUEST_OPEN && row->place >= counted(&lane->tails[row->level])) {
-                append(parts, index);
+            if (state == REQUEST_OPEN && row.place >= counted(&lane->tails[row.level])) {
+                append(parts, index, &row);
             }
         }
     }
@@ -197,13 +203,46 @@ static uint32_t find_row(struct request_parts *parts) {
     return NOWHERE;
 }
 
+/* A head and a tail that cannot be are made anew from the open rows. */
+static void mend_order(struct request_parts *parts, uint32_t level) {
+    struct request_row row;
+    uint64_t tail = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        for (uint32_t index = 0; index < parts->row_count; index++) {
+            uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+            if (request_state_of(word) != REQUEST_OPEN || !copy_sane_row(parts, index, &row) ||
+                row.level != level) {
+                continue;
+            }
+            if (pass == 0) {
+                tail = row.place >= tail ? row.place + 1 : tail;
+            } else if (tail - row.place <= parts->row_count) {
+                note_place(parts, index, &row);
+            }
+        }
+    }
+    atomic_store_explicit(&parts->lane->heads[level],
+                          tail > parts->row_count ? tail - parts->row_count : 0,
+                          memory_order_release);
+    /* SYNC: request-offered. */
+    atomic_store_explicit(&parts->lane->tails[level], tail, memory_order_release);
+}
+
 /* Whether the order of a priority has a place: places of rows that have ended, where workers have
  * not gone on for a while, are given up first. */
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);
     uint64_t place = atomic_load_explicit(head, memory_order_acquire);
-    while (tail - place >= parts->row_count) {
+    if (tail - place > parts->row_count) {
+        mend_order(parts, level);
+        tail = counted(&parts->lane->tails[level]);
+        place = atomic_load_explicit(head, memory_order_acquire);
+    }
+    for (uint32_t looked = 0; looked <= parts->row_count; looked++) {
+        if (tail - place < parts->row_count) {
+            return true;
+        }
         uint32_t index = atomic_load_explicit(
             &parts->order[level * parts->row_count + place % parts->row_count],
             memory_order_relaxed);
@@ -218,7 +257,7 @@ static bool order_has_place(struct request_parts *parts, uint32_t level) {
             place++;
         }
     }
-    return true;
+    return false;
 }
 
 /* The id, and the prompt behind it. */
@@ -291,7 +330,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     /* SYNC: request-offered. The row is whole before it is open. */
     atomic_store_explicit(&row->word, number << 2 | REQUEST_OPEN, memory_order_release);
     FAILPOINT("feed-open");
-    append(parts, index);
+    append(parts, index, &fresh);
     atomic_store_explicit(&lane->offered, fresh.offered, memory_order_release);
     FAILPOINT("feed-offered");
 }

@@ -164,17 +164,43 @@ static bool take_returned(struct taker *self) {
     return false;
 }
 
-/* The rows of a priority in the order of their offers, from the first that may have a sample. */
+/* The same without an order, where damage has taken that: each row says itself what it has. */
+static bool take_in_any_order(struct taker *self, uint32_t level) {
+    const struct request_parts *parts = &self->segment->requests;
+    for (uint32_t index = 0; index < parts->row_count; index++) {
+        uint64_t number = request_open_row(self->segment, index);
+        if (number != 0 && parts->rows[index].level == level) {
+            enum from_row from = take_new(self, index, number);
+            if (from != ROW_IS_OVER) {
+                return from == ROW_GAVE;
+            }
+        }
+    }
+    return false;
+}
+
+/* The rows of a priority in the order of their offers, from the first that may have a sample. Never
+ * more than there can be: who offers meanwhile rings. */
 static bool take_in_order(struct taker *self, uint32_t level) {
     struct request_parts *parts = &self->segment->requests;
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t place = atomic_load_explicit(head, memory_order_acquire);
     bool first = true;
-    for (;; place++) {
+    for (uint32_t looked = 0; looked <= parts->row_count; looked++, place++) {
         /* SYNC: request-offered. */
         uint64_t tail = atomic_load_explicit(&parts->lane->tails[level], memory_order_acquire);
-        if (place >= tail) {
+        if (place == tail) {
             return false;
+        }
+        if (tail - place > parts->row_count) {
+            /* Others went on meanwhile, or one of the two words was overwritten. */
+            uint64_t now = atomic_load_explicit(head, memory_order_acquire);
+            if (tail - now > parts->row_count) {
+                return take_in_any_order(self, level);
+            }
+            place = now - 1;
+            first = true;
+            continue;
         }
         uint32_t index = atomic_load_explicit(
             &parts->order[level * parts->row_count + place % parts->row_count],
@@ -195,6 +221,7 @@ static bool take_in_order(struct taker *self, uint32_t level) {
         }
         first = first && swap(head, place, place + 1);
     }
+    return false;
 }
 
 enum request_take request_take(struct segment *segment, uint64_t producer_id, uint32_t slot,
@@ -218,7 +245,8 @@ enum request_take request_take(struct segment *segment, uint64_t producer_id, ui
 bool request_read(const struct segment *segment, uint32_t index, uint64_t number,
                   struct request_text *text, uint8_t *data) {
     struct request_row row;
-    if (!request_copy_row(segment, index, number, &row)) {
+    if (!request_copy_row(segment, index, number, &row) ||
+        (data != NULL && row.data_bytes != text->data_bytes)) {
         return false;
     }
     *text = (struct request_text){

@@ -62,7 +62,8 @@ enum request_take { REQUEST_NONE, REQUEST_TAKEN, REQUEST_TOO_FAR_AHEAD };
  * are bounded, a group is admitted here; TOO_FAR_AHEAD where only that keeps one from being taken. */
 enum request_take request_take(struct segment *segment, uint64_t producer_id, uint32_t slot,
                                struct request_claim *claim);
-/* Its prompt. Size first: with data NULL. False where the row has ended or is damaged. */
+/* Its prompt. Size first: with data NULL; then `text` says for how many bytes there is room. False
+ * where the row has ended, is damaged, or has not so many. */
 bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
                   struct request_text *text, uint8_t *data);
 /* The oldest open request of a group, by its number; 0 where there is none. */

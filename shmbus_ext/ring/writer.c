@@ -219,8 +219,13 @@ __attribute__((noinline, cold)) static void
 end_begun(struct writer *self, const struct reservation *at, uint32_t n) {
     for (uint32_t i = 0; i < n && self->begun > 0; i++) {
         const struct record_header *record = at[i].record;
-        const char *id = (const char *)(record + 1) + (uint64_t)record->shape_words * 8;
-        uint64_t key = begun_key(id, record->id_bytes, record->epoch, record->split);
+        const uint64_t id_at = sizeof *record + (uint64_t)record->shape_words * 8;
+        const uint16_t id_bytes = record->id_bytes;
+        if (id_at + id_bytes > at[i].bytes) {
+            continue; /* overwritten */
+        }
+        uint64_t key = begun_key((const char *)record + id_at, id_bytes, record->epoch,
+                                 record->split);
         self->begun -= begun_end(self->segment, self->producer_id, key, record->index);
     }
 }
@@ -245,7 +250,7 @@ intend(struct writer *self, const struct reservation *at, uint32_t n) {
 
 static void intend_commit(struct writer *self, const struct reservation *at) {
     intend(self, at, 1);
-    record_close(at->record, self->sequence, self->committed);
+    record_close(at->record, at->bytes, self->sequence, self->committed);
 }
 
 static void count_commits(struct writer *self, const struct reservation *at, uint32_t n) {
@@ -282,7 +287,7 @@ void writer_publish(struct writer *self, const struct reservation *at) {
 void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n) {
     intend(self, at, n);
     for (uint32_t i = 0; i < n; i++) {
-        record_close(at[i].record, self->sequence + i, self->committed + i);
+        record_close(at[i].record, at[i].bytes, self->sequence + i, self->committed + i);
         /* SYNC: record-published. */
         atomic_store_explicit(&at[i].record->state, SHMBUS_COMMITTED, memory_order_release);
     }
@@ -292,7 +297,7 @@ void writer_publish_all(struct writer *self, const struct reservation *at, uint3
 }
 
 void writer_publish_moved(struct writer *self, const struct reservation *at) {
-    record_reseal(at->record);
+    record_reseal(at->record, at->bytes);
     atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
     make_visible(self, at);
 }

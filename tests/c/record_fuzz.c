@@ -30,7 +30,7 @@ static struct record_header *whole_record(const struct record_place *place, uint
     memset((void *)record, 0xAA, (size_t)sample.spec.record_bytes);
     record_write_frame(record, place, sample.spec.record_bytes, 9, 2, SHMBUS_FLAG_PAYLOAD_CRC);
     record_write_body(record, &sample.spec);
-    record_close(record, 4, 5);
+    record_close(record, sample.spec.record_bytes, 4, 5);
     atomic_store(&record->state, SHMBUS_COMMITTED);
     return record;
 }
@@ -93,7 +93,7 @@ static void forged_records_with_right_checksums_stay_in_bounds(uint64_t *random,
         uint64_t tables =
             (uint64_t)record->shape_words * 8 + record->id_bytes + record->schema_bytes;
         if (sizeof *record + tables <= bytes) {
-            record_reseal(record);
+            record_reseal(record, bytes);
         }
         if (read_record(record, bytes, &place, copy) == RECORD_OK) {
             taken++;

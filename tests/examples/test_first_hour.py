@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,15 +26,24 @@ DEADLINE_S = 240
 PROGRAMS = {"python": '"$@"', "shmbus": '-m shmbus "$@"'}
 
 
+def write_programs(folder: Path, bus_name: str) -> None:
+    for language, name, text in BLOCKS:
+        if language == "python":
+            (folder / name).write_text(text.replace("first-hour", bus_name))
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 20)
 def test_the_page_runs_from_the_first_block_to_the_resumed_run(
     tmp_path: Path, bus_name: str
 ) -> None:
-    for language, name, text in BLOCKS:
-        assert language in ("sh", "python", "text")
-        if language == "python":
-            (tmp_path / name).write_text(text.replace("first-hour", bus_name))
+    assert {language for language, *_ in BLOCKS} == {"sh", "python", "text"}
+    write_programs(tmp_path, bus_name)
     script = "".join(text for language, _, text in BLOCKS if language == "sh")
     install, script = script.split("shmbus doctor", 1)
     assert "pip install -e '.[train]'" in install
@@ -44,11 +55,7 @@ def test_the_page_runs_from_the_first_block_to_the_resumed_run(
     result = subprocess.run(
         ["bash", "-c", script.replace("first-hour", bus_name)],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        },
+        env={**environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -64,6 +71,57 @@ def test_the_page_runs_from_the_first_block_to_the_resumed_run(
     assert "Traceback" not in said, said
     with pytest.raises(shmbus.BusNotFoundError):
         shmbus.Bus.open(bus_name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 20)
+def test_the_programs_of_the_page_run_to_their_last_step_though_samples_fail(
+    tmp_path: Path, bus_name: str
+) -> None:
+    """One sample in a hundred fails for good, so that one group in thirteen is given up."""
+    steps, rate, dies = 300, 0.01, 40
+    write_programs(tmp_path, bus_name)
+    for program, line, new in (
+        (
+            "worker.py",
+            "        tokens, logprobs = request",
+            f"        if rng.random() < {rate}:\n"
+            '            producer.requests.fail(request, "sandbox timed out")\n'
+            "            continue\n        tokens, logprobs = request",
+        ),
+        ("trainer.py", "16, 30", f"16, {steps}"),
+        ("trainer.py", "size=(1000, 1)", f"size=({steps * 20}, 1)"),
+        ("trainer.py", "handler.ack(batch)", "print(*batch.instance_ids[::8]); handler.ack(batch)"),
+    ):
+        text = (tmp_path / program).read_text()
+        assert line in text
+        (tmp_path / program).write_text(text.replace(line, new))
+    options: Any = {"cwd": tmp_path, "env": environment(), "text": True}
+    worker = subprocess.Popen([sys.executable, "worker.py"], **options)
+    try:
+        said = [
+            subprocess.run(
+                [sys.executable, "trainer.py", *life],
+                stdout=subprocess.PIPE,
+                timeout=DEADLINE_S,
+                **options,
+            ).stdout
+            for life in ([str(dies)], [])
+        ]
+        with shmbus.Bus.open(bus_name), shmbus.Consumer(bus_name) as consumer:
+            ledger = consumer.stats()
+    finally:
+        worker.kill()
+        worker.wait()
+        with contextlib.suppress(shmbus.BusNotFoundError):
+            shmbus.unlink(bus_name)
+    assert f"resumed after step {dies}\n" in said[1]
+    assert f"step {steps}: reward" in said[1]
+    trained = re.findall(r"prompt-(\d+)", "".join(said))
+    assert len(trained) == len(set(trained)) == 16 * steps, "none twice"
+    assert ledger.balanced and ledger.dropped["failed"] > 17 * 8, "more than a batch's worth"
+    left = ledger.groups_useless + ledger.requests.groups
+    assert ledger.requests.offered == 8 * (len(trained) + left), "none skipped but those given up"
 
 
 def test_the_everyday_lines_name_what_there_is() -> None:

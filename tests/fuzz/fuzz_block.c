@@ -41,7 +41,7 @@ static void write_out(const uint8_t *image, const uint8_t *end) {
     struct record_header *to = aligned_alloc(SHMBUS_RECORD_ALIGN, (size_t)bytes);
     CHECK(to != NULL);
     block_write(to, &place, &copy, image, 5, 6, 0);
-    record_reseal(to);
+    record_reseal(to, bytes);
     atomic_store(&to->state, SHMBUS_COMMITTED);
     static struct record_copy again;
     CHECK(record_read_frame(to, bytes, &place, &again.header) == RECORD_OK);

@@ -47,7 +47,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                                             record->id_bytes + record->schema_bytes;
         if ((uint64_t)record->shape_words * 8 + record->id_bytes + record->schema_bytes <=
             bytes - sizeof *record) {
-            record_reseal(record);
+            record_reseal(record, bytes);
         }
     }
     if (record_read_frame(record, bytes, &place, &copy.header) == RECORD_OK &&

@@ -2,16 +2,18 @@
  * and attaches again.
  *
  * Input: edits of 6 bytes: where (4), what (1), and what is done afterwards (1): nothing, a read,
- * a sweep, a count, a move, a producer's put, a new collector. */
+ * a sweep, a count, a move, a producer's put, a new collector, a request and whoever takes it. */
 #define _GNU_SOURCE
 #include "fuzz.h"
+#include "ring/request_feed.h"
+#include "ring/requests.h"
 
 #define CAPACITY (64u << 10)
 #define MOST_STEPS 64
 
 static struct segment segment, own;
 static uint8_t *template_bytes;
-static uint64_t tables_end, log_from, log_to;
+static uint64_t tables_end, log_from, log_to, lane_from;
 
 static void put(struct writer *writer, uint64_t n) {
     struct sample sample;
@@ -20,6 +22,27 @@ static void put(struct writer *writer, uint64_t n) {
     if (writer_claim(writer, sample.spec.record_bytes, &at) == WRITER_OK) {
         fill(writer, &sample, &at, 1);
         writer_publish(writer, &at);
+    }
+}
+
+static void offer(uint32_t level) {
+    const struct request_offer asked = {.id = "asked", .id_bytes = 5, .epoch = SHMBUS_NO_EPOCH,
+                                        .prompt = (const uint8_t *)"text", .prompt_bytes = 4,
+                                        .group_size = 2, .need = 2, .level = level};
+    uint32_t done;
+    uint64_t number;
+    (void)request_offer(&own, &asked, 1, &done, &number);
+}
+
+static void take(uint64_t producer_id) {
+    static uint8_t prompt[CAPACITY];
+    struct request_claim claim;
+    struct request_text text;
+    if (request_take(&own, producer_id, 0, &claim) == REQUEST_TAKEN &&
+        request_read(&own, claim.row, claim.number, &text, NULL)) {
+        CHECK(text.data_bytes <= sizeof prompt);
+        (void)request_read(&own, claim.row, claim.number, &text, prompt);
+        request_give_back(&own, &claim);
     }
 }
 
@@ -42,12 +65,16 @@ static void prepare(void) {
     fill(&writer, &sample, &open, 2);
     writer_reserve(&writer, &open);
     put(&writer, 10);
+    for (uint32_t level = 0; level < 4; level++) {
+        offer(level);
+    }
     template_bytes = malloc(segment.bytes);
     CHECK(template_bytes != NULL);
     memcpy(template_bytes, segment.base, segment.bytes);
     tables_end = segment.data_offset;
     log_from = (uint64_t)((uint8_t *)segment.intent_log - segment.base);
     log_to = log_from + (uint64_t)SHMBUS_MAX_GROUP_SIZE * 8;
+    lane_from = (uint64_t)((uint8_t *)segment.requests.lane - segment.base);
 }
 
 /* The intent log is large and seldom touched: only what a release can have written comes back. */
@@ -89,7 +116,11 @@ static void act(struct reader *reader, uint8_t what) {
         reader_detach(reader);
         CHECK(reader_attach(reader, &segment));
         break;
+    case 6:
+        offer(what / 8 % SHMBUS_REQUEST_LEVELS);
+        break;
     default:
+        take(1u + what / 8);
         break;
     }
 }
@@ -105,7 +136,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         uint32_t where;
         memcpy(&where, data, 4);
         /* Most of the edits where the tables are, and not in the intent log. */
-        uint64_t at = where % 4 == 0 ? where / 4 % segment.bytes : where / 4 % (log_from + 512);
+        uint64_t at = where % 4 == 0   ? where / 4 % segment.bytes
+                      : where % 4 == 1 ? lane_from + where / 4 % sizeof(struct request_lane)
+                                       : where / 4 % (log_from + 512);
         segment.base[at] = data[4];
         act(&reader, data[5]);
     }

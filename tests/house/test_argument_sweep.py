@@ -135,10 +135,10 @@ def test_calls_of_a_producer_have_no_error_from_the_inside(
         producer.reserve("a", group_size=1, index=0, fields=fields, timeout=0).abort()
 
     calls: dict[str, Call] = {
-        "is_wanted": producer.is_wanted,
-        "release": producer.release,
-        "put_for": lambda v: producer.put_for(v, tokens=TOKENS),
-        "fail_for": lambda v: producer.fail_for(v, "why"),
+        "is_wanted": producer.requests.is_wanted,
+        "release": producer.requests.release,
+        "requests.answer": lambda v: producer.requests.answer(v, tokens=TOKENS),
+        "requests.fail": lambda v: producer.requests.fail(v, "why"),
         "resize": resize,
         "fields": lambda v: reserve({"x": ("int32", v)}),
         "dtype": lambda v: reserve({"x": (v, 4)}),
@@ -206,5 +206,5 @@ def test_a_copy_takes_finite_scores_and_names_what_it_refuses(
 
 
 def test_a_request_is_made_by_the_bus_only() -> None:
-    with pytest.raises(TypeError, match="next_request"):
+    with pytest.raises(TypeError, match=r"requests\.next"):
         shmbus.Request()

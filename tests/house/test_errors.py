@@ -23,10 +23,10 @@ ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Feeder",
     "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
-    "ProducerStats", "ProtocolError", "RecordHead", "RecordReader", "RecordTooLargeError",
-    "Request", "RequestCounts", "Reservation", "RestoredRequests", "ShmbusError", "Slot",
-    "StallError", "StallReport", "Trajectory", "TrajectoryCopy", "UnscoredError", "WantedSample",
-    "__version__", "unlink",
+    "ProducerRequests", "ProducerStats", "ProtocolError", "RecordHead", "RecordReader",
+    "RecordTooLargeError", "Request", "RequestCounts", "Reservation", "RestoredRequests",
+    "ShmbusError", "Slot", "StallError", "StallReport", "Trajectory", "TrajectoryCopy",
+    "UnscoredError", "WantedSample", "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {

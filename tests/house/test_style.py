@@ -59,6 +59,7 @@ SHMBUS_ALL = [
     "Ledger",
     "Producer",
     "ProducerInfo",
+    "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
     "RecordHead",

@@ -79,20 +79,20 @@ def test_a_request_in_hand_is_a_sample_that_was_begun(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as one, Producer(bus_name) as two:
         with Feeder(bus_name) as feeder:
             feeder.request("q", group_size=4)
-        first, second = one.next_request(5.0), two.next_request(5.0)
+        first, second = one.requests.next(5.0), two.requests.next(5.0)
         assert first is not None and second is not None
-        one.put_for(first, score=1.0, tokens=[1])
+        one.requests.answer(first, score=1.0, tokens=[1])
         assert begun(bus_name) == {("q", second.index): two.producer_id}
-        two.release(second)
+        two.requests.release(second)
         assert begun(bus_name) == {}
 
 
 def test_a_request_in_hand_is_of_its_split_only(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Feeder(bus_name) as feeder:
         feeder.request("q", group_size=4, split="eval")
-        first, second = producer.next_request(5.0), producer.next_request(5.0)
+        first, second = producer.requests.next(5.0), producer.requests.next(5.0)
         assert first is not None and second is not None
-        producer.put_for(first, score=1.0, tokens=[1])
+        producer.requests.answer(first, score=1.0, tokens=[1])
         put(producer, 0, size=4)
         found = {
             group.split: [cell.index for cell in group.cells if cell.state == "begun"]

@@ -7,6 +7,7 @@ daemon, ``rank-`` of one of two ranks; what ends in ``-prefetch`` has batches ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -158,6 +159,35 @@ def nexting_twice(case: Case, at: int) -> None:
     case.audit_batches(held, set())
 
 
+def offering(case: Case, at: int) -> None:
+    """Each prompt of an iterator, which gives it once, is offered once."""
+    count = BATCH * case.ranks
+    prompts = iter([(f"q{number}", [number]) for number in range(2 * count)])
+
+    def operate() -> None:
+        case.handler.offer(prompts, ahead=1, group_size=1)
+
+    kept, _ = interrupt(at, operate)
+    position = case.handler.state_dict().get("offer", {}).get("position", 0)
+    if position != len(case.handler._consumer.open_requests()):
+        raise Fault(f"the state stands at {position}")
+    if kept is not None:
+        again(operate)
+    found = case.handler._consumer.open_requests()
+    if found != [(f"q{number}", number, "train") for number in range(count)]:
+        raise Fault(f"open are {found}")
+    # The next handler has no prompts that would take the place of these.
+    case.handler.close()
+    while (request := case.producer.requests.next(timeout=0)) is not None:
+        case.producer.requests.fail(request, "over")
+    case.handler = served.wait_for(case.attach)
+    deadline = time.monotonic() + PATIENCE_S
+    while case.handler._consumer.open_requests() and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            case.handler.next_batch(0)
+    case.audit_batches([], set())
+
+
 def acking(case: Case, at: int) -> None:
     case.offer_round()
     first = case.handler.next_batch(timeout=2.0)
@@ -250,6 +280,7 @@ _VERBS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "next-prefetch": ({"prefetch": 1}, nexting),
     "next-twice": ({}, nexting_twice),
     "next-twice-prefetch": ({"prefetch": 1}, nexting_twice),
+    "offer": ({}, offering),
     "ack": ({}, acking),
     "ack-prefetch": ({"prefetch": 1}, acking),
     "give-back": ({}, giving_back),

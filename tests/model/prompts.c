@@ -83,8 +83,10 @@ void work_on_prompts(uint8_t feeders) {
                          &claim) == REQUEST_TAKEN) {
             struct request_text text;
             uint8_t data[8];
-            if (!request_read(&self->segment, claim.row, claim.number, &text, data) ||
-                text.data_bytes != 5 || text.epoch != 7 || memcmp(data, "qt\1\2\3", 5) != 0) {
+            if (!request_read(&self->segment, claim.row, claim.number, &text, NULL) ||
+                text.data_bytes != 5 ||
+                !request_read(&self->segment, claim.row, claim.number, &text, data) ||
+                text.epoch != 7 || memcmp(data, "qt\1\2\3", 5) != 0) {
                 engine_fail("P%d has a sample of a prompt that is not whole", running);
             }
             answer(self, &claim);

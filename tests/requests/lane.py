@@ -18,7 +18,7 @@ def totals(bus: Bus) -> tuple[int, ...]:
 def take_all(producer: Producer) -> list[Request]:
     """Take every sample that is open."""
     found = []
-    while (request := producer.next_request(0)) is not None:
+    while (request := producer.requests.next(0)) is not None:
         found.append(request)
     return found
 

@@ -32,7 +32,7 @@ def test_lists_and_arrays_become_what_is_declared(bus: Bus, producer: Producer) 
         )
         # It pickles with its schema.
         pickle.loads(pickle.dumps(feeder)).request("copy", group_size=1, prompt=[], types=[])
-    first, second, third = producer.next_requests(3, timeout=5)
+    first, second, third = producer.requests.next_many(3, timeout=5)
     assert first["prompt"].dtype == np.int32 and first["prompt"].tolist() == [1, 2, 3]
     assert first["types"].dtype == np.uint8 and first["temperature"].shape == ()
     assert first["temperature"] == np.float32(0.5)
@@ -85,7 +85,7 @@ def test_without_a_schema_a_list_says_how_to_declare_it(feeder: Feeder, producer
         feeder.request("q", group_size=1, types=[1, 2])
     # Standard fields have their dtypes, and so have the token ids of a prompt.
     feeder.request("q", group_size=1, tokens=[1, 2], prompt=[3])
-    request = producer.next_request()
+    request = producer.requests.next()
     assert request is not None
     assert request["tokens"].dtype == request["prompt"].dtype == np.int32
 
@@ -105,7 +105,7 @@ def test_who_collects_offers_by_a_schema_too_and_takes_it_along(
         copy = pickle.dumps(consumer)
     with pickle.loads(copy) as consumer:
         consumer.request("copy", group_size=1, prompt=np.arange(3), types=[1, 1, 1])
-    first, second = producer.next_requests(2, timeout=5)
+    first, second = producer.requests.next_many(2, timeout=5)
     assert first["prompt"].dtype == np.int32 and first["prompt"].tolist() == [1, 2]
     assert first["types"].dtype == np.uint8 and first["temperature"] == np.float32(1)
     assert second["prompt"].tolist() == [0, 1, 2]

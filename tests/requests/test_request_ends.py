@@ -31,11 +31,11 @@ import sys, numpy as np, shmbus
 name = sys.argv[1]
 with shmbus.Producer(name) as producer:
     print("works", flush=True)
-    while (request := producer.next_request()) is not None:
+    while (request := producer.requests.next()) is not None:
         number = int(request.instance_id[1:])
         assert request.meta == {"number": number}, request.meta
         assert (request["prompt"] == number).all(), request
-        producer.put_for(request, score=1.0, x=np.full(4, number, np.float32))
+        producer.requests.answer(request, score=1.0, x=np.full(4, number, np.float32))
 """
 
 # Takes so many samples, says so, and answers none.
@@ -43,7 +43,7 @@ TAKER = """
 import sys, time, shmbus
 producer = shmbus.Producer(sys.argv[1])
 for _ in range(int(sys.argv[2])):
-    request = producer.next_request(10)
+    request = producer.requests.next(10)
     print("took", request.instance_id, request.index, flush=True)
 print("all", flush=True)
 time.sleep(600)
@@ -70,14 +70,14 @@ def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -
     with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
         feeder.request("q", group_size=2, epoch=4, meta="m", prompt=np.arange(3))
         first, second = take_all(producer)
-        assert producer.put_for(second, x=X)
-        assert producer.fail_for(first, "the sandbox crashed")
+        assert producer.requests.answer(second, x=X)
+        assert producer.requests.fail(first, "the sandbox crashed")
         (retry,) = ask(consumer, producer)
         assert (retry.index, retry.epoch, retry.attempt, retry.meta) == (0, 4, 1, "m")
         assert retry.reason == "the sandbox crashed" and (retry["prompt"] == np.arange(3)).all()
-        assert producer.is_wanted(retry)
-        assert producer.put_for(retry, score=1.0, x=X)
-        assert not producer.is_wanted(retry)
+        assert producer.requests.is_wanted(retry)
+        assert producer.requests.answer(retry, score=1.0, x=X)
+        assert not producer.requests.is_wanted(retry)
         (group,) = consumer.take(timeout=10)
         group.ack()
         counts = consumer.stats()
@@ -88,16 +88,16 @@ def test_a_retry_that_is_released_or_fails_for_good(bus: Bus, feeder: Feeder) ->
     with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
         feeder.request("q", group_size=1)
         (first,) = take_all(producer)
-        producer.fail_for(first, "one")
+        producer.requests.fail(first, "one")
         found: list[Request] = []
         wait_until(
             lambda: (
                 (consumer.take(timeout=0.01) == [] and found.extend(take_all(producer))) or found
             )
         )
-        assert producer.release(found[0])
+        assert producer.requests.release(found[0])
         (retry,) = take_all(producer)
-        assert producer.fail_for(retry, "two")
+        assert producer.requests.fail(retry, "two")
         wait_until(
             lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
         )
@@ -109,7 +109,7 @@ def test_a_group_that_is_dropped_ends_its_request(bus: Bus, feeder: Feeder) -> N
         feeder.request("flat", group_size=2)
         feeder.request("good", group_size=2)
         for request in take_all(producer):
-            producer.put_for(
+            producer.requests.answer(
                 request, score=float(request.index * (request.instance_id == "good")), x=X
             )
         (group,) = consumer.take(timeout=10)
@@ -126,15 +126,15 @@ def test_a_group_whose_time_is_over_hands_out_nothing_more(bus: Bus, feeder: Fee
         Consumer(bus.name, group_timeout=0.2, on_timeout="drop") as consumer,
     ):
         feeder.request("slow", group_size=3)
-        first, second = producer.next_request(5), producer.next_request(5)
+        first, second = producer.requests.next(5), producer.requests.next(5)
         assert first is not None and second is not None
-        producer.put_for(first, x=X)
+        producer.requests.answer(first, x=X)
         wait_until(
             lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
         )
-        assert not producer.is_wanted(second)
-        assert not producer.put_for(second, x=X), "it would begin another group"
-        assert producer.next_request(0) is None
+        assert not producer.requests.is_wanted(second)
+        assert not producer.requests.answer(second, x=X), "it would begin another group"
+        assert producer.requests.next(0) is None
         counts = consumer.stats().requests
         assert (counts.done, counts.given_up) == (1, 2)
 
@@ -147,9 +147,9 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
                     f"q{number}", group_size=2, epoch=1, priority=number, meta=number, prompt=X
                 )
             for _ in range(4):
-                request = producer.next_request(5)
+                request = producer.requests.next(5)
                 assert request is not None
-                producer.put_for(request, x=X)
+                producer.requests.answer(request, x=X)
             consumer.take(1, timeout=10)[0].ack()
             state = pickle.loads(pickle.dumps(consumer.requests_state()))
             assert [each["instance_id"] for each in state["open"]] == ["q0", "q1", "q2"]
@@ -187,12 +187,12 @@ def test_what_a_dead_worker_had_in_hand_is_given_to_others_without_a_consumer(
     feeder.request("q", group_size=4)
     taker = spawn.script(TAKER, bus.name, 3)
     taker.expect("all")
-    last = producer.next_request(5)
+    last = producer.requests.next(5)
     assert last is not None and last.index == 3
-    assert producer.next_request(0.05) is None
+    assert producer.requests.next(0.05) is None
     taker.kill()
     for index in range(3):
-        request = producer.next_request(30)
+        request = producer.requests.next(30)
         assert request is not None and request.index == index
     assert totals(bus) == (4, 0, 4, 0, 0, 1)
 
@@ -205,7 +205,7 @@ def test_a_stopped_worker_keeps_what_it_has(
     taker.expect("all")
     taker.send_signal(signal.SIGSTOP)
     with Consumer(bus.name) as consumer:
-        assert producer.next_request(1.2) is None
+        assert producer.requests.next(1.2) is None
         assert consumer.take(timeout=1.2) == []
     taker.send_signal(signal.SIGCONT)
 
@@ -275,15 +275,15 @@ def _work(name: str, seed: int) -> None:
     producer = Producer(name)
     mine: list[Request] = []
     while True:
-        found = producer.next_requests(rng.choice((1, 1, 4)), 5)
+        found = producer.requests.next_many(rng.choice((1, 1, 4)), 5)
         mine += found
         while mine and (not found or rng.random() < 0.8):
             each = mine.pop(rng.randrange(len(mine)))
             what = rng.random()
             if what < 0.02:
-                producer.release(each)
+                producer.requests.release(each)
             else:
-                producer.put_for(each, score=float(each.index), x=each["prompt"])
+                producer.requests.answer(each, score=float(each.index), x=each["prompt"])
 
 
 KILLS = int(os.environ.get("SHMBUS_TEST_REQUEST_KILLS", "120"))
@@ -395,7 +395,7 @@ def test_a_consumer_that_died_after_its_acknowledgement_leaves_no_open_request(
     feeder.request("q", group_size=1)
     feeder.request("r", group_size=1)
     for request in take_all(producer):
-        producer.put_for(request, x=X)
+        producer.requests.answer(request, x=X)
     consumer = Consumer(bus.name)
     groups = consumer.take(timeout=10)
     # What a death between the acknowledgement and the end of the request leaves.
@@ -452,7 +452,7 @@ def test_a_failed_group_lets_the_next_begin(bus_name: str) -> None:
         for name in "ab":
             feeder.request(name, group_size=1)
         (request,) = take_all(producer)
-        producer.fail_for(request, "no")
+        producer.requests.fail(request, "no")
         found: list[Request] = []
         wait_until(
             lambda: (
@@ -478,9 +478,9 @@ def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_n
         for number in range(5):
             feeder.request(f"q{number}", group_size=2)
         assert "nobody has ever taken one" in status_text(read_status(bus_name))
-        requests = [producer.next_request(5) for _ in range(5)]
+        requests = [producer.requests.next(5) for _ in range(5)]
         for request in requests[:3]:
-            assert request is not None and producer.put_for(request, x=X)
+            assert request is not None and producer.requests.answer(request, x=X)
         consumer.take(1, timeout=10)[0].ack()
         wait_until(
             lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 3

@@ -44,9 +44,9 @@ def test_several_samples_are_taken_by_one_call_each_once(
     feeder.request_many(items(0, 20, size=3), timeout=5)
     with Producer(bus.name) as other:
         found = []
-        while mine := producer.next_requests(7, timeout=0):
+        while mine := producer.requests.next_many(7, timeout=0):
             assert len(mine) <= 7
-            found += mine + other.next_requests(5, timeout=0)
+            found += mine + other.requests.next_many(5, timeout=0)
         assert sorted((int(r.instance_id), r.index) for r in found) == [
             (number, index) for number in range(20) for index in range(3)
         ]
@@ -54,19 +54,19 @@ def test_several_samples_are_taken_by_one_call_each_once(
         for request in found:
             assert request.meta == int(request.instance_id)
     # What the other had in hand is there again, and found with its own prompt.
-    again = producer.next_requests(1000, timeout=5)
-    assert len(again) == 20 * 3 - sum(producer.is_wanted(r) for r in found)
+    again = producer.requests.next_many(1000, timeout=5)
+    assert len(again) == 20 * 3 - sum(producer.requests.is_wanted(r) for r in found)
     assert all((r["prompt"] == r.meta).all() for r in again)
 
 
 def test_failed_samples_come_first_among_several(bus: Bus, feeder: Feeder) -> None:
     with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
         feeder.request_many(items(0, 1))
-        for request in producer.next_requests(2):
-            producer.fail_for(request, "no answer")
+        for request in producer.requests.next_many(2):
+            producer.requests.fail(request, "no answer")
         feeder.request_many(items(1, 2))
         wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().samples_wanted)
-        found = producer.next_requests(5)
+        found = producer.requests.next_many(5)
         assert [(r.instance_id, r.attempt) for r in found] == [
             ("0", 1), ("0", 1), ("1", 0), ("1", 0), ("2", 0),
         ]  # fmt: skip
@@ -75,11 +75,11 @@ def test_failed_samples_come_first_among_several(bus: Bus, feeder: Feeder) -> No
 def test_a_loop_takes_several_and_answers_them(bus: Bus, feeder: Feeder) -> None:
     async def work(producer: Producer) -> int:
         done = 0
-        while found := await producer.anext_requests(8, timeout=0.3):
+        while found := await producer.requests.anext_many(8, timeout=0.3):
             answers = [
-                producer.afail_for(each, "unlucky")
+                producer.requests.afail(each, "unlucky")
                 if each.instance_id == "3"
-                else producer.aput_for(each, score=1.0, tokens=[1, 2])
+                else producer.requests.aanswer(each, score=1.0, tokens=[1, 2])
                 for each in found
             ]
             done += sum(await asyncio.gather(*answers))
@@ -110,8 +110,8 @@ def test_a_full_lane_says_how_many_were_offered_and_the_others_follow(bus_name: 
         assert 0 < accepted < 80 and totals(bus)[0] == accepted
 
         def drain() -> None:
-            for request in producer.next_requests(80, timeout=0):
-                producer.put_for(request, x=X)
+            for request in producer.requests.next_many(80, timeout=0):
+                producer.requests.answer(request, x=X)
             for group in consumer.take(80, timeout=0.01):
                 group.ack()
 
@@ -168,6 +168,6 @@ def test_a_list_must_be_one_and_a_limit_too(feeder: Feeder, producer: Producer) 
     with pytest.raises(TypeError, match=r"^requests: expected an iterable"):
         feeder.request_many(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^limit: expected"):
-        producer.next_requests(0)
+        producer.requests.next_many(0)
     with pytest.raises(TypeError, match=r"^limit: expected"):
-        producer.next_requests("x")  # type: ignore[arg-type]
+        producer.requests.next_many("x")  # type: ignore[arg-type]

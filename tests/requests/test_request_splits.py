@@ -101,13 +101,13 @@ def test_a_group_that_ends_ends_the_request_of_its_split(bus: Bus, feeder: Feede
         requests = take_all(producer)
         assert [each.split for each in requests] == ["train"] * 2 + ["eval"] * 2
         for request in requests[2:]:
-            assert producer.put_for(request, x=X)
+            assert producer.requests.answer(request, x=X)
         (group,) = consumer.take(split="eval", timeout=10)
         group.ack()
         assert totals(bus) == (4, 0, 2, 2, 0, 1)
         for request in requests[:2]:
-            assert producer.is_wanted(request)
-            assert producer.put_for(request, x=X)
+            assert producer.requests.is_wanted(request)
+            assert producer.requests.answer(request, x=X)
         consumer.take(timeout=10)[0].ack()
         stats = consumer.stats()
         assert totals(bus) == (4, 0, 0, 4, 0, 0) and stats.balanced and not stats.dropped
@@ -124,13 +124,13 @@ def test_a_failed_sample_of_a_split_comes_again_with_its_own_prompt(
         feeder.request("q", group_size=1, epoch=0, prompt=np.full(2, 7))
         feeder.request("q", group_size=1, epoch=0, split="eval", prompt=np.full(2, 8))
         training, evaluation = take_all(producer)
-        assert producer.fail_for(evaluation, "first time")
+        assert producer.requests.fail(evaluation, "first time")
         (again,) = ask(consumer, producer)
         assert (again.split, again.attempt, again["prompt"][0]) == ("eval", 1, 8)
-        assert producer.put_for(again, x=X)
+        assert producer.requests.answer(again, x=X)
         (group,) = consumer.take(split="eval", timeout=10)
         group.ack()
-        assert producer.put_for(training, x=X)
+        assert producer.requests.answer(training, x=X)
         consumer.take(timeout=10)[0].ack()
         stats = consumer.stats()
         assert stats.requests.groups == 0 and stats.balanced and stats.dropped == {"failed": 1}
@@ -145,10 +145,10 @@ def test_a_retry_of_a_split_that_fails_gives_up_its_own_group(bus: Bus, feeder: 
         feeder.request("q", group_size=2, epoch=0, prompt=np.ones(2))
         requests = take_all(producer)
         for request in requests[:2]:
-            assert producer.fail_for(request, "first time")
+            assert producer.requests.fail(request, "first time")
         for again in ask(consumer, producer):
             assert (again.split, again.need) == ("eval", 1)
-            assert producer.fail_for(again, "second time")
+            assert producer.requests.fail(again, "second time")
 
         def over() -> bool:
             assert consumer.take(timeout=0.01) == []
@@ -156,7 +156,7 @@ def test_a_retry_of_a_split_that_fails_gives_up_its_own_group(bus: Bus, feeder: 
 
         wait_until(over)
         for request in requests[2:]:
-            assert producer.put_for(request, x=X)
+            assert producer.requests.answer(request, x=X)
         consumer.take(timeout=10)[0].ack()
         assert consumer.stats().balanced and consumer.stats().requests.groups == 0
 
@@ -168,8 +168,8 @@ def test_a_request_of_a_split_is_closed_by_the_next_collector(
         for split in ("eval", "train"):
             feeder.request("q", group_size=1, epoch=0, split=split, prompt=np.ones(3))
         evaluation, training = take_all(producer)
-        assert producer.put_for(training, x=X)
-        assert producer.put_for(evaluation, x=X)
+        assert producer.requests.answer(training, x=X)
+        assert producer.requests.answer(evaluation, x=X)
         trainer = spawn.script(TRAINER, bus.name, "eval")
         trainer.expect("acknowledged")
         trainer.kill()
@@ -193,10 +193,10 @@ def test_a_daemon_keeps_the_requests_of_splits_apart(
         for split in ("train", "eval"):
             feeder.request("q", group_size=1, epoch=0, split=split, prompt=np.ones(3))
         training, evaluation = take_all(producer)
-        assert producer.put_for(evaluation, x=X)
+        assert producer.requests.answer(evaluation, x=X)
         evaluator.take(timeout=10)[0].ack()
         wait_until(lambda: evaluator.stats().requests.groups == 1)
-        assert producer.put_for(training, x=X)
+        assert producer.requests.answer(training, x=X)
         trainer.take(timeout=10)[0].ack()
         wait_until(lambda: trainer.stats().requests.groups == 0)
         assert trainer.stats().balanced

@@ -35,7 +35,7 @@ def test_a_prompt_is_taken_sample_by_sample_and_becomes_a_group(
     )
     with Consumer(bus.name) as consumer:
         for index in range(3):
-            request = producer.next_request(5)
+            request = producer.requests.next(5)
             assert request is not None
             assert (request.instance_id, request.epoch, request.index) == ("q", 2, index)
             assert (request.group_size, request.need, request.split) == (3, 3, "train")
@@ -45,8 +45,8 @@ def test_a_prompt_is_taken_sample_by_sample_and_becomes_a_group(
             assert (request["prompt"] == prompt).all()
             assert request["empty"].shape == (0,) and "empty" in request and "no" not in request
             assert sorted(request.fields) == ["empty", "prompt"]
-            assert producer.put_for(request, score=float(index), x=X)
-        assert producer.next_request(0) is None
+            assert producer.requests.answer(request, score=float(index), x=X)
+        assert producer.requests.next(0) is None
         (group,) = consumer.take(timeout=10)
         assert (group.instance_id, group[0].epoch, group.size) == ("q", 2, 3)
         assert [t.score for t in group] == [0.0, 1.0, 2.0]
@@ -75,7 +75,7 @@ def test_every_array_comes_back_as_it_was_sent(producer: Producer, feeder: Feede
         "struct": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     }
     feeder.request("q", group_size=1, **sent)
-    request = producer.next_request(5)
+    request = producer.requests.next(5)
     assert request is not None and request.meta is None
     for name, value in sent.items():
         assert request[name].dtype == value.dtype and request[name].shape == value.shape
@@ -90,7 +90,7 @@ def test_the_epoch_tells_repetitions_apart(bus: Bus, producer: Producer, feeder:
         feeder.request("q", group_size=2, epoch=epoch)
     with Consumer(bus.name) as consumer:
         for request in take_all(producer):
-            producer.put_for(request, x=X)
+            producer.requests.answer(request, x=X)
         groups = consumer.take(timeout=10)
         assert [group[0].epoch for group in groups] == [0, 1, 2]
         consumer.ack(groups[1])
@@ -106,7 +106,7 @@ def test_a_repeated_key_without_an_epoch_ends_oldest_first(
         feeder.request("q", group_size=1, meta=round_)
     with Consumer(bus.name) as consumer:
         for request in take_all(producer):
-            producer.put_for(request, x=X)
+            producer.requests.answer(request, x=X)
         for left in (1, 0):
             consumer.take(1, timeout=10)[0].ack()
             assert len(consumer.requests_state()["open"]) == left
@@ -120,7 +120,7 @@ def test_what_was_acknowledged_to_a_daemon_that_has_not_read_it_is_open_no_more(
         for number in range(2):
             consumer.request(f"q{number}", group_size=1)
         for request in take_all(producer):
-            producer.put_for(request, x=X)
+            producer.requests.answer(request, x=X)
         (group,) = consumer.take(1, timeout=30)
         served.child.send_signal(signal.SIGSTOP)
         group.ack()
@@ -133,13 +133,13 @@ def test_what_was_acknowledged_to_a_daemon_that_has_not_read_it_is_open_no_more(
 
 def test_a_sample_is_answered_once(bus: Bus, producer: Producer, feeder: Feeder) -> None:
     feeder.request("q", group_size=1)
-    request = producer.next_request(5)
-    assert request is not None and producer.is_wanted(request)
-    assert producer.put_for(request, x=X) is True
-    assert not producer.is_wanted(request)
-    assert producer.put_for(request, x=X) is False
-    assert producer.fail_for(request, "late") is False
-    assert producer.release(request) is False
+    request = producer.requests.next(5)
+    assert request is not None and producer.requests.is_wanted(request)
+    assert producer.requests.answer(request, x=X) is True
+    assert not producer.requests.is_wanted(request)
+    assert producer.requests.answer(request, x=X) is False
+    assert producer.requests.fail(request, "late") is False
+    assert producer.requests.release(request) is False
     assert bus.stats().committed == 1
 
 
@@ -147,12 +147,12 @@ def test_what_is_given_back_is_anothers_before_what_is_new(bus: Bus, feeder: Fee
     with Producer(bus.name) as one, Producer(bus.name) as two:
         feeder.request("a", group_size=3)
         feeder.request("b", group_size=1)
-        first, second = one.next_request(5), one.next_request(5)
+        first, second = one.requests.next(5), one.requests.next(5)
         assert first is not None and second is not None
-        assert one.release(first)
-        again = two.next_request(5)
+        assert one.requests.release(first)
+        again = two.requests.next(5)
         assert again is not None and (again.instance_id, again.index) == ("a", 0)
-        assert not one.put_for(first, x=X), "it is the other's"
+        assert not one.requests.answer(first, x=X), "it is the other's"
         one.close()
         assert [(r.instance_id, r.index) for r in take_all(two)] == [("a", 1), ("a", 2), ("b", 0)]
 
@@ -161,8 +161,8 @@ def test_what_is_given_back_is_anothers_before_what_is_new(bus: Bus, feeder: Fee
 
 
 def test_a_worker_sleeps_until_something_is_offered(bus: Bus, producer: Producer) -> None:
-    assert producer.next_request(0) is None
-    assert producer.next_request(0.05) is None
+    assert producer.requests.next(0) is None
+    assert producer.requests.next(0.05) is None
 
     def offer() -> None:
         time.sleep(0.3)
@@ -172,7 +172,7 @@ def test_a_worker_sleeps_until_something_is_offered(bus: Bus, producer: Producer
     thread = threading.Thread(target=offer)
     thread.start()
     before = time.process_time()
-    request = producer.next_request(30)
+    request = producer.requests.next(30)
     spent_s = time.process_time() - before
     thread.join()
     assert request is not None and request.instance_id == "q"
@@ -183,14 +183,14 @@ def test_tasks_of_a_loop_share_one_wait_and_each_gets_a_sample(
     bus: Bus, producer: Producer, feeder: Feeder
 ) -> None:
     async def scenario() -> list[Request | None]:
-        tasks = [asyncio.create_task(producer.anext_request(30)) for _ in range(8)]
+        tasks = [asyncio.create_task(producer.requests.anext(30)) for _ in range(8)]
         await asyncio.sleep(0.1)
         await feeder.arequest("q", group_size=8)
         found = await asyncio.gather(*tasks)
         for request in found:
             assert request is not None
-            assert await producer.aput_for(request, x=X)
-        assert await producer.anext_request(0) is None
+            assert await producer.requests.aanswer(request, x=X)
+        assert await producer.requests.anext(0) is None
         return found
 
     found = asyncio.run(scenario())
@@ -204,10 +204,10 @@ def test_nothing_is_handed_out_while_the_bus_is_paused(
 ) -> None:
     bus.pause("weights")
     feeder.request("q", group_size=1)
-    assert producer.next_request(0.1) is None
+    assert producer.requests.next(0.1) is None
     thread = threading.Timer(0.2, bus.resume)
     thread.start()
-    assert producer.next_request(30) is not None
+    assert producer.requests.next(30) is not None
     thread.join()
 
 
@@ -217,7 +217,7 @@ def test_a_worker_hears_that_its_bus_was_removed(bus_name: str) -> None:
         bus.close()
         shmbus.unlink(bus_name)
         with pytest.raises(shmbus.BusRemovedError):
-            producer.next_request(30)
+            producer.requests.next(30)
         with pytest.raises(shmbus.BusRemovedError):
             while True:
                 feeder.request("q", group_size=1, prompt=np.zeros(4000), timeout=30)
@@ -233,7 +233,7 @@ def test_a_full_lane_waits_and_says_who_serves_it(bus_name: str) -> None:
                 offered += 1
         assert 4 <= offered <= 6  # as the rounding of the tables leaves room
         lane = (f"{offered} groups are in the lane", f"{2 * offered} samples")
-        for words in (*lane, "0 producers", "next_request"):
+        for words in (*lane, "0 producers", "requests.next"):
             assert words in str(caught.value)
         with pytest.raises(shmbus.RecordTooLargeError, match="request_capacity"):
             feeder.request("large", group_size=2, prompt=np.zeros(10_000))
@@ -243,9 +243,9 @@ def test_a_full_lane_waits_and_says_who_serves_it(bus_name: str) -> None:
             )
             waiting.start()
             for _ in range(2):
-                request = producer.next_request(5)
+                request = producer.requests.next(5)
                 assert request is not None
-                producer.put_for(request, x=X)
+                producer.requests.answer(request, x=X)
             consumer.take(1, timeout=10)[0].ack()
             waiting.join(30)
             assert not waiting.is_alive()
@@ -299,10 +299,10 @@ def test_what_the_request_says_is_not_given_again(producer: Producer, feeder: Fe
     feeder.request("q", group_size=1)
     (request,) = take_all(producer)
     with pytest.raises(TypeError, match="index is the request's"):
-        producer.put_for(request, index=0, x=X)
+        producer.requests.answer(request, index=0, x=X)
     with pytest.raises(TypeError, match="reason"):
-        producer.fail_for(request, None)  # type: ignore[arg-type]
-    assert producer.is_wanted(request)
+        producer.requests.fail(request, None)  # type: ignore[arg-type]
+    assert producer.requests.is_wanted(request)
 
 
 def test_a_feeder_pickles_by_name_and_ends_where_it_is_closed(bus: Bus, feeder: Feeder) -> None:

@@ -59,7 +59,7 @@ def test_what_is_no_file_is_no_bus(bus_name: str, place: Path, kind: str) -> Non
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(place))
     for attach in (Producer, Consumer, Bus.open):
-        with pytest.raises(shmbus.LayoutMismatchError, match="not a shmbus segment"):
+        with pytest.raises(shmbus.LayoutMismatchError, match="not a file of shmbus"):
             attach(bus_name)
 
 

@@ -77,9 +77,9 @@ def test_every_way_to_put_takes_rows(bus: Bus, producer: Producer) -> None:
     asyncio.run(producer.aput_group("aput_group", [{"rows": ROWS}], timeout=10))
     with Feeder(bus.name) as feeder:
         feeder.request("request", group_size=1, prompt=np.arange(3))
-        request = producer.next_request(timeout=10)
+        request = producer.requests.next(timeout=10)
         assert request is not None
-        assert producer.put_for(request, score=1.0, rows=tuple(arrays_of(ROWS)))
+        assert producer.requests.answer(request, score=1.0, rows=tuple(arrays_of(ROWS)))
     with Consumer(bus.name) as consumer:
         groups = []
         while len(groups) < 6:

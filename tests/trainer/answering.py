@@ -20,7 +20,7 @@ def answering(bus: str, answer: Answer) -> Iterator[None]:
     def work() -> None:
         with shmbus.Producer(bus) as producer:
             while not over.is_set():
-                request = producer.next_request(timeout=0.05)
+                request = producer.requests.next(timeout=0.05)
                 if request is not None:
                     answer(producer, request)
 

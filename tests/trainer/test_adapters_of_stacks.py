@@ -105,7 +105,7 @@ def test_a_row_that_lacks_something_is_named(changes: dict[str, Any], words: str
 def test_a_sample_has_one_place(bus: shmbus.Bus) -> None:
     with shmbus.Feeder(bus.name) as feeder, shmbus.Producer(bus.name) as producer:
         feeder.request("q", group_size=2, epoch=4, split="eval", prompt=np.arange(2))
-        request = producer.next_request(timeout=5.0)
+        request = producer.requests.next(timeout=5.0)
         place = place_of(request, None, None, None, None, None)
         assert (place.instance_id, place.epoch, place.split) == ("q", 4, "eval")
         with pytest.raises(TypeError, match="epoch is the request's; leave it out"):

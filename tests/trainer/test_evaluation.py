@@ -22,11 +22,11 @@ def work(name: str) -> None:
     """Answer each prompt with random digits, or, for an evaluation, with the right ones."""
     rng = np.random.default_rng(0)
     with Producer(name) as producer:
-        while (request := producer.next_request()) is not None:
+        while (request := producer.requests.next()) is not None:
             digit = int(request["prompt"][0])
             right = request.split == "eval" and digit % 2 == 0
             answer = [digit] * ANSWER if right else rng.integers(0, DIGITS, ANSWER).tolist()
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=float(np.mean(np.array(answer) == digit)),
                 policy_version=producer.policy_version,

@@ -25,17 +25,18 @@ GOOD = {"tokens": [3, 4], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
 
 def of_version(version: int) -> Answer:
     return lambda producer, request: (
-        producer.put_for(request, score=request.index, policy_version=version, **GOOD) and None
+        producer.requests.answer(request, score=request.index, policy_version=version, **GOOD)
+        and None
     )
 
 
 def of_fields(**changes: Any) -> Answer:
     fields = {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
-    return lambda producer, request: producer.put_for(request, **fields) and None
+    return lambda producer, request: producer.requests.answer(request, **fields) and None
 
 
 def fail(producer: shmbus.Producer, request: shmbus.Request) -> None:
-    producer.fail_for(request, "the sandbox is gone")
+    producer.requests.fail(request, "the sandbox is gone")
 
 
 def by_trl(bus: str, **options: Any) -> list[float]:
@@ -139,7 +140,7 @@ def test_a_completion_that_is_longer_than_trl_allows_is_named(bus: shmbus.Bus) -
 
 def test_what_cannot_be_scored_is_none_to_trls_reward_function(bus: shmbus.Bus) -> None:
     def answer(producer: shmbus.Producer, request: shmbus.Request) -> None:
-        producer.put_for(request, **GOOD, **scored(math.nan if request.index else 0.5))
+        producer.requests.answer(request, **GOOD, **scored(math.nan if request.index else 0.5))
 
     with answering(bus.name, answer):
         assert by_trl(bus.name) == [0.5, None]

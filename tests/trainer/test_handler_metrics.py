@@ -225,7 +225,7 @@ def test_a_filter_that_misses_a_value_makes_its_group_malformed(
             handler.next_batch(10)
         assert handler.next_batch(10).instance_ids == ["b", "b"]
         assert handler.stats().dropped == {"malformed": 2}
-        assert handler.refill == 0
+        assert handler.refill == 1
 
 
 def test_a_filter_is_for_one_rank(bus: Bus) -> None:
@@ -244,7 +244,7 @@ def test_an_iteration_with_a_timeout_ends_by_it_and_another_goes_on(
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         put(producer, "a", [1.0])
         got = []
-        with pytest.raises(TimeoutError, match=r"no complete group within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"no batch within 0\.05 s"):
             for batch in handler.iter(timeout=0.05):
                 got += batch.instance_ids
                 handler.ack(batch)

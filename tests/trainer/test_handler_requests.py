@@ -26,8 +26,8 @@ PROMPTS, EPOCHS = 24, 2
 def work(name: str) -> None:
     """Sample whatever is asked for."""
     with Producer(name) as producer:
-        while (request := producer.next_request()) is not None:
-            producer.put_for(
+        while (request := producer.requests.next()) is not None:
+            producer.requests.answer(
                 request,
                 score=float(request.index),
                 tokens=TOKENS,
@@ -83,9 +83,9 @@ def train(name: str, path: Path, last_batch: int, place: str) -> None:
 def sample_all(producer: Producer) -> list[str]:
     """Answer every open request; return which prompts had some."""
     seen = set()
-    while (request := producer.next_request(0)) is not None:
+    while (request := producer.requests.next(0)) is not None:
         seen.add(request.instance_id)
-        producer.put_for(
+        producer.requests.answer(
             request,
             score=float(request.index),
             tokens=np.concatenate([request["prompt"], TOKENS]),
@@ -111,7 +111,7 @@ def test_a_checkpoint_offers_again_exactly_what_was_not_trained(bus_name: str) -
         assert [each["instance_id"] for each in state["requests"]["open"]] == ["q4", "q5"]
         handler.ack(second)
         handler.load_state_dict(state)
-        assert producer.next_request(0) is None, "they are on this bus still"
+        assert producer.requests.next(0) is None, "they are on this bus still"
     with (
         Bus.create(bus_name, "4MiB"),
         Producer(bus_name) as producer,
@@ -183,17 +183,19 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
         assert handler.request("q", group_size=2, epoch=0, prompt=TOKENS) > 0
         if reported:
             # Its first word is a failure, which is no late one of the group before.
-            request = producer.next_request(5)
+            request = producer.requests.next(5)
             assert request is not None
-            producer.fail_for(request, "out of memory")
+            producer.requests.fail(request, "out of memory")
             with pytest.raises(TimeoutError):
                 handler.next_batch(0)  # reads it
-            again = producer.next_request(5)
+            again = producer.requests.next(5)
             while again is not None and again.attempt == 0:
-                producer.put_for(again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
-                again = producer.next_request(5)
+                producer.requests.answer(
+                    again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8
+                )
+                again = producer.requests.next(5)
             assert again is not None and again.index == request.index
-            producer.put_for(again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
+            producer.requests.answer(again, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
         sample_all(producer)
         handler.ack(handler.next_batch(10))
         # Whoever samples more of it now is late, as before.
@@ -210,9 +212,9 @@ def test_a_prompt_that_is_offered_twice_at_once_is_one_group_still(
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         for _ in range(2):
             handler.request("q", group_size=2, epoch=0, prompt=TOKENS)
-        first = producer.next_requests(2, timeout=5)
+        first = producer.requests.next_many(2, timeout=5)
         for request in first:
-            producer.put_for(request, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
+            producer.requests.answer(request, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
         handler.ack(handler.next_batch(10))
         sample_all(producer)
         with pytest.raises(TimeoutError, match="surplus"):
@@ -279,5 +281,5 @@ def test_a_handler_offers_lists_by_its_schema(bus: Bus, producer: Producer) -> N
         handler.request("q", group_size=1, ids=[1, 2])
         with pytest.raises(TypeError, match=r"^missing the field 'ids'"):
             handler.request("r", group_size=1, image=[[1], [2], [3]])
-        request = producer.next_request(timeout=5)
+        request = producer.requests.next(timeout=5)
         assert request is not None and request["ids"].dtype == np.int64

@@ -71,7 +71,7 @@ def test_a_cancelled_call_of_skyrl_takes_nothing_along_that_is_anothers(
 
     def answer(producer: Any, request: Any) -> None:
         time.sleep(0.002)  # so that groups come one by one
-        producer.put_for(request, score=1.0, **GOOD)
+        producer.requests.answer(request, score=1.0, **GOOD)
 
     async def rounds(generator: GenerateByBus) -> None:
         for number in range(20):
@@ -97,7 +97,7 @@ def test_a_generator_of_skyrl_outlives_its_event_loop(bus: shmbus.Bus) -> None:
         return await asyncio.gather(*(generator.generate(prompts_of(name)) for name in "ab"))
 
     generator = GenerateByBus(bus.name, timeout=30.0)
-    with answering(bus.name, lambda p, r: p.put_for(r, score=1.0, **GOOD)):
+    with answering(bus.name, lambda p, r: p.requests.answer(r, score=1.0, **GOOD)):
         for _ in range(2):
             assert len(asyncio.run(both(generator))) == 2
         generator.close()
@@ -205,7 +205,7 @@ def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bu
     def answer(producer: Any, request: Any) -> None:
         go.wait(30.0)
         fields = bad if request.meta["prompt"] == "p0" else GOOD
-        producer.put_for(request, score=0.0, **fields)
+        producer.requests.answer(request, score=0.0, **fields)
         answered.append(request.meta["prompt"])
 
     rollouts = ShmbusRollouts(bus.name, timeout=30.0, tokenize=False)
@@ -271,7 +271,7 @@ def test_what_is_no_episode_is_named(bus: shmbus.Bus) -> None:
     with shmbus.Producer(bus.name) as producer:
         with pytest.raises(TypeError, match="record: expected an EpisodeRecord, got dict"):
             put_episode(producer, {}, "q", group_size=1, index=0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="request: expected what next_request gave, got str"):
+        with pytest.raises(TypeError, match=r"request: expected what requests\.next gave, got str"):
             put_episode(producer, record, request="q")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="meta: expected a dict or None, got list"):
             put_episode(producer, record, "q", group_size=1, index=0, meta=[1])  # type: ignore[arg-type]
@@ -380,7 +380,7 @@ def test_experts_that_would_become_others_are_named(
     generator = GenerateByBus(bus.name, timeout=30.0)
     fields = {**GOOD, "routed_experts": experts}
     says = f"group 'a', sample 0, field 'routed_experts': expected the numbers .*got {got}"
-    with answering(bus.name, lambda p, r: p.put_for(r, score=1.0, **fields)):
+    with answering(bus.name, lambda p, r: p.requests.answer(r, score=1.0, **fields)):
         with pytest.raises(ValueError, match=says):
             asyncio.run(generator.generate(prompts_of("a")))
         generator.close()

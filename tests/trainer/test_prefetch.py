@@ -197,10 +197,10 @@ def test_a_batch_that_is_not_full_is_cut_only_while_somebody_waits(
 def test_a_timeout_says_what_is_missing_and_loses_nothing(bus: Bus, producer: Producer) -> None:
     producer.put("a", group_size=2, index=0, tokens=np.arange(3))
     with OnlineDataHandler(bus.name, prefetch=1, max_wait=0.05) as handler:
-        with pytest.raises(TimeoutError, match="no complete group within 0 s"):
+        with pytest.raises(TimeoutError, match="no batch within 0 s"):
             handler.next_batch(0)
         wait_until(lambda: handler.stats().stashed == 1, what="it is read")
-        with pytest.raises(TimeoutError, match=r"no complete group.*1 incomplete groups"):
+        with pytest.raises(TimeoutError, match=r"no batch.*1 incomplete groups"):
             handler.next_batch(0.05)
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]

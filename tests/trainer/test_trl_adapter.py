@@ -246,12 +246,12 @@ def answers(bus: str, rows: int = 1) -> Iterator[list[str]]:
     def work() -> None:
         with shmbus.Producer(bus) as producer:
             while not over.is_set():
-                request = producer.next_request(timeout=0.05)
+                request = producer.requests.next(timeout=0.05)
                 if request is None:
                     continue
                 asked.append(request.split)
                 fields: dict[str, Any] = good if rows == 1 else {"rows": [good] * rows}
-                producer.put_for(request, score=request.index, **fields)
+                producer.requests.answer(request, score=request.index, **fields)
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -251,7 +251,7 @@ def test_a_stuck_daemon_is_told_in_words(
     served.child.send_signal(signal.SIGSTOP)
     try:
         shown = page.until("", lambda p: p["state"] == "stuck", what="a stuck daemon")
-        assert "gives no answer" in shown["verdict"]["sentence"]
+        assert f"(pid {served.child.pid}) is stopped" in shown["verdict"]["sentence"]
     finally:
         served.child.send_signal(signal.SIGCONT)
     page.until("", lambda p: p["state"] == "live", what="the daemon again")

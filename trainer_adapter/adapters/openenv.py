@@ -189,7 +189,7 @@ def put_episode(
     instance_id : str or int, optional
         The prompt's key.
     request : Request, optional
-        What `Producer.next_request` gave; then the place is the request's.
+        What `Producer.requests.next` gave; then the place is the request's.
     group_size, index, epoch : int, optional
         As for `Producer.put`, without a request.
     split : str, optional

@@ -61,7 +61,7 @@ class Place:
             As for `Producer.put`.
         """
         if self.request is not None:
-            return producer.put_for(self.request, timeout=timeout, **record)
+            return producer.requests.answer(self.request, timeout=timeout, **record)
         producer.put(
             self.instance_id, group_size=self.group_size, index=self.index, epoch=self.epoch,
             split=self.split, timeout=timeout, **record,
@@ -83,7 +83,7 @@ class Place:
             As for `Producer.fail`.
         """
         if self.request is not None:
-            producer.fail_for(self.request, reason, timeout=timeout)
+            producer.requests.fail(self.request, reason, timeout=timeout)
             return
         producer.fail(
             self.instance_id, self.index, reason, group_size=self.group_size, epoch=self.epoch,
@@ -121,8 +121,8 @@ def place_of(
     """
     if request is not None and not isinstance(request, shmbus.Request):
         raise TypeError(
-            f"request: expected what next_request gave, got {type(request).__name__}; leave it out "
-            "to name the place"
+            f"request: expected what requests.next gave, got {type(request).__name__}; leave it "
+            "out to name the place"
         )
     named = {"instance_id": instance_id, "group_size": group_size, "index": index}
     if request is not None:

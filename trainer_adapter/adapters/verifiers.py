@@ -59,7 +59,7 @@ def put_episode(
     instance_id : str or int, optional
         The prompt's key; the id of the episode's group, else the task's key, where it is left out.
     request : Request, optional
-        What `Producer.next_request` gave; then the place is the request's.
+        What `Producer.requests.next` gave; then the place is the request's.
     group_size, index, epoch : int, optional
         As for `Producer.put`, without a request.
     split : str, optional

@@ -7,6 +7,7 @@ error), the workers are stopped, the ledger is read, and both segments are remov
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -48,8 +49,8 @@ CAPACITY: Final = "32MiB"
 GROUPS_PER_BATCH: Final = 48
 #: Samples that a worker makes as one batch.
 SAMPLES_AT_ONCE: Final = 48
-#: How far the workers may be ahead of the trainer, in batches.
-AHEAD_BATCHES: Final = 1.0
+#: Prompts that are open while the trainer waits for a batch, in batches.
+AHEAD_BATCHES: Final = 2
 #: Groups whose oldest sample is more versions behind are dropped: older ones slow the learning.
 MAX_POLICY_LAG: Final = 4
 #: Seconds after which a group that lost its worker is dropped.
@@ -99,7 +100,6 @@ class Demo:
         self.evaluations: list[Point] = []
         self.last: Evaluation | None = None
         self.groups = self.sequences = self.tokens = 0
-        self.requested = 0
         self._rng = np.random.default_rng(config.seed)
         self.interrupted = False
         self._recent: list[tuple[float, int, int]] = []
@@ -178,6 +178,7 @@ class Demo:
     ) -> None:
         policy = self.learner.policy
         self._evaluate(policy)
+        self._offer(handler)
         for step in range(1, self.config.steps + 1):
             batch = self._next_batch(handler, supervisor, view)
             lag = float((step - 1) - batch.policy_versions.float().mean())
@@ -196,7 +197,6 @@ class Demo:
         """Wait in short turns, so that dead workers are restarted while the trainer waits."""
         deadline = time.monotonic() + FIRST_BATCH_S
         while True:
-            self._request_groups(handler)
             supervisor.tend()
             with suppress(TimeoutError):
                 return handler.next_batch(timeout=LOOK_PERIOD_S)
@@ -205,17 +205,11 @@ class Demo:
                 # The message of this error says what is missing.
                 return handler.next_batch(timeout=0)
 
-    def _request_groups(self, handler: OnlineDataHandler) -> None:
-        """Offer prompts, so that the workers have as many as they may be ahead."""
-        open_groups = handler.stats().requests.groups
-        for _ in range(round(GROUPS_PER_BATCH * (1 + AHEAD_BATCHES)) - open_groups):
-            prompt = self.task.sample_prompt(self._rng)
-            self.requested += 1
-            handler.request(
-                f"{show(prompt)}#{self.requested}",
-                group_size=self.config.group_size,
-                prompt=prompt,
-            )
+    def _offer(self, handler: OnlineDataHandler) -> None:
+        """Keep prompts open, without end."""
+        numbered = ((n, self.task.sample_prompt(self._rng)) for n in itertools.count(1))
+        prompts = ((f"{show(prompt)}#{n}", prompt) for n, prompt in numbered)
+        handler.offer(prompts, ahead=AHEAD_BATCHES, group_size=self.config.group_size)
 
     def _evaluate(self, policy: Policy) -> None:
         self.sampler.load(policy.export_weights())

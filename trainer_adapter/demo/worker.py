@@ -96,14 +96,14 @@ class Worker:
         """Take samples to make, as many as one batch of the sampler; wait where there is none."""
         found: list[shmbus.Request] = []
         while len(found) < self.config.samples_at_once:
-            request = self.producer.next_request(timeout=0)
+            request = self.producer.requests.next(timeout=0)
             if request is None:
                 break
             found.append(request)
         if not found:
             # Nothing to do: what was kept back finishes now.
             self.send(len(self.unsent))
-            request = self.producer.next_request(timeout=REQUEST_WAIT_S)
+            request = self.producer.requests.next(timeout=REQUEST_WAIT_S)
             found += [] if request is None else [request]
         return found
 
@@ -126,7 +126,7 @@ class Worker:
         chosen = [self.unsent[i] for i in order[:count]]
         self.unsent = [self.unsent[i] for i in order[count:]]
         for request, answer in chosen:
-            self.producer.put_for(request, timeout=PUT_TIMEOUT_S, **answer)
+            self.producer.requests.answer(request, timeout=PUT_TIMEOUT_S, **answer)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import msgspec
 
 from shmbus import LayoutMismatchError
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.own_file import open_own
 
 __all__ = ["PauseNote", "PauseNotice", "paused_by"]
 
@@ -139,9 +140,11 @@ def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
     ------
     LayoutMismatchError
         The note is none of this version.
+    PermissionError
+        It belongs to another user.
     """
     try:
-        file = os.open(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR | os.O_CLOEXEC)
+        file = open_own(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR, _title(bus))
     except FileNotFoundError:
         return None
     try:
@@ -157,14 +160,15 @@ def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
         os.close(file)
 
 
+def _title(bus: str) -> str:
+    return f"the note of bus {bus!r} about its inference servers"
+
+
 def _locked(path: str, bus: str) -> int:
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(path, flags, 0o600)
+        file = open_own(path, os.O_RDWR | os.O_CREAT, _title(bus))
         try:
             found = os.fstat(file)
-            if found.st_uid != os.geteuid():
-                raise PermissionError(f"{path} belongs to uid {found.st_uid}, not to this user")
             try:
                 _lock(file)
             except BlockingIOError as error:

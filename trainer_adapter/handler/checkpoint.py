@@ -48,6 +48,8 @@ class HandlerState(msgspec.Struct, frozen=True):
         Identities of the trajectories of all batches that were yielded, acknowledged or not.
     requests : dict | None
         Requests that were offered and not trained, as `shmbus.Consumer.requests_state` has them.
+    offer : dict | None
+        Where it stands in the prompts of `OnlineDataHandler.offer`.
     """
 
     step: int
@@ -55,6 +57,7 @@ class HandlerState(msgspec.Struct, frozen=True):
     bus_created_unix_ns: int
     trained: set[Identity]
     requests: Any = None
+    offer: Any = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict, for `parse`.
@@ -72,6 +75,8 @@ class HandlerState(msgspec.Struct, frozen=True):
         }
         if self.requests is not None:
             state["requests"] = self.requests
+        if self.offer is not None:
+            state["offer"] = self.offer
         return state
 
     @classmethod
@@ -104,6 +109,7 @@ class HandlerState(msgspec.Struct, frozen=True):
                 int(state["bus_created_unix_ns"]),
                 _pairs(state["trained"]),
                 state.get("requests"),
+                state.get("offer"),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             # OverflowError: of an infinite number; RuntimeError: PyTorch's, of a tensor.

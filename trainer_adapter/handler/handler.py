@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import torch
 
 import shmbus
 from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.inspect.stall_report import wait_sentence
 from trainer_adapter._arguments import (
     check_choices,
     check_consumer_options,
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
 __all__ = ["OnlineDataHandler"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds of a timeout from which its error says what stands in the way.
+SENTENCE_S: Final = 0.2
 
 
 class OnlineDataHandler(
@@ -127,7 +131,7 @@ class OnlineDataHandler(
         `next_batch`, and the batch is the next one.
     keep_group : callable, optional
         Called with each group as a `ScoredGroup`; one for which it is not true is dropped, counted
-        as "filtered", and one more to sample (`refill`). For a filter by other than equal scores,
+        as "filtered", and one more to sample. For a filter by other than equal scores,
         which `skip_zero_variance` drops before. With one rank only. A ValueError of it makes the
         group malformed.
     pack_threads : int, optional
@@ -203,7 +207,12 @@ class OnlineDataHandler(
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
-        self._begin_requests(saves=rank == 0)  # the lane is one for all ranks
+        self._begin_requests(
+            rank=rank,
+            world_size=world_size,
+            split=consumer_options.get("split", "train"),
+            prompt_schema=consumer_options.get("prompt_schema"),
+        )
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         try:
             self._begin_scoring(score_group, world_size, consumer_options)
@@ -228,7 +237,7 @@ class OnlineDataHandler(
     def _begin(self, world_size: int, prefetch: int, max_policy_lag: int | None) -> None:
         self._begin_evaluation()
         self._begin_metrics()
-        self._awaited = "complete group" if world_size == 1 else "step"
+        self._awaited = "batch" if world_size == 1 else "step"
         self._take = self._taking(world_size)
         self._prefetcher = (
             Prefetcher(self._planner, prefetch, self._take, self._admission.admit, self._make)
@@ -267,8 +276,8 @@ class OnlineDataHandler(
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for its first group; None waits for ever, with a note in the log every
-            half minute that names what is missing.
+            Seconds to wait for it; None waits for ever, with a note in the log every half minute
+            that names what is missing. What a prompt iterator or `score_group` takes comes on top.
 
         Returns
         -------
@@ -277,8 +286,12 @@ class OnlineDataHandler(
         Raises
         ------
         TimeoutError
-            No complete group was delivered. The message tells what the stash holds, what was
-            dropped since the last such message and why, and how many batches are out.
+            There is no batch in time: the groups that are held stay so for the next call. Or, at
+            once, none can come: what this handler has requested has ended, no producer is attached,
+            and nothing is on the bus. The message tells what is held and open, what was dropped
+            since the last such message and why, how many batches are out, and what to do.
+        EOFError
+            All prompts of `offer` are trained or given up.
         ValueError
             A group is malformed, under ``malformed="raise"``. It has been dropped.
         BusClosedError
@@ -292,16 +305,21 @@ class OnlineDataHandler(
         check_wait("timeout", timeout)
         began_s = time.monotonic()
         self._settle()
+        left_s = timeout
         while True:
             if self._prefetcher is None:
-                self._make_next(timeout)
+                there = self._make_next(left_s)
             else:
-                self._wait_for_ready(self._prefetcher, timeout)
+                there = self._wait_for_ready(self._prefetcher, left_s)
+            if not there:
+                raise self._timeout_error(timeout)
             self._measure(time.monotonic() - began_s)
             with self._locked():
                 # Else a group had to be dropped, or a batch was recalled.
                 if self._planner.ready:
                     return self._hand_out(began_s)
+            if timeout is not None:
+                left_s = max(0.0, began_s + timeout - time.monotonic())
 
     def _settle(self) -> None:
         """Finish what an exception of a signal's handler has cut short in the call before."""
@@ -329,27 +347,32 @@ class OnlineDataHandler(
             with self._locked():
                 self._planner.take_back()
 
-    def _make_next(self, timeout: float | None) -> None:
-        """Make the next batch, unless a group of it has to be dropped."""
+    def _make_next(self, timeout: float | None) -> bool:
+        """Make the next batch, unless a group of it has to be dropped; False after the timeout."""
         planner, admission = self._planner, self._admission
         if self._ready_is_stale():
             planner.recall(time.monotonic())
         if not planner.ready:
             admission.return_stale()
-            if not take_until_due(planner, self._take, admission.admit, timeout, self._note_quiet):
-                raise self._timeout_error(timeout)
+            look = self._look_at_prompts
+            if not take_until_due(
+                planner, self._take, admission.admit, timeout, self._note_quiet, look
+            ):
+                return False
             self._make()
+        return True
 
-    def _wait_for_ready(self, prefetcher: Prefetcher, timeout: float | None) -> None:
+    def _wait_for_ready(self, prefetcher: Prefetcher, timeout: float | None) -> bool:
         """Wait for a batch of the thread; one that has become too old is recalled."""
         prefetcher.require_own_process()
-        if not prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet):
-            raise self._timeout_error(timeout)
+        if not prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet, self._look_at_prompts):
+            return False
         with prefetcher.lock:
             if self._ready_is_stale():
                 self._planner.recall(time.monotonic())
                 self._admission.return_stale()
                 prefetcher.wake()
+        return True
 
     def _ready_is_stale(self) -> bool:
         ready = self._planner.ready
@@ -397,15 +420,34 @@ class OnlineDataHandler(
             self._planner.made(planned, batch, packed_s)
 
     def _timeout_error(self, timeout: float | None) -> TimeoutError:
-        return TimeoutError(f"no {self._awaited} within {timeout:g} s; {self._what_is_there()}")
+        # Who polls catches many of these, and a look at the whole bus takes milliseconds.
+        said = self._sentence() if timeout is None or timeout >= SENTENCE_S else ""
+        return TimeoutError(
+            f"no {self._awaited} within {timeout:g} s{said}; {self._what_is_there()}"
+        )
+
+    def _sentence(self) -> str:
+        """Return what `shmbus status` says in its first line, as the rest of a sentence."""
+        said = wait_sentence(self._consumer.name, self._planner.missing_text)
+        return f": {said.removesuffix('.')}" if said else ""
 
     def _note_quiet(self) -> None:
-        logger.warning("still waiting for a %s; %s", self._awaited, self._what_is_there())
+        logger.warning(
+            "still waiting for a %s%s; %s", self._awaited, self._sentence(), self._what_is_there()
+        )
+
+    def _hopeless_text(self) -> str:
+        return (
+            "no batch can come: what was requested has ended, nothing is on the bus, and no "
+            f"producer is attached; {self._what_is_there()}"
+        )
 
     def _what_is_there(self) -> str:
         ledger = self._consumer.stats()
         dropped = self._drops.news(ledger, self.step)
-        return describe_wait(self._consumer.name, ledger, self._planner, dropped)
+        return describe_wait(
+            self._consumer.name, ledger, self._planner, dropped, self._open_prompts()
+        )
 
     # -- the end of a batch ---------------------------------------------------------------------
 
@@ -510,6 +552,7 @@ class OnlineDataHandler(
             has these too, with their prompts; of several ranks, rank 0 has them.
         """
         self._take_back_unseen()
+        self._settle_offer()
         with self._locked():
             trained = set(self._admission.trained)
         for made in self._planner.out.values():
@@ -520,6 +563,7 @@ class OnlineDataHandler(
             self._created_unix_ns,
             trained,
             self._requests_to_save(),
+            self._offer_to_save(),
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -536,9 +580,11 @@ class OnlineDataHandler(
         Raises
         ------
         ValueError
-            It is not a handler's state, or of another version.
+            It is not a handler's state, or of another version; or it is of another data set than
+            `offer` was given, or of another rank.
         """
         saved = HandlerState.parse(state)
+        self._restore_offer(saved.offer)
         self._consumer.reset_policy_version(saved.policy_version)
         self._take_back_unseen()
         here = saved.bus_created_unix_ns == self._created_unix_ns

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import shmbus
 from trainer_adapter._arguments import check_loader, check_wait
 from trainer_adapter.batches.batch import Batch
+from trainer_adapter.handler.requests import PromptsEndedError
 
 __all__ = ["BatchIteration"]
 
@@ -31,7 +32,10 @@ class BatchIteration(IterableDataset[Batch], abc.ABC):
         """Whether there are no more batches."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches until `close`; an exception does not end the iteration."""
+        """Yield batches until `close`, or the end of what `offer` was given.
+
+        An exception does not end the iteration.
+        """
         if get_worker_info() is not None:
             raise RuntimeError(
                 "OnlineDataHandler: expected to be iterated by the process that made it, got a "
@@ -43,18 +47,20 @@ class BatchIteration(IterableDataset[Batch], abc.ABC):
     def __next__(self) -> Batch:
         try:
             return self.next_batch()
+        except PromptsEndedError:
+            raise StopIteration from None
         except shmbus.BusClosedError:
             if self.closed:
                 raise StopIteration from None
             raise
 
     def iter(self, timeout: float | None = None) -> Iterator[Batch]:
-        """Yield batches until `close`, and wait only so long for each.
+        """Yield batches until `close` or the end of the prompts, and wait only so long for each.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for the first group of a batch, as for `next_batch`.
+            Seconds to wait for a batch, as for `next_batch`.
 
         Yields
         ------
@@ -74,6 +80,8 @@ class BatchIteration(IterableDataset[Batch], abc.ABC):
         while True:
             try:
                 yield self.next_batch(timeout)
+            except PromptsEndedError:
+                return
             except shmbus.BusClosedError:
                 if self.closed:
                     return

@@ -315,11 +315,11 @@ class MeteredHandler:
 
     @property
     def refill(self) -> int:
-        """Groups that were dropped as useless since the handler was made: so many more to sample.
+        """Groups for training that were dropped since the handler was made: so many to replace.
 
-        Those without variance, under `skip_zero_variance`, and those that `keep_group` or
-        `score_group` refused, on the whole bus; workers read the same count by
-        `Producer.groups_useless`.
+        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
+        without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
+        workers that choose their prompts read the same count by `Producer.groups_useless`.
         """
         return self._consumer.stats().groups_useless - self._useless_before
 

@@ -26,15 +26,21 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import shmbus
 
 __all__ = ["BatchPlanner", "MadeBatch", "PlannedGroup"]
 
 BatchT = TypeVar("BatchT")
+
+#: Groups whose tokens tell how many make a batch, and how many do until the first has come.
+RECENT_GROUPS: Final = 64
+FIRST_GROUPS: Final = 8
 
 
 class PlannedGroup(NamedTuple):
@@ -104,6 +110,10 @@ class BatchPlanner(Generic[BatchT]):
     ----------
     unsettled : bool
         Whether some groups that wait may have ended; `keep_leased` settles it.
+    last : bool
+        Whether no more groups come, so that those that wait are the last batch.
+    interrupted : bool
+        Whether a wait for a batch ended before it was due; the next one goes on with it.
     """
 
     def __init__(
@@ -119,7 +129,10 @@ class BatchPlanner(Generic[BatchT]):
         self._world_size = world_size
         self._shards = itertools.count()
         self._places = _Places([])
+        self._recent: deque[int] = deque(maxlen=RECENT_GROUPS)
         self.unsettled = False
+        self.last = False
+        self.interrupted = False
 
     # -- places ---------------------------------------------------------------------------------
 
@@ -173,6 +186,7 @@ class BatchPlanner(Generic[BatchT]):
         shard = next(self._shards)
         places = self._places
         new = [PlannedGroup(group, tokens, shard) for group, tokens in groups]
+        self._recent.extend([planned.tokens for planned in new])
         self._places = places.with_waiting([*places.waiting, *new], now_s, inbox=[])
 
     def adopt(self, groups: list[shmbus.Group]) -> None:
@@ -228,7 +242,7 @@ class BatchPlanner(Generic[BatchT]):
         -------
         bool
         """
-        if self.full:
+        if self.full or (self.last and self.waiting):
             return True
         left_s = self.left_s(now_s) if awaited else None
         return left_s is not None and left_s <= 0
@@ -255,6 +269,32 @@ class BatchPlanner(Generic[BatchT]):
         places = self._places
         if places.waiting:
             self._places = _Places(*places[:4], now_s, places.step)
+
+    @property
+    def wanted_text(self) -> str:
+        """How many groups a batch needs, for a message: " of 16"; empty for a budget of tokens."""
+        return f" of {self._groups}" if self._groups is not None and self._world_size == 1 else ""
+
+    @property
+    def missing_text(self) -> str:
+        """What the next batch needs still, for a message: "2 more groups"; empty if unknown."""
+        if self._groups is None or self._world_size > 1:
+            return ""
+        missing = max(1, self._groups - len(self.waiting))
+        return f"{missing} more group{'s' * (missing > 1)}"
+
+    @property
+    def batch_groups(self) -> int:
+        """How many groups make a batch of each rank, all together; an estimate from their tokens.
+
+        A budget of tokens is divided by the mean of the last 64 groups; before the first group it
+        is taken to hold 8.
+        """
+        if self._groups is not None:
+            return self._groups * self._world_size
+        mean = sum(self._recent) / len(self._recent) if self._recent else 0
+        each = math.ceil((self._tokens or 0) / mean) if mean else FIRST_GROUPS
+        return max(each, 1) * self._world_size
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -409,6 +449,13 @@ class BatchPlanner(Generic[BatchT]):
             groups, tokens and max_wait.
         """
         return {"groups": self._groups, "tokens": self._tokens, "max_wait": self._max_wait_s}
+
+    @property
+    def least_groups(self) -> int:
+        """The fewest groups of which a step can be formed; of one rank, a batch at the end."""
+        if self._world_size > 1 and self._max_wait_s is None and self._groups is not None:
+            return self._groups * self._world_size
+        return self._world_size
 
     def step_requirement(self, trajectories: int) -> str:
         """Describe for a message the groups that a step of several ranks needs.

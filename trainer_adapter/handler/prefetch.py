@@ -27,13 +27,16 @@ import shmbus
 from shmbus.batch.uninterrupted import call_uninterrupted
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
-from trainer_adapter.handler.take import Take
+from trainer_adapter.handler.take import Look, Take
 
 __all__ = ["Prefetcher"]
 
 TAKE_SLICE_S: Final = 0.1
 """Seconds that the thread waits for groups at a time. `stop`, and a trainer that begins to wait for
 a batch that is not full, may have to wait so long for the thread."""
+
+GRACE_S: Final = 1.0
+"""Seconds behind a timeout in which a batch that is due may still be packed."""
 
 IDLE_SLICE_S: Final = 0.5
 """Seconds after which an idle thread checks whether its handler still exists, and one that waits
@@ -102,16 +105,19 @@ class Prefetcher:
                 "process"
             )
 
-    def wait(self, timeout: float | None, note_s: float, note: Callable[[], None]) -> bool:
+    def wait(
+        self, timeout: float | None, note_s: float, note: Callable[[], None], look: Look
+    ) -> bool:
         """Wait until a batch, or an error in its place, is ready; call it without the lock.
 
         Parameters
         ----------
         timeout : float or None
-            Seconds to wait for its first group.
+            Seconds to wait; one that is due then is waited for a moment more.
         note_s : float
             Seconds between two calls of `note` while no batch is ready.
         note : callable
+        look : Look
 
         Returns
         -------
@@ -124,31 +130,39 @@ class Prefetcher:
             The bus, or the handler, was closed.
         """
         began_s = noted_s = time.monotonic()
+        deadline_s = None if timeout is None else began_s + timeout
         if self._thread is None:
             call_uninterrupted(self._start)
         try:
             self._awaited = True
             _empty(self._changes)
             self.wake()
+            look_s = look(False, deadline_s)
             while not self._planner.ready:
                 if self._ended is not None:
                     raise self._ended
                 now_s = time.monotonic()
-                left_s = None if timeout is None else began_s + timeout - now_s
-                if left_s is not None and left_s <= 0 and not self._planner.waiting:
-                    return False
+                waits_s = [note_s, IDLE_SLICE_S]
+                if deadline_s is not None:
+                    if now_s >= deadline_s and not self._is_soon(now_s - deadline_s):
+                        return False
+                    waits_s.append(deadline_s - now_s if now_s < deadline_s else TAKE_SLICE_S)
+                if look_s is not None:
+                    waits_s.append(look_s)
                 if now_s >= noted_s + note_s:
                     noted_s = now_s
                     note()
-                waits_s = [TAKE_SLICE_S if left_s is not None and left_s <= 0 else note_s]
-                if left_s is not None and left_s > 0:
-                    waits_s.append(left_s)
                 # Another thread that waited may have ended its wait.
                 self._awaited = True
-                _wait_for(self._changes, min(*waits_s, IDLE_SLICE_S))
+                _wait_for(self._changes, min(waits_s))
+                look_s = look(True, deadline_s)
         finally:
             self._awaited = False
         return True
+
+    def _is_soon(self, late_s: float) -> bool:
+        """Whether the thread has a batch to make, and so little time has passed that it may."""
+        return late_s < GRACE_S and self._planner.due(time.monotonic())
 
     def wake(self) -> None:
         """Wake the thread, after a batch was handed out or ready ones were recalled."""

@@ -136,7 +136,11 @@ class Progress:
 
 
 def describe_wait(
-    name: str, ledger: shmbus.Ledger, planner: BatchPlanner[Batch], dropped: str = ""
+    name: str,
+    ledger: shmbus.Ledger,
+    planner: BatchPlanner[Batch],
+    dropped: str = "",
+    prompts: str = "",
 ) -> str:
     """Describe for a message what the bus holds while no batch is due.
 
@@ -148,19 +152,23 @@ def describe_wait(
     planner : BatchPlanner
     dropped : str
         What was dropped lately.
+    prompts : str
+        What is open of prompts.
 
     Returns
     -------
     str
     """
+    held, wanted = len(planner.waiting), planner.wanted_text
     text = (
         f"bus {name!r} has {ledger.groups_open} incomplete groups with "
         f"{ledger.stashed - ledger.ready} trajectories, {ledger.in_ring} unread, "
-        f"{ledger.producers} producers attached, "
-        f"{len(planner.waiting)} groups held for the next batch"
+        f"{ledger.producers} producers attached"
     )
     out = len(planner.out)
+    here = f"{held}{wanted} groups are held for the next batch"
     parts = [
+        f"{here}, and {prompts}" if prompts else here,
         text,
         dropped,
         out and f"{out} batch{'es are' if out > 1 else ' is'} out and not acknowledged",

@@ -4,6 +4,8 @@ Invariants:
 
 - A request counts as trained once its batch was yielded, as trajectories do; so a state has the
   requests that are open, less those of batches that are out.
+- What `offer` counts is what is open, not what was offered: however a group ends, its request ends
+  with it, and another prompt takes its place.
 - A trainer that goes back to a checkpoint goes over its data again from there. What an earlier life
   of it had offered, and a state or the bus has still, is not offered again.
 """
@@ -11,22 +13,53 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
+from trainer_adapter._checks import checked_int
+from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
+from trainer_adapter.handler.prompt_source import PromptSource, check_state, rank_state
 
 if TYPE_CHECKING:
     from trainer_adapter.batches.batch import Batch
-    from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["RequestingHandler"]
+__all__ = ["PromptsEndedError", "RequestingHandler"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at what is open, while a batch is waited for: a group that ends without
+#: a batch wakes nobody.
+LOOK_S: Final = 0.1
+
+
+class _Seen(NamedTuple):
+    """Groups of one split as the ledger has them, and what may still become some."""
+
+    incomplete: int
+    ready: int
+    leased: int
+    unread: int
+    producers: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there that could become a complete group."""
+        return not (self.incomplete or self.unread)
+
+
+class PromptsEndedError(EOFError):
+    """Every prompt that was offered was trained or given up, and there are no more."""
 
 
 #: Instance id, epoch and split.
 _Key = tuple[str, "int | None", str]
+
+
+def _keys_of(groups: Iterable[shmbus.Group]) -> Counter[_Key]:
+    return Counter((group.instance_id, group[0].epoch, group[0].split) for group in groups)
 
 
 def _keys(state: Any, name: str) -> Counter[_Key]:
@@ -39,9 +72,25 @@ class RequestingHandler:
     _saves_requests: bool
     _consumer: shmbus.Consumer
     _planner: BatchPlanner[Batch]
+    _split: str
+    _rank: int
+    _world_size: int
 
-    def _begin_requests(self, *, saves: bool) -> None:
-        self._saves_requests = saves
+    def _begin_requests(
+        self, *, rank: int, world_size: int, split: str, prompt_schema: Iterable[str] | None
+    ) -> None:
+        self._rank, self._world_size, self._split = rank, world_size, split
+        self._prompt_fields = frozenset(name.rstrip("?") for name in prompt_schema or ())
+        self._saves_requests = rank == 0  # the lane is one for all ranks
+        self._source: PromptSource | None = None
+        self._ahead_batches = 0
+        #: Where a loaded state stands in the prompts, until they are offered.
+        self._source_state: Any = None
+        self._has_offered = False
+        #: A prompt that is being offered, and its place: after an exception it may be open.
+        self._offering: tuple[int, _Key] | None = None
+        #: Whether this process has requested groups of its own split, one by one.
+        self._requested = False
         #: Whether this run offers prompts itself, and so goes over its data again by itself.
         self._offers = False
         self._restored_requests: shmbus.RestoredRequests | None = None
@@ -75,21 +124,271 @@ class RequestingHandler:
             The request's number; 0 where it was offered before the restart.
         """
         self._offers = True
+        self._requested = self._requested or split == self._split
         key = (str(instance_id), epoch, split)
         if self._ahead[key] > 0:
             self._ahead -= Counter([key])
             return 0
         return self._consumer.request(instance_id, epoch=epoch, split=split, **more)
 
+    # -- prompts that are kept open ---------------------------------------------------------------
+
+    def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
+        """Keep prompts open for the workers, whatever becomes of each, from now to their end.
+
+        `next_batch` goes on offering, before it waits and while it does. What counts is what is
+        open or on its way to a batch, so a group that fails, is late, stale, malformed or filtered
+        is replaced. Prompts from others, such as a `Feeder`, count too.
+
+        `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
+        with the same data from their start in the same order, goes on at the exact prompt: each is
+        trained at most once, and none is left out but those that were given up. A prompt's round,
+        `epoch` of a `Request`, is its place in all that was offered, so an id may come again.
+
+        With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
+        others.
+
+        Parameters
+        ----------
+        prompts : iterable, or data set with a length and ``__getitem__``
+            Of dicts, or of (id, prompt) pairs. A dict may have ``instance_id`` (its place by
+            default), ``group_size``, ``need``, ``priority`` and ``meta``. Of the others, arrays, a
+            list ``prompt`` of token ids, and what ``prompt_schema`` has are the request's fields;
+            all else, such as text, is put into its meta. An iterator's `next` is called by
+            `next_batch`, which waits for it; give a DataLoader (``batch_size=None``) to have that
+            done ahead. One with `load_state_dict`, as torchdata's StatefulDataLoader, goes on by
+            that; another is gone through again.
+        ahead : int, default 2
+            How many batches' worth of prompts are kept open when a batch is waited for, so one less
+            while it is trained; those of ready batches, of `prefetch`, are not counted. A batch is
+            `groups_per_batch` of each rank; or `tokens_per_batch` by the mean of the last 64
+            groups' tokens, and 8 groups until the first has come.
+        group_size : int, default 8
+            Samples of each group that does not say it itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is wrong, or the data are others than those of the checkpoint. A prompt that
+            is wrong is left out, and its error is raised once, here or by `next_batch`, which goes
+            on behind it.
+        Exception
+            What the iterator raises, here or by `next_batch`, which goes on at the same prompt.
+
+        Notes
+        -----
+        When there are no more prompts, and nothing is open or on its way, ``for batch in handler``
+        ends, and `next_batch` raises EOFError. The last batch has the groups that are left, with
+        `groups_per_batch` too; with several ranks, those that do not fill a step stay on the bus,
+        and rank 0 alone is told.
+
+        Called again, it goes on at the same position, or, where all had been offered, begins anew.
+        """
+        ahead, group_size = checked_int("ahead", ahead), checked_int("group_size", group_size)
+        for name, value in (("ahead", ahead), ("group_size", group_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {value}")
+        source = self._source
+        if source is None or source.prompts is not prompts or source.ended:
+            source = PromptSource(prompts, self._prompt_fields)
+        if self._rank:
+            self._source = source  # for its state
+            return
+        self._settle_offer()
+        before = self._source
+        if before is None:
+            if self._source_state is not None:
+                source.go_to(self._source_state)
+        elif before.ended:
+            source.begin_behind(before)
+        elif before is not source:
+            source.go_to(before.state())
+        source.group_size = group_size
+        self._source, self._ahead_batches = source, ahead
+        self._offers = True
+        self._planner.last = False
+        self._refill(source, time.monotonic())
+
+    def _settle_offer(self) -> None:
+        """Find out whether a prompt was offered when an exception came between."""
+        source, offering = self._source, self._offering
+        if source is not None and offering is not None:
+            number, key = offering
+            if number == source.position and key in self._consumer.open_requests():
+                source.passed()
+        self._offering = None
+
+    def _look_at_prompts(self, asked: bool, deadline_s: float | None) -> float | None:
+        """Offer what is lacking, and say after how many seconds to look again; None for never.
+
+        Parameters
+        ----------
+        asked : bool
+            Whether the bus was asked since and has given nothing.
+        deadline_s : float or None
+            Until when the caller waits.
+
+        Raises
+        ------
+        PromptsEndedError, TimeoutError
+            Nothing comes any more.
+        """
+        source = self._source if self._rank == 0 else None
+        if source is None:
+            if self._requested and asked and self._is_hopeless():
+                raise TimeoutError(self._hopeless_text())
+            return LOOK_S if self._requested else None
+        if not source.ended:
+            self._refill(source, deadline_s)
+        if source.ended and self._has_ended(asked):
+            raise PromptsEndedError(
+                f"bus {self._consumer.name!r}: every prompt was offered, {source.position} of "
+                "them, and is trained or given up; offer others, or stop here"
+            )
+        return LOOK_S
+
+    def _refill(self, source: PromptSource, deadline_s: float | None) -> None:
+        self._settle_offer()
+        if source.unchecked:
+            source.next()
+        lacking = self._ahead_batches * self._planner.batch_groups - self._count_coming()
+        # A deadline that is over leaves time for prompts that cost none.
+        until_s = time.monotonic() + LOOK_S
+        if deadline_s is None or deadline_s > until_s:
+            until_s = float("inf") if deadline_s is None else deadline_s
+        while lacking > 0 and (given := source.next()) is not None:
+            try:
+                lacking -= self._offer_one(source, given)
+            except shmbus.BusFullError:
+                return  # what is open must end first
+            if time.monotonic() >= until_s:
+                return
+
+    def _offer_one(self, source: PromptSource, given: dict[str, Any]) -> bool:
+        """Offer a prompt; False where an earlier life of this run has."""
+        key = (str(given["instance_id"]), given["epoch"], self._split)
+        if self._ahead[key] > 0:
+            # In this order: rounds are unique, so a key that is left here is asked for by nobody.
+            source.passed()
+            self._ahead -= Counter([key])
+            return False
+        self._has_offered = True
+        self._offering = source.position, key
+        try:
+            self._consumer.request(**given, split=self._split, timeout=0)
+        except (TypeError, ValueError) as error:
+            source.passed()
+            raise type(error)(
+                f"prompt {key[0]!r}, the {source.position}. that was offered, is left out: {error}"
+            ) from error
+        source.passed()
+        self._offering = None
+        return True
+
+    def _open_keys(self) -> Counter[_Key]:
+        """Return the requests of this split that have not ended."""
+        keys = self._consumer.open_requests()
+        return Counter(key for key in keys if key[2] == self._split)
+
+    def _keys_in_batches(self) -> Counter[_Key]:
+        planner = self._planner
+        made = [one for one in planner.ready if isinstance(one, MadeBatch)]
+        return _keys_of(
+            one.group for each in (*made, *planner.out.values()) for one in each.planned
+        )
+
+    def _count_coming(self) -> int:
+        """Count the requests whose groups are open or on their way, and in no batch."""
+        keys = self._open_keys()
+        if self._world_size == 1:
+            return (keys - self._keys_in_batches()).total()
+        # What other ranks hold is a shard, and so a batch.
+        return max(0, keys.total() - self._see().leased)
+
+    def _see(self) -> _Seen:
+        ledger = self._consumer.stats()
+        splits = dict(ledger.splits)
+        here = splits.pop(self._split, None)
+        incomplete, ready, leased = (
+            (0, 0, 0) if here is None else (here.groups_open, here.groups_ready, here.groups_leased)
+        )
+        if self._world_size > 1:
+            # Groups that wait at the daemon for a step are ready, which the splits do not tell.
+            ready = ledger.groups_ready - sum(of.groups_ready for of in splits.values())
+            leased = ledger.groups_leased - sum(of.groups_leased for of in splits.values())
+        return _Seen(incomplete, ready, leased, ledger.in_ring, ledger.producers)
+
+    def _has_ended(self, asked: bool) -> bool:
+        """Whether no batch comes any more; before that, have the groups that wait be the last."""
+        planner, keys = self._planner, self._open_keys()
+        if self._world_size == 1:
+            held = self._keys_in_batches() + _keys_of(planner.groups)
+            planner.last = not planner.inbox and not (keys - held)
+            if not planner.last:
+                return False
+        if not asked or planner.inbox or planner.waiting or planner.ready:
+            return False
+        seen = self._see()
+        if self._world_size > 1 and keys.total() > seen.leased + seen.ready:
+            return False
+        return seen.is_empty and seen.ready < planner.least_groups
+
+    def _is_hopeless(self) -> bool:
+        """Whether nobody is there who could put, and nothing on the bus completes a batch."""
+        planner = self._planner
+        if planner.ready or planner.inbox or planner.left_s(time.monotonic()) is not None:
+            return False
+        if self._open_keys() - self._keys_in_batches() - _keys_of(planner.groups):
+            return False
+        seen = self._see()
+        return seen.is_empty and not seen.ready and not seen.producers
+
+    def _hopeless_text(self) -> str:
+        raise NotImplementedError
+
+    def _open_prompts(self) -> str:
+        """Say how many prompts are open, for a message; nothing where this run uses none."""
+        if not (self._offers or self._consumer.stats().requests.offered):
+            return ""
+        coming = self._count_coming() - len(self._planner.waiting)
+        if coming > 0:
+            return f"{coming} prompt{' is' if coming == 1 else 's are'} open or on their way"
+        if self._source is None:
+            return "no prompt is open: offer more, or have handler.offer keep some open"
+        return "no prompt is open" + (", and there are no more" if self._source.ended else "")
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _offer_to_save(self) -> Any:
+        """Return the position in the prompts; None where none are offered by `offer`."""
+        if self._source is None:
+            return self._source_state
+        return self._source.state() if self._rank == 0 else rank_state(self._rank)
+
+    def _restore_offer(self, saved: Any) -> None:
+        """Stand where a state does; raises ValueError, and changes nothing, for one of others."""
+        if self._rank:
+            return
+        if saved is not None:
+            check_state(saved)
+        if self._has_offered and not self._planner.step:
+            raise shmbus.ProtocolError(
+                "load_state_dict: expected before offer, which has offered prompts from their "
+                "start already; make the handler anew, load the state, and offer then"
+            )
+        if self._source is not None:
+            self._source.go_to(saved or PromptSource((), frozenset()).state())
+        self._source_state = saved
+        self._offering = None
+        self._planner.last = False
+
     def _requests_to_save(self) -> Any:
         """Return the requests that are not trained, and what a restart must know of others."""
         if not self._saves_requests:
             return None
         state: Any = self._consumer.requests_state()
-        trained = self._trained_open + Counter(
-            (one.group.instance_id, one.group[0].epoch, one.group[0].split)
-            for made in self._planner.out.values()
-            for one in made.planned
+        trained = self._trained_open + _keys_of(
+            one.group for made in self._planner.out.values() for one in made.planned
         )
         found: list[_Key] = []
         opened = []
@@ -123,7 +422,7 @@ class RequestingHandler:
         self._restored_requests = restored
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
         self._trained_open = Counter(restored.trained)
-        self._offers = bool(state.get("offers"))
+        self._offers = bool(state.get("offers")) or self._source is not None
         if restored.ended and not self._offers:
             logger.warning(
                 "bus %r: %d requests that were offered after this checkpoint have ended, and their "

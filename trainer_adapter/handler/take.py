@@ -14,7 +14,7 @@ import shmbus
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["QUIET_NOTE_S", "Take", "take_groups", "take_shard", "take_until_due"]
+__all__ = ["QUIET_NOTE_S", "Look", "Take", "take_groups", "take_shard", "take_until_due"]
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
@@ -24,6 +24,11 @@ QUIET_NOTE_S: Final = 30.0
 #: Waits so many seconds for groups. The flag says whether the trainer waits for a batch; if not,
 #: groups are wanted for a full one only.
 Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
+
+#: Called before each wait of the trainer's thread: whether the bus was asked and gave nothing, and
+#: until when the trainer waits. It offers prompts, raises where nothing can come any more, and
+#: returns the seconds until it wants to be called again; None for never.
+Look: TypeAlias = Callable[[bool, "float | None"], "float | None"]
 
 
 def take_groups(consumer: shmbus.Consumer) -> Take:
@@ -70,6 +75,7 @@ def take_until_due(
     admit: Callable[[], None],
     timeout: float | None,
     note: Callable[[], None],
+    look: Look,
 ) -> bool:
     """Take groups until a batch is due, in the calling thread.
 
@@ -80,32 +86,42 @@ def take_until_due(
     admit : callable
         Has groups of the inbox wait in the planner; may raise for a malformed one.
     timeout : float or None
-        Seconds to wait for the first group; None waits for ever.
+        Seconds to wait; None waits for ever. What the bus has is taken in any case.
     note : callable
         Called each half minute while no group is delivered.
+    look : Look
 
     Returns
     -------
     bool
-        False after the timeout.
+        False after the timeout; the groups that were taken wait for the next call.
     """
     began_s = noted_s = now_s = time.monotonic()
-    # Not from when the groups that wait were taken: the bus may hold enough for a full batch.
-    planner.restart_wait(began_s)
-    asked = False
-    while not planner.due(now_s):
-        if planner.waiting:
-            left_s = planner.left_s(now_s)
-        else:
-            left_s = None if timeout is None else began_s + timeout - now_s
-            if asked and left_s is not None and left_s <= 0:
-                return False
-        quiet_left_s = noted_s + QUIET_NOTE_S - now_s
-        wait_s = quiet_left_s if left_s is None else min(left_s, quiet_left_s)
+    deadline_s = None if timeout is None else began_s + timeout
+    if not planner.interrupted:
+        # Not from when the groups that wait were taken: the bus may hold enough for a full batch.
+        planner.restart_wait(began_s)
+    planner.interrupted = True
+    asked = came = False
+    while True:
+        look_s = look(asked and not came, deadline_s)
+        now_s = time.monotonic()
+        if planner.due(now_s, awaited=asked):
+            planner.interrupted = False
+            return True
+        if asked and not came and deadline_s is not None and now_s >= deadline_s:
+            return False
+        waits_s = [noted_s + QUIET_NOTE_S - now_s]
+        if deadline_s is not None:
+            waits_s.append(deadline_s - now_s)
+        if (left_s := planner.left_s(now_s)) is not None:
+            waits_s.append(left_s)
+        if look_s is not None:
+            waits_s.append(look_s)
         inbox = planner.inbox
         # From one call of C to the other: an exception of a signal's handler in between finds the
         # groups in the inbox, or their leases go back.
-        inbox.extend(take(max(wait_s, 0.0), True))
+        inbox.extend(take(max(min(waits_s), 0.0), True))
         asked = True
         came = bool(inbox)
         if inbox is not planner.inbox:
@@ -119,4 +135,3 @@ def take_until_due(
         elif now_s >= noted_s + QUIET_NOTE_S:
             noted_s = now_s
             note()
-    return True

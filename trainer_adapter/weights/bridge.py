@@ -19,14 +19,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
 
+from shmbus.segment.own_file import open_own
 from trainer_adapter.weights.errors import ManifestError, StaleBridgeError, WeightsError
 from trainer_adapter.weights.manifest import DTYPE_BYTES, Manifest, ParamMeta, Slice
 
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 FILE: Final = "vllm_bridge_config.json"
+#: What it is, for messages.
+_TITLE: Final = "the bridge to shared weights"
 #: Bytes of a file that is read: a thousand tensors with handles have one megabyte.
 _MAX_BYTES: Final = 64 << 20
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -199,7 +203,7 @@ class BridgeFile:
     ) -> None:
         self.path: Final = Path(directory) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as old:
+        with contextlib.suppress(FileNotFoundError), _open(self.path) as old:
             if _is_held(old.fileno()):
                 raise StaleBridgeError(
                     f"{self.path}: its writer lives; end it, or use another LOGDIR"
@@ -217,8 +221,8 @@ class BridgeFile:
             single_copy_enabled=True,
             shmbus=_Owner(bus, _boot_id(), dict(manifest.slices)),
         )
-        fresh = self.path.with_name(f".{FILE}.{os.getpid()}")
-        self._file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fresh = self.path.with_name(f".{FILE}.{secrets.token_hex(4)}")
+        self._file = open_own(str(fresh), os.O_RDWR | os.O_CREAT | os.O_EXCL, _TITLE)
         # The lock is the file's, not its name's: whoever opens it after the rename finds it held.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.write(self._file, msgspec.json.format(msgspec.json.encode(said), indent=2))
@@ -244,6 +248,11 @@ class BridgeFile:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open one for reading, if it is this user's."""
+    return os.fdopen(open_own(str(path), os.O_RDONLY, _TITLE), "rb")
 
 
 def find_bridge(path: Path | str | None = None) -> Path:
@@ -299,7 +308,7 @@ def read_bridge(path: Path | str | None = None) -> BridgeConfig:
     """
     found = find_bridge(path)
     what = f"{found}: nothing was attached"
-    with found.open("rb") as file:
+    with _open(found) as file:
         held = _is_held(file.fileno())
         raw = file.read(_MAX_BYTES + 1)
     try:

@@ -12,6 +12,8 @@ import os
 import weakref
 from typing import Final
 
+from shmbus.segment.own_file import open_own
+
 __all__ = ["OwnedFile"]
 
 _all: Final[weakref.WeakSet[OwnedFile]] = weakref.WeakSet()
@@ -25,7 +27,7 @@ class OwnedFile:
     #: Whether this process is a child of the one that opened it.
     forked = False
 
-    def open(self, path: str, flags: int) -> None:
+    def open(self, path: str, flags: int, what: str = "") -> None:
         """Open it; links are not followed.
 
         Parameters
@@ -34,9 +36,15 @@ class OwnedFile:
             The file, made with mode 0600 where the flags say so.
         flags : int
             Of `os.open`.
+        what : str
+            Whose file it is, for messages, where others may write to its folder: then it has to be
+            this user's (`shmbus.segment.own_file`).
         """
         _all.add(self)
-        self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if what:
+            self.fd = open_own(path, flags, what)
+        else:
+            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def close(self) -> None:
         """Give up its locks; may be called twice."""

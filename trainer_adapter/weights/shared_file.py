@@ -22,7 +22,9 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from shmbus import LayoutMismatchError
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
+from shmbus.segment.own_file import open_own
 from trainer_adapter.weights.errors import WeightsBusyError, WeightsError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
 from trainer_adapter.weights.owned_file import OwnedFile
@@ -109,7 +111,7 @@ class SharedFile(OwnedFile):
         said = manifest.encode()
         at = -(-(HEADER_BYTES + len(said)) // _PAGE) * _PAGE
         try:
-            self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self.open(self._fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, _title(self.bus))
             fcntl.flock(self.fd, fcntl.LOCK_SH)
             os.posix_fallocate(self.fd, 0, at + manifest.total)
             os.pwrite(self.fd, said, HEADER_BYTES)
@@ -157,7 +159,7 @@ class SharedFile(OwnedFile):
 def _locked_leftover(path: str, bus: str, stack: contextlib.ExitStack) -> bool:
     """Keep everybody from a file that nobody has open, until the stack ends; False without one."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open_own(path, os.O_RDWR, _title(bus))
     except FileNotFoundError:
         return False
     stack.callback(os.close, file)
@@ -171,13 +173,18 @@ def _locked_leftover(path: str, bus: str, stack: contextlib.ExitStack) -> bool:
 def _remove_unfinished(path: str) -> None:
     """Remove what processes that have ended were making, which is as large as a model."""
     for left in glob.glob(f"{glob.escape(path)}.new-*"):
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):
-            file = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # What another user has put there is not ours to remove.
+        with contextlib.suppress(OSError, LayoutMismatchError):
+            file = open_own(left, os.O_RDWR, "unfinished shared weights")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(left)
             finally:
                 os.close(file)
+
+
+def _title(bus: str) -> str:
+    return f"shared weights of bus {bus!r}"
 
 
 def _busy(bus: str) -> WeightsBusyError:
@@ -192,7 +199,7 @@ def open_file(bus: str, timeout: float) -> SharedFile:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            file.open(file.path, os.O_RDWR)
+            file.open(file.path, os.O_RDWR, _title(bus))
             check_file(file.fd, file.path)
             fcntl.flock(file.fd, fcntl.LOCK_SH)
             if leads_to(file.path, os.fstat(file.fd)):
@@ -214,8 +221,6 @@ def open_file(bus: str, timeout: float) -> SharedFile:
 def check_file(file: int, path: str) -> None:
     """Refuse what is no such file, before a byte of it is mapped."""
     found = os.fstat(file)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to uid {found.st_uid}, not to this user")
     head = os.pread(file, HEADER.size, 0)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise WeightsError(
@@ -245,7 +250,7 @@ def shared_state(bus: str) -> tuple[int, bool] | None:
     """
     path = path_of(bus)
     with contextlib.suppress(FileNotFoundError):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open_own(path, os.O_RDONLY, _title(bus))
         try:
             check_file(file, path)
             _, version, stepping, *_ = HEADER.unpack(os.pread(file, HEADER.size, 0))

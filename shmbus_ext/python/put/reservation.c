@@ -137,6 +137,7 @@ static void py_reservation_open(ReservationObject *self, struct put_arguments *a
     struct record_spec *spec = &arguments->spec;
     self->declared = Py_XNewRef(arguments->declared);
     self->meta_room = (uint32_t)spec->meta_bytes;
+    self->meta_offset = spec->meta_offset;
     self->score = spec->score;
     self->policy_version = spec->policy_version;
     self->version_span = spec->version_span;
@@ -391,7 +392,7 @@ static int py_reservation_set_meta(ReservationObject *self, PyObject *value, voi
         Py_DECREF(encoded);
         return -1;
     }
-    memcpy((uint8_t *)record + record->meta_offset, PyBytes_AS_STRING(encoded), (size_t)bytes);
+    memcpy((uint8_t *)record + self->meta_offset, PyBytes_AS_STRING(encoded), (size_t)bytes);
     record->meta_bytes = (uint32_t)bytes;
     Py_DECREF(encoded);
     return 0;

@@ -14,6 +14,7 @@ typedef struct {
     PyArrayObject *arrays[SHMBUS_MAX_FIELDS];
     uint16_t shape_at[SHMBUS_MAX_FIELDS];
     uint32_t count;
+    uint32_t meta_offset; /* in the record */
     uint32_t meta_room;
     double score;
     int64_t policy_version;

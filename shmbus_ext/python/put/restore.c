@@ -217,7 +217,7 @@ static enum writer_status write_record(RestorerObject *self, struct put_argument
     if (!copy_fields(a, to.record, fields)) {
         return WRITER_SYSTEM_ERROR; /* not exposed: the next record takes its place */
     }
-    record_close(to.record, sequence, 0);
+    record_close(to.record, to.bytes, sequence, 0);
     writer_publish_moved(&self->lane, &to);
     return WRITER_OK;
 }

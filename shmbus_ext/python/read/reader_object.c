@@ -55,6 +55,27 @@ bool py_reader_usable(ReaderObject *self) {
     return py_segment_usable(self->segment, "Consumer");
 }
 
+void py_reader_note_failure(ReaderObject *self) {
+    self->cut_short = self->cut_short || PyErr_ExceptionMatches(PyExc_MemoryError);
+}
+
+/* What was lost may be known to the stash already, as of a group that is full: read again it would
+ * be taken for a duplicate, and dropped. Only the next reader gets it as it is. */
+bool py_reader_can_read(ReaderObject *self) {
+    if (!py_reader_usable(self)) {
+        return false;
+    }
+    if (self->orphans > 0 || self->cut_short) {
+        PyErr_Format(hooks.closed_error,
+                     "bus %R: this Consumer reads no more, since a call failed half way (out of "
+                     "memory?) with samples in its hands; acknowledge the groups that you hold, "
+                     "close it and make a new one: it gets all others",
+                     self->segment->name);
+        return false;
+    }
+    return true;
+}
+
 static void note_collector(SegmentObject *segment, const char *label) {
     struct bus_header *header = segment->c.header;
     size_t length = strlen(label);
@@ -114,15 +135,18 @@ static PyObject *next_trajectory(ReaderObject *self) {
     if (status < 0) {
         return PyErr_NoMemory();
     }
-    return status == 0
-               ? NULL
-               : (PyObject *)py_trajectory_new((HolderObject *)self, &self->c.copy, &ref);
+    if (status == 0) {
+        return NULL;
+    }
+    TrajectoryObject *t = py_trajectory_new((HolderObject *)self, &self->c.copy, &ref);
+    self->orphans += t == NULL;
+    return (PyObject *)t;
 }
 
 /* poll(limit) -> list[Trajectory]: what is committed and was not handed out yet. */
 static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
     Py_ssize_t limit = PyLong_AsSsize_t(argument);
-    if ((limit == -1 && PyErr_Occurred()) || !py_reader_usable(self)) {
+    if ((limit == -1 && PyErr_Occurred()) || !py_reader_can_read(self)) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
@@ -161,6 +185,9 @@ Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, P
         }
         total += count;
     }
+    if (!good) {
+        py_reader_note_failure(self);
+    }
     return good ? total : -1;
 }
 
@@ -172,7 +199,7 @@ static PyObject *py_reader_poll_into(ReaderObject *self, PyObject *args) {
     double now_s;
     if (!PyArg_ParseTuple(args, "O!ndO!", &GroupTableType, &table, &limit, &now_s, &PyList_Type,
                           &left) ||
-        !py_reader_usable(self)) {
+        !py_reader_can_read(self)) {
         return NULL;
     }
     py_reader_note_seen(self, clock_monotonic_ns());
@@ -425,7 +452,7 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
         return NULL;
     }
     uint64_t committed;
-    uint64_t unread = reader_count_unread(&self->c, &committed);
+    uint64_t unread = reader_count_unread(&self->c, &committed) + self->orphans;
     return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
 }
 

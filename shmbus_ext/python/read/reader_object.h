@@ -9,6 +9,7 @@
 typedef struct {
     HOLDER_HEAD
     struct reader c;
+    bool cut_short;   /* memory failed between the ring and the stash: what that has may be torn */
     bool wakes_often; /* the last sleep was short: producers are at work */
     /* A daemon's: whether its clients may see that it sleeps, since there is nothing for them. */
     bool (*sleeps_openly)(const void *daemon);
@@ -20,6 +21,10 @@ extern PyTypeObject ReaderType;
 bool py_reader_is_open(const ReaderObject *self);
 /* The same, with an exception. */
 bool py_reader_usable(ReaderObject *self);
+/* The same, and that nothing was lost between the ring and the stash. */
+bool py_reader_can_read(ReaderObject *self);
+/* Of an exception that has come between the two: after a MemoryError nothing more is read. */
+void py_reader_note_failure(ReaderObject *self);
 /* Up to `limit` records into the table; what it refuses, or leaves to be judged, is appended to
  * `left`. How many were read, or -1 with an exception. */
 Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,

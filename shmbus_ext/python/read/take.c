@@ -70,6 +70,7 @@ static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now
     int more = said == NULL ? -1 : PyObject_IsTrue(said);
     Py_XDECREF(said);
     if (more < 0) {
+        py_reader_note_failure(self->reader);
         self->due_s = 0; /* for what it did not get to */
         return TAKE_FAILED;
     }
@@ -144,6 +145,9 @@ static PyObject *call_lease(IntakeObject *self, const struct take_request *reque
     PyObject *list =
         arguments == NULL ? NULL : py_call_uninterrupted(self->lease, arguments);
     Py_XDECREF(arguments);
+    if (list == NULL) {
+        py_reader_note_failure(self->reader);
+    }
     return list;
 }
 
@@ -169,7 +173,7 @@ static PyObject *lease(IntakeObject *self, const struct take_request *request, u
 static PyObject *look(IntakeObject *self, const struct take_request *request, bool just_woken,
                       enum take_state *state) {
     /* Another thread may have closed it before the lock was free. */
-    if (!py_reader_usable(self->reader)) {
+    if (!py_reader_can_read(self->reader)) {
         return NULL;
     }
     uint64_t delivered = self->reader->c.delivered;

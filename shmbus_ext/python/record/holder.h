@@ -15,6 +15,7 @@ struct holder_kind;
     PyObject **ids;    /* recently read instance ids, so that a group shares one string */       \
     PyObject *schemas; /* bytes -> Schema */                                                     \
     struct schema_object *last_schema;                                                           \
+    uint64_t orphans; /* records read and neither released nor in anybody's hands */             \
     bool packs; /* has packed a batch of what it read */                                         \
     bool attached;
 

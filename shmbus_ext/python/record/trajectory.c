@@ -1,9 +1,11 @@
 /* Trajectory: one record as the consumer sees it (see trajectory.h).
  *
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
- * out holds the pin, so the space outlives the release until the last such array is gone. Arrays
- * are read-only, and cannot be made writable: the pin exports no buffer, and the memory that they
- * point into is mapped read-only. Methods that read all fields at once are in copies.c. */
+ * out holds the pin, so the space outlives the release until the last such array is gone. Only what
+ * is released gives space back: the record of a trajectory that dies before is committed still, and
+ * its Reader holds it for the next one. Arrays are read-only, and cannot be made writable: the pin
+ * exports no buffer, and the memory that they point into is mapped read-only. Methods that read all
+ * fields at once are in copies.c. */
 #include "python/record/trajectory.h"
 
 #include "python/hooks.h"
@@ -79,7 +81,6 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     }
     memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
     self->ref = *ref;
-    self->held = holder->kind->counts;
     self->holder = (HolderObject *)Py_NewRef((PyObject *)holder);
     self->score = header->score;
     self->policy_version = header->policy_version;
@@ -116,15 +117,20 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
         Py_DECREF(self);
         return NULL;
     }
+    self->held = holder->kind->counts;
     return self;
 }
 
 static void py_trajectory_dealloc(TrajectoryObject *self) {
+    if (self->held) {
+        self->holder->orphans++;
+    }
     if (self->pin != NULL) {
+        if (self->held) {
+            /* Its views must not free the space either. */
+            self->pin->holder = NULL;
+        }
         Py_DECREF(self->pin);
-    } else if (self->held && self->holder != NULL && self->holder->attached &&
-               self->holder->segment->generation == fork_generation) {
-        self->holder->kind->let_go(self->holder, &self->ref, 1);
     }
     if (self->shape != self->inline_shape) {
         PyMem_Free(self->shape);

@@ -127,7 +127,7 @@ def test_the_page_makes_a_sample(server: str, bus: str) -> None:
     ):
         feeder.request("q1", group_size=1)
         names = {"env": env, "producer": producer, "act": act, "version": 3}
-        request = producer.next_request(timeout=10.0)
+        request = producer.requests.next(timeout=10.0)
         doc_pages.run("environments.md", "act(result)", bus, request=request, **names)
     with shmbus.Consumer(bus) as consumer:
         [group] = consumer.take(1, 5.0)

@@ -123,8 +123,8 @@ def test_what_skyrl_cannot_take_is_an_error_that_names_it(bus: str) -> None:
             request = None
             while request is None or request.instance_id != "q6":
                 await asyncio.sleep(0.01)
-                request = producer.next_request(timeout=0.0)
-            producer.put_for(request, **fields)
+                request = producer.requests.next(timeout=0.0)
+            producer.requests.answer(request, **fields)
             await call
 
     with pytest.raises(ValueError, match="group 'q6', sample 0, field 'logprobs': expected one"):

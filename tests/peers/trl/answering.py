@@ -29,13 +29,13 @@ def main() -> None:
     version = -1
     with shmbus.Producer(bus, wait=60.0) as producer, WeightSubscriber(bus) as subscriber:
         while True:
-            request = producer.next_request(timeout=None)
+            request = producer.requests.next(timeout=None)
             assert request is not None
             if producer.policy_version != version and producer.policy_version > 0:
                 version = newest(subscriber, model, version)
             word = int(request["prompt"][-1])
             tokens, logprobs, rewards = sample(model, word, 1, generator)
-            producer.put_for(
+            producer.requests.answer(
                 request,
                 score=rewards[0],
                 policy_version=max(version, 0),

@@ -91,7 +91,7 @@ def answer(bus: str, root: Path) -> None:
         return tokens[0], mask, logprobs[0], rewards[0], producer.policy_version
 
     with shmbus.Producer(bus, wait=60.0) as producer:
-        doc_pages.run("trl.md", "producer.next_request()", bus, producer=producer, rollout=rollout)
+        doc_pages.run("trl.md", "producer.requests.next()", bus, producer=producer, rollout=rollout)
 
 
 KINDS = {"async": train_async, "rollouts": put_rollouts, "sync": train_sync, "answers": answer}

@@ -30,21 +30,25 @@ def main() -> None:
             producer.put_group("their own", samples, epoch=producer.next_round())
             return
         while True:
-            request = producer.next_request(timeout=None)
+            request = producer.requests.next(timeout=None)
             assert request is not None
             word = int(request.meta["raw_prompt"][0]["content"])
             version = producer.policy_version
             if sys.argv[2:3] == ["version"]:
                 version = int(sys.argv[3])
             if sys.argv[2:] == ["fail"]:
-                producer.fail_for(request, "the sandbox is gone")
+                producer.requests.fail(request, "the sandbox is gone")
             elif request.index == 1 and request.meta.get("fork"):
                 row = sample(word, 1)
                 score = row.pop("score")
                 other = {**row, "loss_mask": [0, 0, 0, 1]}
-                producer.put_for(request, score=score, rows=[row, other], policy_version=version)
+                producer.requests.answer(
+                    request, score=score, rows=[row, other], policy_version=version
+                )
             else:
-                producer.put_for(request, policy_version=version, **sample(word, request.index))
+                producer.requests.answer(
+                    request, policy_version=version, **sample(word, request.index)
+                )
 
 
 if __name__ == "__main__":

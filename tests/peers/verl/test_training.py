@@ -116,7 +116,7 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
 def test_verl_trains_on_groups_of_outside_processes(bus_name: str, tmp_path: Path) -> None:
     make(tmp_path)
     with shmbus.Bus.create(bus_name, capacity="1MiB") as bus:
-        with sampling("verl.md", "producer.next_request()", bus_name, tmp_path, count=2):
+        with sampling("verl.md", "producer.requests.next()", bus_name, tmp_path, count=2):
             log = train(bus_name, tmp_path)
         stats = bus.stats()
     check_ledger(stats)

@@ -46,8 +46,8 @@ class ShmbusRollouts:
     """A rollout function for TRL's GRPOTrainer whose samples come from a bus.
 
     Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call
-    `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.next_request`
-    and answer by `put_for`. A request's ``prompt`` field has the prompt's token ids, its
+    `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.requests.next`
+    and answer by `requests.answer`. A request's ``prompt`` field has the prompt's token ids, its
     ``meta["prompt"]`` TRL's prompt as it is in the data set, its split is "eval" for an evaluation,
     else "train", so that the bus's ledger tells them apart and no trainer takes the one for the
     other.

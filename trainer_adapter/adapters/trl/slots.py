@@ -127,12 +127,12 @@ def check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool
         if not row.completion_mask.any():
             raise ValueError(
                 f"{where}, field 'loss_mask': expected a sampled token, got none; GRPOTrainer "
-                "takes no empty completion: report such a sample by Producer.fail_for"
+                "takes no empty completion: report such a sample by Producer.requests.fail"
             )
         if zero:
             raise ValueError(
                 f"{where}: set_advantage_to_zero: GRPOTrainer computes the advantages itself; give "
-                "the sample no score (scored(None)), or report it by Producer.fail_for"
+                "the sample no score (scored(None)), or report it by Producer.requests.fail"
             )
 
 

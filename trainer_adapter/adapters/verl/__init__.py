@@ -8,8 +8,8 @@
                                         name: ShmbusSamplerAsync}       # ShmbusSampler in sync mode
     trainer.v1.sampler.sampler_kwargs: {bus: run1}
 
-Workers of any kind answer by `shmbus.Producer.next_request` and `put_for`; they need neither Ray
-nor verl. Importing this package loads neither; its two modules need verl, and say so.
+Workers of any kind answer by `shmbus.Producer.requests.next` and `requests.answer`; they need
+neither Ray nor verl. Importing this package loads neither; its two modules need verl, and say so.
 """
 
 from __future__ import annotations

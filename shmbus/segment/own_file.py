@@ -1,0 +1,96 @@
+"""Opening files of ours in a folder that other users may write to, such as /dev/shm.
+
+Invariant: before a byte is read, written or cut, the open descriptor was found to be a regular file
+of this process's user, reached over no link and without waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from shmbus import errors
+
+__all__ = ["check_own", "open_own"]
+
+
+def open_own(path: str, flags: int, what: str) -> int:
+    """Open a file that has to be this user's own.
+
+    Parameters
+    ----------
+    path : str
+        The file, made with mode 0600 where the flags say so.
+    flags : int
+        Of ``os.open``. O_TRUNC is not among them: what to cut is known only after the checks.
+    what : str
+        Whose file it is, for messages, such as ``bus 'run1'``.
+
+    Returns
+    -------
+    int
+        The descriptor.
+
+    Raises
+    ------
+    FileNotFoundError, FileExistsError
+        By the flags.
+    PermissionError
+        It belongs to another user, or may not be opened.
+    LayoutMismatchError
+        It is no regular file, or, where it could be made here, has a second name.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o600)
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            check_own(path, os.lstat(path), what)
+        if isinstance(error, PermissionError):
+            raise PermissionError(
+                f"{what}: may not open {path} as uid {os.geteuid()}; it is for the user who "
+                "created it, with mode 0600"
+            ) from error
+        raise
+    try:
+        found = os.fstat(fd)
+        check_own(path, found, what)
+        if flags & os.O_CREAT and found.st_nlink > 1:
+            raise errors.LayoutMismatchError(
+                f"{what}: {path} is another file of this user too, which somebody has linked "
+                "there; remove that name, or choose another one"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_own(path: str, found: os.stat_result, what: str) -> None:
+    """Refuse a file of another user, who could read and truncate it, and what is no plain file."""
+    if found.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{what}: {path} belongs to uid {found.st_uid}, this process runs as uid "
+            f"{os.geteuid()}; it is for the user who created it: run as that user, have it "
+            "removed, or choose another name"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise errors.LayoutMismatchError(
+            f"{what}: {path} is {_kind(found.st_mode)}, not a file of shmbus; look what it is for, "
+            "and remove it, or choose another name"
+        )
+
+
+def _kind(mode: int) -> str:
+    for is_kind, text in (
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISLNK, "a symbolic link"),
+    ):
+        if is_kind(mode):
+            return text
+    return "a device"

@@ -1,0 +1,185 @@
+"""What others have planted under the names of our files: nothing of it is followed, waited for,
+written or believed, and the error says which file it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
+from shmbus.channel.lifecycle import channel_path, open_handle
+from shmbus.gateway.handover import Handover
+from shmbus.inspect.processes import servers_left
+from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus.relay.sockets import SocketMailbox
+from shmbus.segment.names import companion_name, shm_path
+from trainer_adapter.engines.pause_note import PauseNote, paused_by
+from trainer_adapter.weights.bridge import FILE, BridgeFile, read_bridge
+from trainer_adapter.weights.errors import WeightsError
+from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.shared_file import SharedFile, open_file, shared_state
+
+NOBODY = 65534
+SECRET = b"of the victim" * 1000
+
+#: Each file of ours that others may plant: where it is, and who opens it. Those that make it where
+#: there is none come last.
+Use = Callable[[str, Path], Any]
+OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
+    "bus": (lambda bus, _: shm_path(f"{bus}.planted"), lambda bus, _: Producer(f"{bus}.planted")),
+    "pool": (lambda bus, _: pool_path(bus, "weights"), lambda bus, _: open_pool(bus, "weights")),
+    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: open_handle(bus)),
+    "pause note, read": (lambda bus, _: companion("fleet", bus), lambda bus, _: paused_by(bus)),
+    "shared weights": (lambda bus, _: companion("shared", bus), lambda bus, _: open_file(bus, 0)),
+    "shared weights, looked at": (
+        lambda bus, _: companion("shared", bus),
+        lambda bus, _: shared_state(bus),
+    ),
+    "shared weights, replaced": (
+        lambda bus, _: companion("shared", bus),
+        lambda bus, _: SharedFile(bus).made(Manifest(tensors=()), 1).__enter__(),
+    ),
+    "bridge, read": (
+        lambda _, folder: str(folder / FILE),
+        lambda _, folder: read_bridge(folder / FILE),
+    ),
+    "bridge, replaced": (
+        lambda _, folder: str(folder / FILE),
+        lambda bus, folder: BridgeFile(folder, bus=bus, manifest=Manifest(tensors=())),
+    ),
+}
+MADE: dict[str, tuple[Callable[[str, Path], str], Use]] = {
+    "pause note": (lambda bus, _: companion("fleet", bus), lambda bus, _: PauseNote(bus)),
+    "gateway": (lambda bus, _: companion("gateway", bus), lambda bus, _: Handover(Bus.open(bus))),
+}
+
+
+def companion(kind: str, bus: str) -> str:
+    return "/dev/shm" + companion_name(kind, bus)
+
+
+def plant_link(path: str, victim: Path) -> None:
+    os.symlink(victim, path)
+
+
+def plant_dangling_link(path: str, victim: Path) -> None:
+    os.symlink(victim.with_name("not-there"), path)
+
+
+def plant_folder(path: str, victim: Path) -> None:
+    os.mkdir(path)
+
+
+def plant_fifo(path: str, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def plant_socket(path: str, victim: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+
+
+def plant_of_another_user(path: str, victim: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a file of another user")
+    Path(path).write_bytes(SECRET)
+    os.chmod(path, 0o666)
+    os.chown(path, NOBODY, NOBODY)
+
+
+def plant_second_name(path: str, victim: Path) -> None:
+    os.link(victim, path)
+
+
+PLANTS = [
+    plant_link,
+    plant_dangling_link,
+    plant_folder,
+    plant_fifo,
+    plant_socket,
+    plant_of_another_user,
+]
+
+
+@pytest.fixture
+def folder(bus_name: str) -> Iterator[Path]:
+    """A folder in /dev/shm, for what is no companion, and for a victim's file."""
+    made = Path(f"/dev/shm/shmbus-planted.{bus_name}")
+    made.mkdir()
+    yield made
+    with ExitStack() as stack:
+        stack.callback(made.rmdir)
+        for each in made.iterdir():
+            (each.rmdir if each.is_dir() and not each.is_symlink() else each.unlink)()
+
+
+CASES = [(name, plant) for name in {**OPENED, **MADE} for plant in PLANTS]
+CASES += [(name, plant_second_name) for name in MADE]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "plant"), CASES, ids=[f"{name} - {plant.__name__[6:]}" for name, plant in CASES]
+)
+def test_what_is_planted_is_refused_by_its_name_and_stays_as_it_is(
+    name: str, plant: Callable[[str, Path], None], bus: Bus, folder: Path
+) -> None:
+    place, use = {**OPENED, **MADE}[name]
+    path = place(bus.name, folder)
+    victim = folder / "victim"
+    victim.write_bytes(SECRET)
+    plant(path, victim)
+    before = os.lstat(path)
+    try:
+        with pytest.raises((PermissionError, LayoutMismatchError, WeightsError)) as caught:
+            use(bus.name, folder)
+        assert path in str(caught.value)
+        if plant is plant_of_another_user:
+            assert f"belongs to uid {NOBODY}" in str(caught.value)
+            assert Path(path).read_bytes() == SECRET
+        after = os.lstat(path)
+        assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+        assert victim.read_bytes() == SECRET
+        assert not victim.with_name("not-there").exists()
+    finally:
+        (os.rmdir if plant is plant_folder else os.unlink)(path)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_daemon_resumes_nothing_for_a_planted_note(
+    plant: Callable[[str, Path], None], bus: Bus, folder: Path
+) -> None:
+    path = companion("fleet", bus.name)
+    victim = folder / "victim"
+    victim.write_bytes(SECRET)
+    plant(path, victim)
+    try:
+        assert not servers_left(bus.name)
+    finally:
+        (os.rmdir if plant is plant_folder else os.unlink)(path)
+
+
+def test_a_gateway_without_memory_names_its_file(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, start: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CapacityError, match=companion("gateway", bus.name)):
+        Handover(bus)
+    os.unlink(companion("gateway", bus.name))
+
+
+def test_a_relay_speaks_in_no_directory_of_another_user(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a directory of another user")
+    os.chmod(tmp_path, 0o700)
+    os.chown(tmp_path, NOBODY, NOBODY)
+    with pytest.raises(ShmbusError, match=f"of uid {NOBODY}"):
+        SocketMailbox(str(tmp_path), "relay")

@@ -1,0 +1,522 @@
+"""The one sentence, in each state that processes can be put into: a table, made by real processes.
+
+A row is a name, how it is made, and what `shmbus status` must say of it, with and without a daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from conftest import Child, Daemon, Spawner, wait_until
+
+from shmbus import Bus
+from shmbus.inspect import verdict
+from shmbus.inspect.rates import Watcher
+from shmbus.inspect.stall_report import gather
+from shmbus.inspect.status import read_status
+from shmbus.inspect.types import BusStatus
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from trainer_adapter import OnlineDataHandler
+
+GROUPS, SIZE = 4, 2
+
+#: Offers prompts, takes so many groups, and then trains, waits for more, or ends in order.
+TRAINER = """
+import sys, time, shmbus
+name, offered, taken, then, retries = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:6]
+options = {"sample_retries": int(retries)} if retries else {}
+rank = sys.argv[6:]
+if rank:
+    options |= {"rank": int(rank[0]), "world_size": int(rank[1])}
+consumer = shmbus.Consumer(name, label="trainer.py", **options)
+for number in range(offered):
+    consumer.request(f"q{number}", group_size=2)
+print("offered", flush=True)
+held = []
+while len(held) < taken:
+    held += consumer.take(64, timeout=0.05)
+if not rank:
+    consumer.take(timeout=0.05)
+print("ready", flush=True)
+while then == "wait":
+    held += consumer.take_step(groups=8, timeout=None) if rank else consumer.take(64, timeout=None)
+if then == "end":
+    for group in held:
+        group.ack()
+    consumer.close()
+time.sleep(600)
+"""
+
+#: A worker that answers so many samples, and then holds the next one, or does something else.
+WORKER = """
+import sys, time, shmbus
+name, answers, then = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+producer = shmbus.Producer(name, label="worker.py")
+for _ in range(answers):
+    request = producer.requests.next()
+    producer.requests.answer(request, score=1.0, tokens=[1, 2])
+if then == "hold":
+    producer.requests.next()
+elif then == "fail":
+    request = producer.requests.next()
+    producer.requests.fail(request, "sandbox timed out")
+    producer.requests.next()
+elif then == "refuse":
+    print("ready", flush=True)
+    while True:
+        request = producer.requests.next()
+        producer.requests.fail(request, "connection refused")
+elif then == "reserve":
+    producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+    slot = producer.reserve("q", group_size=2, index=1, fields={"tokens": ("int32", 8)})
+elif then == "flood":
+    for number in range(100_000):
+        producer.put(f"f{number}", group_size=1, index=0, score=1.0, tokens=[1] * 4000)
+        if number == 8:
+            print("flooding", flush=True)
+elif then[:-1] in ("index", "third", "slow"):
+    size = 2 if then[:-1] == "index" else 3
+    for number in range(1 if then[:-1] == "slow" else 3):
+        producer.put(f"q{number}", group_size=size, index=int(then[-1]), score=1.0, tokens=[1])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+class Scene:
+    """A bus, its reader and its workers, as processes of their own."""
+
+    def __init__(
+        self, name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
+    ) -> None:
+        self.name = name
+        self._spawn = spawn
+        self.served = served
+        self.retries = ""
+        self._serve = daemon
+        self.daemon: Daemon | None = None
+        self.stopped: list[Child] = []
+
+    def begin(self, retries: int | None = None) -> None:
+        """Make the bus, and its daemon if it has one."""
+        if self.served:
+            options = [] if retries is None else ["--sample-retries", retries]
+            self.daemon = self._serve("--capacity", "1MiB", *options)
+        else:
+            self.retries = "" if retries is None else str(retries)
+            Bus.create(self.name, "1MiB").close()
+
+    def trainer(self, offered: int = GROUPS, taken: int = 0, then: str = "train") -> Child:
+        """Start a trainer; it has offered when this returns."""
+        child = self._spawn.script(TRAINER, self.name, offered, taken, then, self.retries)
+        child.expect("offered")
+        return child
+
+    def rank(self, rank: int, of: int) -> Child:
+        """Start one of several trainers, which waits."""
+        child = self._spawn.script(TRAINER, self.name, 0, 0, "wait", "", rank, of)
+        child.expect("ready")
+        return child
+
+    def worker(self, then: str = "hold", answers: int = 0, line: str = "ready") -> Child:
+        """Start a worker; it has done what it shall when this returns."""
+        child = self._spawn.script(WORKER, self.name, answers, then)
+        child.expect(line)
+        return child
+
+    def stop(self, child: Child) -> None:
+        """SIGSTOP, until the row is over."""
+        child.send_signal(signal.SIGSTOP)
+        self.stopped.append(child)
+
+    def until(self, predicate: Callable[[BusStatus], object]) -> None:
+        """Wait until a status of the bus is so."""
+        wait_until(lambda: predicate(read_status(self.name)))
+
+
+def healthy(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(taken=1)
+    scene.worker(answers=3)
+    trainer.expect("ready")
+
+
+def one_failed(scene: Scene) -> None:
+    scene.begin(retries=2)
+    trainer = scene.trainer(taken=1, then="wait")
+    scene.worker("fail", answers=3)
+    trainer.expect("ready")
+    scene.until(lambda status: status.wanted or (status.requests and status.requests.claimed))
+
+
+def paused(scene: Scene) -> None:
+    healthy(scene)
+    with Bus.open(scene.name) as bus:
+        bus.pause("loading weights")
+
+
+def paused_while_full(scene: Scene) -> None:
+    full(scene)
+    with Bus.open(scene.name) as bus:
+        bus.pause("loading weights")
+
+
+def trainer_stopped(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(taken=1)
+    scene.worker(answers=3)
+    trainer.expect("ready")
+    scene.stop(trainer)
+    scene.until(lambda status: "stopped" in sentence_of(status))
+
+
+def trainer_dead(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(taken=1)
+    scene.worker(answers=3)
+    trainer.expect("ready")
+    trainer.kill()
+    if scene.served:
+        scene.until(lambda status: status.daemon and not status.daemon.leases)
+
+
+def trainer_left(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(taken=1, then="end")
+    scene.worker(answers=3)
+    trainer.expect("ready")
+    if scene.served:
+        scene.until(lambda status: status.daemon and not status.daemon.leases)
+    else:
+        scene.until(lambda status: not status.collector.alive)
+
+
+def workers_dead(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(then="wait")
+    worker = scene.worker(answers=1)
+    worker.kill()
+    scene.until(lambda status: not any(p.state == "alive" for p in status.producers))
+
+
+def workers_dead_while_it_trains(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(taken=1)
+    worker = scene.worker(answers=2)
+    trainer.expect("ready")
+    worker.kill()
+
+
+def no_worker_ever(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(then="wait").expect("ready")
+
+
+def worker_stopped(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(then="wait").expect("ready")
+    scene.stop(scene.worker(answers=1))
+    scene.until(lambda status: any(p.stopped for p in status.producers))
+
+
+def nothing_open(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(offered=2, taken=2, then="wait")
+    scene.worker("idle", answers=4)
+    trainer.expect("ready")
+    scene.until(waits)
+
+
+def all_given_up(scene: Scene) -> None:
+    scene.begin(retries=0)
+    scene.trainer(then="wait")
+    scene.worker("refuse")
+    scene.until(lambda status: status.groups_given_up == GROUPS and waits(status))
+
+
+def all_failing(scene: Scene) -> None:
+    scene.begin(retries=1_000)
+    trainer = scene.trainer(then="wait")
+    worker = scene.worker("refuse")
+    scene.until(lambda status: len(status.wanted) >= GROUPS)
+    del trainer, worker
+
+
+def untaken(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(then="wait").expect("ready")
+    scene.worker("idle")
+
+
+def nobody_makes(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.until(waits)
+
+
+def all_dead(scene: Scene) -> None:
+    scene.begin(retries=2)
+    trainer = scene.trainer()
+    worker = scene.worker(answers=1)
+    for child in (trainer, worker):
+        child.kill()
+    if scene.daemon is not None:
+        scene.daemon.kill()
+
+
+def full(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(offered=0, taken=8, then="wait")
+    scene.worker("flood", line="flooding")
+    trainer.expect("ready")
+    scene.until(lambda status: status.space_wanted and not status.ledger.in_ring)
+
+
+def flooder_dead(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(offered=0, taken=8)
+    worker = scene.worker("flood", line="flooding")
+    trainer.expect("ready")
+    scene.until(lambda status: status.space_wanted)
+    worker.kill()
+
+
+def nobody_reads(scene: Scene) -> None:
+    scene.begin()
+    scene.worker("index0")
+    scene.worker("index1")
+    if scene.served:
+        scene.until(lambda status: status.daemon and status.daemon.groups_ready == 3)
+
+
+def dead_worker(scene: Scene) -> None:
+    """Of three workers, each with an index of its own, one dies before its last samples."""
+    scene.begin()
+    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.worker("third0")
+    scene.worker("third1")
+    scene.worker("slow2").kill()
+    scene.until(lambda status: status.groups_incomplete == 2 and waits(status))
+
+
+def reserved_for_long(scene: Scene) -> None:
+    scene.begin()
+    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.worker("reserve")
+    scene.until(lambda status: any(p.reservations and p.idle_s for p in status.producers))
+
+
+def rank_dead(scene: Scene) -> None:
+    scene.begin()
+    scene.rank(0, 2)
+    other = scene.rank(1, 2)
+    scene.worker("index0")
+    scene.worker("index1")
+    other.kill()
+    scene.until(lambda status: status.daemon and len(status.daemon.leases) == 1)
+
+
+def daemon_dead(scene: Scene) -> None:
+    healthy(scene)
+    assert scene.daemon is not None
+    scene.daemon.kill()
+
+
+def daemon_stopped(scene: Scene) -> None:
+    healthy(scene)
+    assert scene.daemon is not None
+    scene.stop(scene.daemon.child)
+    scene.until(lambda status: status.collector.stopped)
+
+
+def daemon_recovers(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.trainer(taken=1)
+    scene.worker(answers=3)
+    trainer.expect("ready")
+    assert scene.daemon is not None
+    # Stopped, it does not tell the next daemon what it holds.
+    scene.stop(trainer)
+    scene.daemon.kill()
+    scene.daemon.start()
+
+
+def servers_paused(scene: Scene) -> None:
+    healthy(scene)
+    # What a trainer notes before it pauses the first; whoever lives holds the file's lock.
+    with open(SHM_DIRECTORY + companion_name("fleet", scene.name), "wb") as note:
+        note.write(b"x")
+
+
+def waits(status: BusStatus) -> bool:
+    """Whether a trainer sleeps until groups come."""
+    if status.daemon is not None:
+        return any(lease.waiting for lease in status.daemon.leases)
+    return status.collector.waits
+
+
+class Row(NamedTuple):
+    """A state, and what is said of it; `where` says which of the two it can be made in."""
+
+    make: Callable[[Scene], None]
+    says: str
+    served: str = ""
+    where: str = "embedded daemon"
+
+
+PID = r"\(pid \d+\)"
+TRAINER_IS = rf"trainer\.py {PID}"
+WORKER_IS = rf"worker\.py {PID}"
+NO_WORKER = (
+    rf"no worker is attached; the last was {WORKER_IS}, which (died|is gone)\. Start workers"
+)
+
+TABLE = [
+    Row(healthy, r"Nothing stands in the way: 1 producer,"),
+    Row(one_failed, rf"{TRAINER_IS} waits for groups( and holds 1)?: .* with workers"),
+    Row(paused, r"Paused for .* s: loading weights\. `shmbus resume test-.*` ends the pause"),
+    Row(paused_while_full, r"Paused for .* s: loading weights\."),
+    Row(trainer_stopped, rf"{TRAINER_IS} is stopped and holds 1 group\. `kill -CONT \d+` cont"),
+    Row(trainer_dead,
+        rf"Nobody reads the bus; the last was {TRAINER_IS}, which died: 3 traj.*Start the trainer",
+        r"(No trainer|1 complete group waits, and no trainer) is attached\. Start the trainer"),
+    Row(trainer_left,
+        r"Nobody reads the bus: 1 trajectory and 3 open prompts wait\. Start the trainer",
+        r"No trainer is attached\. Start the trainer"),
+    Row(workers_dead, rf"4 prompts are open, and {NO_WORKER}"),
+    Row(workers_dead_while_it_trains, rf"3 prompts are open, and {NO_WORKER}"),
+    Row(no_worker_ever, r"4 prompts are open, and no worker has ever attached\. Start workers"),
+    Row(worker_stopped,
+        rf"{WORKER_IS} is stopped, and no other worker is attached: 4 prompts are open\. "
+        r"`kill -CONT \d+` continues it"),
+    Row(nothing_open,
+        rf"{TRAINER_IS} waits for groups( and holds 2)?, and no prompt is open\. Offer more"),
+    Row(all_given_up,
+        rf"{TRAINER_IS} waits for groups, and no prompt is open: 4 groups were given up for "
+        r"failed samples\. Offer more"),
+    Row(all_failing, r"\d samples failed, \d of them alike: connection refused\."),
+    Row(untaken, r"4 prompts are open, and none of 1 producer takes one\."),
+    Row(nobody_makes,
+        rf"{TRAINER_IS} waits for groups, and no producer has ever attached\. Start producers"),
+    Row(all_dead,
+        r"No living process has the bus open: 1 trajectory and 4 open prompts wait\. Start the "
+        r"trainer and the workers again"),
+    Row(full, rf"Producers wait for space, the ring is \d+% full: {TRAINER_IS} holds \d+ gr"),
+    Row(flooder_dead,
+        rf"No producer is attached; the last was {WORKER_IS}, which|{WORKER_IS} died"),
+    Row(nobody_reads, r"Nobody reads the bus: 6 trajectories wait\. Start the trainer",
+        r"3 complete groups wait, and no trainer is attached\. Start the trainer"),
+    Row(dead_worker,
+        rf"{WORKER_IS} (died|is gone), and 2 groups wait for it alone; nobody will send these "
+        r"samples\. Start it again, or set group_timeout"),
+    Row(reserved_for_long, rf"{WORKER_IS} has 1 record reserved and has sent nothing for"),
+    Row(rank_dead,
+        r"The step waits for rank 1, and no trainer of that rank is attached\. Start it again",
+        where="daemon"),
+    Row(daemon_dead,
+        rf"Nobody reads the bus; the last was shmbus serve {PID}, which died: .*Start `shmbus se",
+        where="daemon"),
+    Row(daemon_stopped, rf"shmbus serve {PID} is stopped.*`kill -CONT \d+` continues it",
+        where="daemon"),
+    Row(daemon_recovers, r"A new daemon waits for the clients of the one before", where="daemon"),
+    Row(servers_paused,
+        r"Inference servers are paused by a trainer that died\. `shmbus weights .* --resume`",
+        where="embedded"),
+]  # fmt: skip
+
+
+def sentence_of(status: BusStatus) -> str:
+    """What is said of a status that was walked."""
+    assert status.verdict is not None
+    return status.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("row", "served"),
+    [
+        pytest.param(row, place == "daemon", id=f"{row.make.__name__}-{place}")
+        for row in TABLE
+        for place in row.where.split()
+    ],
+)
+def test_each_state_has_its_sentence(
+    bus_name: str,
+    spawn: Spawner,
+    daemon: Callable[..., Daemon],
+    row: Row,
+    served: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verdict, "RESERVED_S", 0.0)
+    scene = Scene(bus_name, spawn, daemon, served)
+    pattern = re.compile(row.served if served and row.served else row.says)
+    try:
+        row.make(scene)
+        said: list[str] = []
+
+        def matches() -> bool:
+            said.append(sentence_of(read_status(bus_name)))
+            return pattern.match(said[-1]) is not None
+
+        try:
+            wait_until(matches, timeout=10)
+        except TimeoutError:
+            raise AssertionError(f"expected {pattern.pattern}, got {said[-1]}") from None
+        # It stays so, and who watches reads the same.
+        watcher = Watcher(bus_name)
+        watcher.poll()
+        assert pattern.match(sentence_of(watcher.status)), sentence_of(watcher.status)
+        # A sample that is made again stands in nobody's way.
+        others = [line for line in said if line.startswith("Nothing stands")]
+        assert row.make in (healthy, one_failed) or not others, said
+    finally:
+        for child in scene.stopped:
+            child.send_signal(signal.SIGCONT)
+        if not served:
+            note = SHM_DIRECTORY + companion_name("fleet", bus_name)
+            if os.path.exists(note):
+                os.unlink(note)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_timeout_of_a_trainer_has_the_sentence_and_what_it_needs(
+    bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    scene = Scene(bus_name, spawn, daemon, served)
+    scene.begin()
+    with OnlineDataHandler(bus_name, groups_per_batch=4, label="me.py") as handler:
+        for number in range(2):
+            handler.request(f"q{number}", group_size=2)
+        with pytest.raises(TimeoutError, match="2 prompts are open, and no worker has ever"):
+            handler.next_batch(0.3)
+        scene.worker("idle", answers=4)
+
+        def held() -> bool:
+            with contextlib.suppress(TimeoutError):
+                handler.next_batch(0)
+            return handler.stats().leased == 4
+
+        wait_until(held)
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(0.3)
+    says = (
+        rf"no batch within 0.3 s: me\.py \(pid {os.getpid()}\) waits for 2 more groups"
+        r"( and holds 2)?, and no prompt is open\. Offer more"
+    )
+    assert re.match(says, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_stall_report_begins_with_the_sentence(
+    bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
+) -> None:
+    scene = Scene(bus_name, spawn, daemon, served)
+    workers_dead(scene)
+    report = str(gather(bus_name, "a complete group", 1.0))
+    assert "\n4 prompts are open, and no worker is attached" in report, report
