@@ -67,7 +67,7 @@ class History:
         version = self._segment.policy_version
         if version != self._version:
             self._version = version
-            self._events.note("policy_version", text=str(version))
+            self._events.note_version(version)
         for session in sessions:
             self._count_waits(session, now_s)
 

@@ -62,7 +62,7 @@ def _line(event: BusEvent) -> str:
     word = _WORDS.get(event.kind, event.kind)
     if not event.instance_id:
         parts = [event.who, word] if event.kind.startswith(("producer", "trainer")) else [word]
-        text = f" {event.text}" if event.kind == "policy_version" else ""
+        text = f"{'s' * (' ' in event.text)} {event.text}" if event.kind == "policy_version" else ""
         if event.kind == "paused":
             text = f": {event.text or 'no reason given'}"
         return f"{at}  {' '.join(parts)}{text}"
