@@ -82,6 +82,7 @@ def test_it_compiles_without_a_graph_break_and_gives_the_same(
         with torch.no_grad():
             torch.testing.assert_close(compiled(*given, cu, longest), wanted)
 
+
 #: Batches as a run has them. The first two differ in all of lengths, sequences, tokens and longest:
 #: torch leaves a size open once it has seen two of it.
 MANY_BATCHES = [
@@ -232,7 +233,6 @@ def test_queries_and_keys_of_any_lengths_share_two_graphs(
         torch.testing.assert_close(got, wanted)
         got.sum().backward()
     assert counter.frame_count <= 2
-
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""A publisher that nobody has any more, a script that ends, an interrupt: nothing is left in the way."""
+"""What a dropped publisher, a script's end or an interrupt leaves: nothing in the way."""
 
 from __future__ import annotations
 

@@ -13,12 +13,13 @@ from conftest import Spawner
 
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
+from trainer_adapter.engines.rows import RankRows
 from trainer_adapter.weights import (
     ModuleSource,
     VersionOrderError,
     WeightPublisher,
-    WeightSubscriber,
     WeightsTimeoutError,
+    WeightSubscriber,
 )
 
 MakePublisher = Callable[..., WeightPublisher]
@@ -177,3 +178,28 @@ def test_an_exception_keeps_the_weights_and_a_normal_end_removes_them(bus_name: 
     with Trainer(bus_name).publisher:
         pass
     assert not os.path.exists(path)
+
+
+class Named:
+    """A server, as rows know it."""
+
+    address = "http://127.0.0.1:1"
+
+
+def test_a_server_that_runs_a_number_of_the_life_before_does_not_run_the_new_version(
+    bus_name: str,
+) -> None:
+    rows = RankRows(bus_name)
+    trainer = Trainer(bus_name)
+    label = f"{Named.address} rank 0"
+    with trainer.publisher, WeightSubscriber(bus_name, label=label) as subscriber:
+        for value in (1, 2):
+            trainer.publish(7, value)
+            trainer.publisher.new_life()
+            if value == 2:
+                missing = rows.missing(Named(), 1, 7)
+                assert missing is not None and not missing.final
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(trainer.model)
+            assert rows.missing(Named(), 1, 7) is None
+            assert rows.whole_version(Named(), 1) == 7

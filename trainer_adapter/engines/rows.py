@@ -177,7 +177,7 @@ class RankRows:
             await asyncio.sleep(POLL_S)
 
     def _are_of_newest(self, rows: list[ReaderStatus], version: int) -> bool:
-        """Whether ranks run the last publication of a number, and not one that an older life had."""
+        """Whether ranks run the last publication of a number, and no older life's."""
         there = [s.sequence for s in self._slots() if s.version == version and s.state == "ready"]
         return not there or all(row.applied_sequence == max(there) for row in rows)
 

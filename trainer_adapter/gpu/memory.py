@@ -131,9 +131,7 @@ class RegisteredRing:
 
     _registration: Registration | None = None
 
-    def __init__(
-        self, address: int, nbytes: int, owner: object, stream: torch.cuda.Stream
-    ) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object, stream: torch.cuda.Stream) -> None:
         self.owner = owner
         self._stream = stream
         self._pid = os.getpid()

@@ -347,7 +347,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_contiguous() and other.is_contiguous():
         return True
     # By addresses alone: nothing is read, and a device's are as good.
-    return np.shares_memory(*(np.asarray(_Addresses(tensor)) for tensor in (one, other)))
+    return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)))
 
 
 class _Addresses:
