@@ -82,6 +82,19 @@ class Source(Protocol):
     def give_back(self, lease: Any) -> None:
         """End a lease without releasing: the group is the next to be delivered."""
 
+    def note_trained(self, leases: list[Any], step: int) -> None:
+        """Note as which step of the trainer groups under lease are trained; -1 for not."""
+
+    def trained_before(self, step: int) -> set[bytes]:
+        """Return lasting origins of what all ranks have trained before a step.
+
+        Of what was noted on any rank and is on the bus; and of what `end_trained` was told and may
+        come yet.
+        """
+
+    def end_trained(self, origins: set[bytes]) -> None:
+        """End the samples of these lasting origins, now and where they come."""
+
     def flush(self) -> None:
         """Tell other processes what has ended; after the last of several calls."""
 
@@ -198,6 +211,7 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
     def make() -> Collector:
         made = Collector(options.name, options.policy, options.duplicate, options.label)
         opened.append(made)
+        made.read_inherited()
         _collectors.add(made)
         return made
 

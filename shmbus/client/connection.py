@@ -27,12 +27,13 @@ from typing import Any
 import msgspec
 
 from shmbus import errors, limits
+from shmbus._origins import ORIGIN_BYTES
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 from shmbus_ext import _core
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "end_trained_messages"]
 
 #: Seconds that a reply may be late before the client gives up on it.
 REPLY_GRACE_S = 1.0
@@ -41,6 +42,8 @@ REPLY_GRACE_S = 1.0
 _READER_CHECK_S = 0.5
 #: In place of a reply whose groups are ready already.
 _KEPT = messages.Leases(id=-1)
+#: Bytes of lasting origins in one message.
+_PORTION = limits.MAX_MESSAGE_BYTES // (2 * ORIGIN_BYTES) * ORIGIN_BYTES
 _GIVEN_UP = "it was given up after an interrupt"
 
 
@@ -115,6 +118,11 @@ class Connection:
         """The socket; None while no daemon is reached."""
         return self._wire
 
+    @property
+    def ranked(self) -> bool:
+        """Whether this client is one rank of several."""
+        return self._hello.world_size > 1
+
     # -- connecting -----------------------------------------------------------------------------
 
     def _dial(self) -> None:
@@ -131,6 +139,7 @@ class Connection:
             self.policy = welcome.policy
             if returns:
                 self._claim(wire)
+                wire.send(*end_trained_messages(self._state.trained))
             self._wake_all()
             self._state.replies.clear()  # requests to the daemon before; their threads ask again
             self._state.open_take = None
@@ -521,6 +530,15 @@ class Connection:
         if self._wire is not None:
             self._wire.forget()
             self._wire = None
+
+
+def end_trained_messages(origins: bytes, id_: int = 0) -> list[messages.EndTrained]:
+    """Return the messages that say what was trained; none where nothing was."""
+    portions = [origins[at : at + _PORTION] for at in range(0, len(origins), _PORTION)]
+    return [
+        messages.EndTrained(id=id_, origins=portion, more=portion is not portions[-1])
+        for portion in portions
+    ]
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -15,14 +15,18 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from shmbus import errors, limits
 from shmbus._arguments import TRAIN
-from shmbus.client.connection import REPLY_GRACE_S, Connection
+from shmbus._origins import ORIGIN_BYTES, split_origins
+from shmbus.client.connection import REPLY_GRACE_S, Connection, end_trained_messages
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.client.looks import Looks
 from shmbus.control import messages
@@ -362,6 +366,36 @@ class DaemonClient:
         reply = self._demand(lambda id_: messages.GetLedger(id=id_))
         assert isinstance(reply, messages.LedgerReply)
         return reply.ledger
+
+    def note_trained(self, leases: list[ClientLease], step: int) -> None:
+        """Tell the daemon as which step groups are trained."""
+        if not self.connection.ranked:
+            return
+        # A daemon that is away learns it from the claim.
+        with self.lock, contextlib.suppress(errors.DaemonUnavailableError):
+            self.connection.send(self.leases.note_trained(leases, step))
+
+    def trained_before(self, step: int) -> set[bytes]:
+        """Return what all ranks have trained before this step and is on the bus."""
+        found: set[bytes] = set()
+        after, more = b"", True
+        while more:
+            reply = self._demand(
+                lambda id_, after=after: messages.GetTrained(id=id_, step=step, after=after)
+            )
+            assert isinstance(reply, messages.TrainedReply)
+            found |= split_origins(reply.origins)
+            after, more = reply.origins[-ORIGIN_BYTES:], reply.more
+        return found
+
+    def end_trained(self, origins: set[bytes]) -> None:
+        """Have the daemon end what a checkpoint counts as trained, and the one after it too."""
+        self.recall()
+        packed = b"".join(sorted(origins))
+        with self.lock:
+            self.state.trained = packed
+        for message in end_trained_messages(packed) or [messages.EndTrained(id=0, origins=b"")]:
+            self._demand(lambda id_, message=message: msgspec.structs.replace(message, id=id_))
 
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
         """Send a request that the daemon answers immediately, and return the reply."""

@@ -65,12 +65,16 @@ class Hello(_Message):
 
 
 class Held(_Message):
-    """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended."""
+    """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended.
+
+    `trained_at` is as Trained said it.
+    """
 
     token: Count
     identities: bytes
     reason: Annotated[int, msgspec.Meta(ge=_core.LEASE_HELD, lt=_core.REASONS)] = _core.LEASE_HELD
     step: Step = -1
+    trained_at: Step = -1
 
 
 class Claim(_Message):
@@ -124,6 +128,32 @@ class GiveBack(_Message):
     """End these leases without releasing: their groups are the next to be delivered."""
 
     numbers: list[Count]
+
+
+class Trained(_Message):
+    """These leases are trained as step `step` of the trainer, which counts its own; -1 for not."""
+
+    numbers: list[Count]
+    step: Step
+
+
+class GetTrained(_Message):
+    """Ask what all ranks have trained before `step` and is on the bus, in order behind `after`."""
+
+    id: Count
+    step: Step
+    after: bytes = b""
+
+
+class EndTrained(_Message):
+    """End the samples of these lasting origins, now and where they come; all but the last with more.
+
+    They take the place of what this client, or this rank, has said before.
+    """
+
+    id: Count
+    origins: bytes
+    more: bool = False
 
 
 class SetPolicyVersion(_Message):
@@ -187,8 +217,8 @@ class Bye(_Message):
 
 
 Request: TypeAlias = (
-    Hello | Claim | Take | TakeStep | End | GiveBack | SetPolicyVersion | GetLedger | GetStatus
-    | GetGroups | GetGroup | GetEvents | TakeSnapshot | Bye
+    Hello | Claim | Take | TakeStep | End | GiveBack | Trained | GetTrained | EndTrained
+    | SetPolicyVersion | GetLedger | GetStatus | GetGroups | GetGroup | GetEvents | TakeSnapshot | Bye
 )  # fmt: skip
 
 
@@ -235,8 +265,16 @@ class Ended(_Message):
     unknown: list[int] = []
 
 
+class TrainedReply(_Message):
+    """The answer to GetTrained: lasting origins in order, and whether there are more behind them."""
+
+    id: int
+    origins: bytes = b""
+    more: bool = False
+
+
 class Done(_Message):
-    """The answer to SetPolicyVersion."""
+    """The answer to SetPolicyVersion and EndTrained."""
 
     id: int
 
@@ -316,7 +354,7 @@ class Refused(_Message):
 
 
 Reply: TypeAlias = (
-    Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | GroupsReply
+    Welcome | Leases | Claimed | Ended | Done | TrainedReply | LedgerReply | StatusReply | GroupsReply
     | GroupReply | EventsReply | SnapshotTaken | Refused
 )  # fmt: skip
 

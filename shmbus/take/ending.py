@@ -116,6 +116,69 @@ class LeaseEnds(AttachedConsumer):
                 group.state = "given_back"
             source.flush()
 
+    # -- what was trained ------------------------------------------------------------------------
+
+    def note_trained(self, groups: Iterable[Group], step: int) -> None:
+        """Say that groups are trained, for the checkpoints of other ranks; without ranks a no-op.
+
+        Does not wait for an answer.
+
+        Parameters
+        ----------
+        groups : iterable of Group
+            Delivered by this consumer and still leased.
+        step : int
+            The trainer's own count of steps, alike on all ranks; -1 where they are not trained.
+
+        Raises
+        ------
+        ProtocolError, DaemonUnavailableError, BusClosedError
+            As for `ack`.
+        """
+        source = self._require_source()
+        leases = [self._leased(source, group, "note") for group in groups]
+        source.note_trained(leases, step)
+
+    def trained_before(self, step: int) -> set[bytes]:
+        """Return what is trained by now besides this consumer's own groups, for a checkpoint.
+
+        Parameters
+        ----------
+        step : int
+            Of all ranks what was noted (`note_trained`) as of an earlier step is trained.
+
+        Returns
+        -------
+        set of bytes
+            Lasting names (`Group.lasting_names`) of those samples, as far as they are on the bus;
+            and of those that `end_trained` was told and that may come yet.
+
+        Raises
+        ------
+        DaemonUnavailableError, BusClosedError
+            As for `stats`.
+        """
+        return self._require_source().trained_before(step)
+
+    def end_trained(self, names: Iterable[bytes]) -> None:
+        """Acknowledge samples that a checkpoint counts as trained, now and whenever they come.
+
+        No group has them any more. What comes late of a group with an epoch that has such a sample
+        is surplus. Groups that this consumer holds stay as they are; give them back first. A second
+        call takes the place of the first.
+
+        Parameters
+        ----------
+        names : iterable of bytes
+            Lasting names, as `trained_before` and `Group.lasting_names` return them.
+
+        Raises
+        ------
+        DaemonUnavailableError, BusClosedError
+            As for `stats`.
+        """
+        self._require_source().end_trained({*names})
+
     def _leased(self, source: Source, group: Group, verb: str) -> Any:
         """Return the lease of a group that this Consumer holds."""
         if not isinstance(group, Group):
