@@ -13,7 +13,6 @@ from typing import Any, Literal, NoReturn
 from shmbus import errors
 from shmbus._arguments import TRAIN
 from shmbus.copies import GroupCopy, ReadGroup
-from shmbus_ext import _core
 from shmbus_ext._core import GroupBase, Trajectory
 
 __all__ = ["Group"]
@@ -85,23 +84,6 @@ class Group(ReadGroup[Trajectory], GroupBase):
             As for `copy`.
         """
         return self.copy().to_dict()
-
-    def lasting_names(self) -> set[bytes]:
-        """Return what its samples are known by for good, for a checkpoint.
-
-        Returns
-        -------
-        set of bytes
-            One or two a sample, of 32 bytes: the identity of the bus that it was put onto, its
-            producer id and sequence there. It is the same on a bus that is restored from a
-            snapshot; a sample that a relay has brought has that of its source, too.
-
-        Raises
-        ------
-        BusClosedError
-            Its consumer is closed.
-        """
-        return set().union(*_core.lasting_origins(self.trajectories))
 
     def ack(self) -> None:
         """Acknowledge: the trainer is done with the group, and its space returns to the ring.

@@ -86,14 +86,14 @@ class Source(Protocol):
         """Note as which step of the trainer groups under lease are trained; -1 for not."""
 
     def trained_before(self, step: int) -> set[bytes]:
-        """Return lasting origins of what all ranks have trained before a step.
+        """Return the lasting names of what all ranks have trained before a step.
 
         Of what was noted on any rank and is on the bus; and of what `end_trained` was told and may
         come yet.
         """
 
     def end_trained(self, origins: set[bytes]) -> None:
-        """End the samples of these lasting origins, now and where they come."""
+        """End the samples of these lasting names, now and where they come."""
 
     def flush(self) -> None:
         """Tell other processes what has ended; after the last of several calls."""

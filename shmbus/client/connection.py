@@ -27,7 +27,6 @@ from typing import Any
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._origins import ORIGIN_BYTES
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
@@ -42,8 +41,6 @@ REPLY_GRACE_S = 1.0
 _READER_CHECK_S = 0.5
 #: In place of a reply whose groups are ready already.
 _KEPT = messages.Leases(id=-1)
-#: Bytes of lasting origins in one message.
-_PORTION = limits.MAX_MESSAGE_BYTES // (2 * ORIGIN_BYTES) * ORIGIN_BYTES
 _GIVEN_UP = "it was given up after an interrupt"
 
 
@@ -532,12 +529,14 @@ class Connection:
             self._wire = None
 
 
-def end_trained_messages(origins: bytes, id_: int = 0) -> list[messages.EndTrained]:
+def end_trained_messages(names: bytes) -> list[messages.EndTrained]:
     """Return the messages that say what was trained; none where nothing was."""
-    portions = [origins[at : at + _PORTION] for at in range(0, len(origins), _PORTION)]
+    ends = range(messages.NAMES_BYTES, len(names) + messages.NAMES_BYTES, messages.NAMES_BYTES)
     return [
-        messages.EndTrained(id=id_, origins=portion, more=portion is not portions[-1])
-        for portion in portions
+        messages.EndTrained(
+            id=0, names=names[end - messages.NAMES_BYTES : end], more=end < len(names)
+        )
+        for end in ends
     ]
 
 

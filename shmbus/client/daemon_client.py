@@ -25,7 +25,6 @@ import msgspec
 
 from shmbus import errors, limits
 from shmbus._arguments import TRAIN
-from shmbus._origins import ORIGIN_BYTES, split_origins
 from shmbus.client.connection import REPLY_GRACE_S, Connection, end_trained_messages
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.client.looks import Looks
@@ -384,8 +383,8 @@ class DaemonClient:
                 lambda id_, after=after: messages.GetTrained(id=id_, step=step, after=after)
             )
             assert isinstance(reply, messages.TrainedReply)
-            found |= split_origins(reply.origins)
-            after, more = reply.origins[-ORIGIN_BYTES:], reply.more
+            found |= messages.split_names(reply.names)
+            after, more = reply.names[-messages.NAME_BYTES :], reply.more
         return found
 
     def end_trained(self, origins: set[bytes]) -> None:
@@ -394,7 +393,7 @@ class DaemonClient:
         packed = b"".join(sorted(origins))
         with self.lock:
             self.state.trained = packed
-        for message in end_trained_messages(packed) or [messages.EndTrained(id=0, origins=b"")]:
+        for message in end_trained_messages(packed) or [messages.EndTrained(id=0, names=b"")]:
             self._demand(lambda id_, message=message: msgspec.structs.replace(message, id=id_))
 
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:

@@ -84,7 +84,7 @@ class ClientState:
     next_step : int
         The step that this rank takes next.
     trained : bytes
-        Lasting origins that a loaded checkpoint counts as trained; each daemon is told.
+        Lasting names that a loaded checkpoint counts as trained; each daemon is told.
     trained_at : dict[ClientLease, int]
         The step as which a lease that is held was trained.
     """

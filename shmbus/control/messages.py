@@ -3,7 +3,8 @@
 Invariants:
 
 - Messages carry no payload. A group travels as the locations of its records in the segment (24
-  bytes each), an identity as (producer_id, sequence), 16 bytes; the core packs both.
+  bytes each), an identity as (producer_id, sequence), 16 bytes, a lasting name as the identity of a
+  bus before that, 32 bytes; the core packs them.
 - Input from a socket is bounded before it is decoded, and validated by the types of its struct. A
   frame that is not exactly one message of its direction is a ProtocolError.
 - A new field has a default, so that two builds of one VERSION understand each other.
@@ -22,10 +23,17 @@ from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
-__all__ = ["VERSION", "FrameBuffer", "decode_reply", "decode_request", "frame"]
+__all__ = [
+    "NAMES_BYTES", "NAME_BYTES", "VERSION", "FrameBuffer", "decode_reply", "decode_request",
+    "frame", "split_names",
+]  # fmt: skip
 
 #: Of the protocol. Both sides must have the same.
 VERSION = 1
+
+#: Bytes of a lasting name, and of all names in one message.
+NAME_BYTES = 32
+NAMES_BYTES = limits.MAX_MESSAGE_BYTES // (2 * NAME_BYTES) * NAME_BYTES
 
 _HEAD = struct.Struct("<I")
 
@@ -67,7 +75,7 @@ class Hello(_Message):
 class Held(_Message):
     """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended.
 
-    `trained_at` is as Trained said it.
+    `trained_at` is the step that Trained has said.
     """
 
     token: Count
@@ -131,7 +139,7 @@ class GiveBack(_Message):
 
 
 class Trained(_Message):
-    """These leases are trained as step `step` of the trainer, which counts its own; -1 for not."""
+    """These leases are trained, as step `step` by the trainer's own count; -1 takes it back."""
 
     numbers: list[Count]
     step: Step
@@ -146,13 +154,13 @@ class GetTrained(_Message):
 
 
 class EndTrained(_Message):
-    """End the samples of these lasting origins, now and where they come; all but the last with more.
+    """End the samples of these lasting names, now and where they come; the last has no `more`.
 
-    They take the place of what this client, or this rank, has said before.
+    They take the place of what this rank, or a client without one, has said before.
     """
 
     id: Count
-    origins: bytes
+    names: bytes
     more: bool = False
 
 
@@ -266,10 +274,10 @@ class Ended(_Message):
 
 
 class TrainedReply(_Message):
-    """The answer to GetTrained: lasting origins in order, and whether there are more behind them."""
+    """The answer to GetTrained: lasting names in order, and whether there are more."""
 
     id: int
-    origins: bytes = b""
+    names: bytes = b""
     more: bool = False
 
 
@@ -399,6 +407,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
         raise errors.ProtocolError(
             f"a frame of {len(body)} bytes is no control message of version {VERSION}: {error}"
         ) from error
+
+
+def split_names(packed: bytes) -> set[bytes]:
+    """Return the lasting names that lie one behind the other."""
+    return {packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES)}
 
 
 class FrameBuffer:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._origins import ORIGIN_BYTES, split_origins
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
@@ -37,8 +36,6 @@ __all__ = ["Service"]
 
 #: Takes of one client that may wait at once: the threads of one Consumer.
 MAX_WAITING = 64
-#: Lasting origins in one reply: half of what a message may have.
-MAX_ORIGINS = limits.MAX_MESSAGE_BYTES // (2 * ORIGIN_BYTES)
 #: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
 #: process closes socket and segment within much less.
 _REAP_INTERVAL_S = 0.02
@@ -530,17 +527,18 @@ class Service(PlainGrants):
             if 0 <= lease.trained_at < request.step:
                 names.update(*_core.lasting_origins(lease.samples))
         behind = sorted(name for name in names if name > request.after)
+        most = messages.NAMES_BYTES // messages.NAME_BYTES
         return messages.TrainedReply(
             id=request.id,
-            origins=b"".join(behind[:MAX_ORIGINS]),
-            more=len(behind) > MAX_ORIGINS,
+            names=b"".join(behind[:most]),
+            more=len(behind) > most,
         )
 
     def _end_trained(self, session: Session, request: messages.EndTrained, now: float) -> None:
         known = self._trained.setdefault(session.rank, set())
         if not session.adds_trained:
             known.clear()
-        known |= split_origins(request.origins)
+        known |= messages.split_names(request.names)
         session.adds_trained = request.more
         if not request.more:
             every = set().union(*self._trained.values())
@@ -555,7 +553,7 @@ class Service(PlainGrants):
 
     def _out_of_stash(self) -> list[Trajectory]:
         """Return what was leased, or is withheld, and may come back."""
-        leases = self._held() + [*self._table.returned]
+        leases = [*self._held(), *self._table.returned]
         leases += [] if self._planner is None else self._planner.waiting()
         found = [sample for lease in leases for sample in lease.samples]
         return found + self._in_doubt.withheld.samples

@@ -100,8 +100,7 @@ class Collector:
         self._lead = Lead(self.segment)
         self._requests = Requests(self.segment, self.stash.table.recent)
         self.stash.offered_again = self._requests.offered_again
-        #: Samples that a checkpoint counts as trained and that may come yet, each by any of its
-        #: lasting origins.
+        #: Lasting names of samples that a checkpoint counts as trained and that may come yet.
         self.trained: set[bytes] = set()
         #: Whether nothing may be released now: a snapshot is being written.
         self.frozen = False
@@ -215,7 +214,7 @@ class Collector:
         return more
 
     def read_inherited(self) -> None:
-        """Read the ring before anything is leased, where an earlier collector leased groups in part.
+        """Read the ring before a lease, where an earlier collector has leased a group in part.
 
         A late sample that is read first would begin the group anew.
         """
@@ -260,7 +259,7 @@ class Collector:
         self._doubt()  # their requests end once all is read
 
     def end_trained_waiting(self, now: float) -> None:
-        """End the trained ones among samples that are not leased; the rest begins its groups anew."""
+        """End the trained ones of what is not leased; the others begin their groups anew."""
         trained = [] if self.frozen else self.trained_of(self.stash.waiting_samples())
         if trained:
             rest = self.stash.take_out(trained)

@@ -139,6 +139,31 @@ class LeaseEnds(AttachedConsumer):
         leases = [self._leased(source, group, "note") for group in groups]
         source.note_trained(leases, step)
 
+    def lasting_names(self, groups: Iterable[Group]) -> set[bytes]:
+        """Return what samples are known by for good, for a checkpoint.
+
+        Parameters
+        ----------
+        groups : iterable of Group
+            Delivered by this consumer.
+
+        Returns
+        -------
+        set of bytes
+            One or two a sample, of 32 bytes: the identity of the bus that it was put onto, its
+            producer id and sequence there. It is the same on a bus that is restored from a
+            snapshot; a sample that a relay has brought has that of its source, too.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        self._require_source()
+        return set().union(
+            *(name for group in groups for name in _core.lasting_origins(group.trajectories))
+        )
+
     def trained_before(self, step: int) -> set[bytes]:
         """Return what is trained by now besides this consumer's own groups, for a checkpoint.
 
@@ -150,7 +175,7 @@ class LeaseEnds(AttachedConsumer):
         Returns
         -------
         set of bytes
-            Lasting names (`Group.lasting_names`) of those samples, as far as they are on the bus;
+            Lasting names (`lasting_names`) of those samples, as far as they are on the bus;
             and of those that `end_trained` was told and that may come yet.
 
         Raises
@@ -170,7 +195,7 @@ class LeaseEnds(AttachedConsumer):
         Parameters
         ----------
         names : iterable of bytes
-            Lasting names, as `trained_before` and `Group.lasting_names` return them.
+            Lasting names, as `trained_before` and `lasting_names` return them.
 
         Raises
         ------

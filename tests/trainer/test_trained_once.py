@@ -155,7 +155,7 @@ def test_states_of_different_steps_are_refused(bus: Bus) -> None:
             handler.load_state_dict([])
         with pytest.raises(ValueError, match="expected version 2, got 1"):
             handler.load_state_dict({**state, "version": 1})
-        with pytest.raises(ValueError, match="expected version 2, got 3.*newer"):
+        with pytest.raises(ValueError, match=r"expected version 2, got 3.*newer"):
             handler.load_state_dict({**state, "version": 3})
 
 

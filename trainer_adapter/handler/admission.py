@@ -2,8 +2,8 @@
 
 Invariants:
 
-- A truncated group (under "drop"), a malformed one and one that the filter refuses are dropped. Each
-  costs itself only: all others wait for their batches.
+- A truncated group (under "drop"), a malformed one and one that the filter refuses are dropped.
+  Each costs itself only: all others wait for their batches.
 - A group with a sample that a checkpoint had trained goes back: whoever reads the bus ends that
   sample, and no group has it any more.
 - Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
@@ -183,7 +183,7 @@ class Admission:
         if not self.trained:
             return groups
         for group in groups:
-            if not self.trained.isdisjoint(group.lasting_names()):
+            if not self.trained.isdisjoint(self._consumer.lasting_names([group])):
                 group.give_back()
         return _leased(groups)
 

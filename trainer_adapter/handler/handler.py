@@ -547,8 +547,7 @@ class OnlineDataHandler(
         # Behind what is left of a checkpoint, since that may end while this goes on.
         trained = self._consumer.trained_before(self.step)
         for made in self._planner.out.values():
-            for one in made.planned:
-                trained |= one.group.lasting_names()
+            trained |= self._consumer.lasting_names(one.group for one in made.planned)
         return HandlerState(
             self._rank,
             self.step,
