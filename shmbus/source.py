@@ -20,7 +20,7 @@ from shmbus._format import show_wait
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
 from shmbus.control.wire import DaemonUnreachable, socket_exists
-from shmbus.ledger import Ledger
+from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
@@ -85,12 +85,8 @@ class Source(Protocol):
     def note_trained(self, leases: list[Any], step: int) -> None:
         """Note as which step of the trainer groups under lease are trained; -1 for not."""
 
-    def trained_before(self, step: int) -> set[bytes]:
-        """Return the lasting names of what all ranks have trained before a step.
-
-        Of what was noted on any rank and is on the bus; and of what `end_trained` was told and may
-        come yet.
-        """
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what all ranks have trained before a step, as far as it may come again."""
 
     def end_trained(self, origins: set[bytes]) -> None:
         """End the samples of these lasting names, now and where they come."""

@@ -30,7 +30,7 @@ from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.client.looks import Looks
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
-from shmbus.ledger import Ledger
+from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -374,18 +374,20 @@ class DaemonClient:
         with self.lock, contextlib.suppress(errors.DaemonUnavailableError):
             self.connection.send(self.leases.note_trained(leases, step))
 
-    def trained_before(self, step: int) -> set[bytes]:
+    def trained_before(self, step: int) -> TrainedBefore:
         """Return what all ranks have trained before this step and is on the bus."""
-        found: set[bytes] = set()
+        names: set[bytes] = set()
+        groups: list[tuple[str, int | None, str]] = []
         after, more = b"", True
         while more:
             reply = self._demand(
                 lambda id_, after=after: messages.GetTrained(id=id_, step=step, after=after)
             )
             assert isinstance(reply, messages.TrainedReply)
-            found |= messages.split_names(reply.names)
+            names |= messages.split_names(reply.names)
+            groups += reply.groups
             after, more = reply.names[-messages.NAME_BYTES :], reply.more
-        return found
+        return TrainedBefore(names, groups)
 
     def end_trained(self, origins: set[bytes]) -> None:
         """Have the daemon end what a checkpoint counts as trained, and the one after it too."""

@@ -226,7 +226,8 @@ class Bye(_Message):
 
 Request: TypeAlias = (
     Hello | Claim | Take | TakeStep | End | GiveBack | Trained | GetTrained | EndTrained
-    | SetPolicyVersion | GetLedger | GetStatus | GetGroups | GetGroup | GetEvents | TakeSnapshot | Bye
+    | SetPolicyVersion | GetLedger | GetStatus | GetGroups | GetGroup | GetEvents | TakeSnapshot
+    | Bye
 )  # fmt: skip
 
 
@@ -274,11 +275,15 @@ class Ended(_Message):
 
 
 class TrainedReply(_Message):
-    """The answer to GetTrained: lasting names in order, and whether there are more."""
+    """The answer to GetTrained: lasting names in order, and whether there are more.
+
+    `groups` has the instance ids, epochs and splits of the groups; the first answer has all.
+    """
 
     id: int
     names: bytes = b""
     more: bool = False
+    groups: list[tuple[str, int | None, str]] = []
 
 
 class Done(_Message):
@@ -362,8 +367,8 @@ class Refused(_Message):
 
 
 Reply: TypeAlias = (
-    Welcome | Leases | Claimed | Ended | Done | TrainedReply | LedgerReply | StatusReply | GroupsReply
-    | GroupReply | EventsReply | SnapshotTaken | Refused
+    Welcome | Leases | Claimed | Ended | Done | TrainedReply | LedgerReply | StatusReply
+    | GroupsReply | GroupReply | EventsReply | SnapshotTaken | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

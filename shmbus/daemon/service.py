@@ -19,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from shmbus import errors, limits
+from shmbus._keys import split_key
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
@@ -523,15 +524,19 @@ class Service(PlainGrants):
     def _what_was_trained(self, request: messages.GetTrained) -> messages.TrainedReply:
         leases = self._held() + ([] if self._planner is None else self._planner.waiting())
         names = set(self.collector.trained)
+        groups = []
         for lease in leases:
             if 0 <= lease.trained_at < request.step:
                 names.update(*_core.lasting_origins(lease.samples))
+                key, epoch, split = split_key(lease.samples[0].key)
+                groups.append((key, epoch, _core.split_label(self.collector.segment, split)))
         behind = sorted(name for name in names if name > request.after)
         most = messages.NAMES_BYTES // messages.NAME_BYTES
         return messages.TrainedReply(
             id=request.id,
             names=b"".join(behind[:most]),
             more=len(behind) > most,
+            groups=[] if request.after else groups,
         )
 
     def _end_trained(self, session: Session, request: messages.EndTrained, now: float) -> None:

@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus._keys import split_of
-from shmbus.ledger import REASONS, Ledger, RequestCounts, SplitCounts
+from shmbus.ledger import REASONS, Ledger, RequestCounts, SplitCounts, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
@@ -221,6 +221,7 @@ class Collector:
         if _core.leased_in_part(self.segment):
             self._read_all(time.monotonic())
             self.stash.settle_inherited(time.monotonic())
+            self.release_discards()
 
     def _read_all(self, now: float) -> None:
         _, unread = self.reader.count_unread()
@@ -297,9 +298,9 @@ class Collector:
     def note_trained(self, leases: list[_core.GroupEntry[Trajectory]], step: int) -> None:
         """Do nothing: there are no other ranks."""
 
-    def trained_before(self, step: int) -> set[bytes]:
+    def trained_before(self, step: int) -> TrainedBefore:
         """Return what a loaded checkpoint counts as trained and may come yet."""
-        return set(self.trained)
+        return TrainedBefore(set(self.trained), [])
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""

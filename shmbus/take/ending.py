@@ -12,6 +12,7 @@ from typing import Any
 
 from shmbus import errors
 from shmbus.group import Group, GroupState
+from shmbus.ledger import TrainedBefore
 from shmbus.source import Source
 from shmbus.take.attached import AttachedConsumer
 from shmbus_ext import _core
@@ -164,19 +165,19 @@ class LeaseEnds(AttachedConsumer):
             *(name for group in groups for name in _core.lasting_origins(group.trajectories))
         )
 
-    def trained_before(self, step: int) -> set[bytes]:
-        """Return what is trained by now besides this consumer's own groups, for a checkpoint.
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what is trained and may come again, for a checkpoint.
 
         Parameters
         ----------
         step : int
-            Of all ranks what was noted (`note_trained`) as of an earlier step is trained.
+            What was noted (`note_trained`), on any rank, as of an earlier step is trained.
 
         Returns
         -------
-        set of bytes
-            Lasting names (`lasting_names`) of those samples, as far as they are on the bus;
-            and of those that `end_trained` was told and that may come yet.
+        TrainedBefore
+            Of what was noted, and of what `end_trained` was told. What this consumer has trained
+            and not noted is not in it; without ranks nothing is noted.
 
         Raises
         ------
@@ -195,7 +196,7 @@ class LeaseEnds(AttachedConsumer):
         Parameters
         ----------
         names : iterable of bytes
-            Lasting names, as `trained_before` and `lasting_names` return them.
+            Lasting names, as of `trained_before` and `lasting_names`.
 
         Raises
         ------

@@ -6,6 +6,9 @@ Trainers are processes of their own, and each is killed. The buses stay.
 from __future__ import annotations
 
 import json
+import os
+import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from trainer_adapter import OnlineDataHandler
 
 Served = Callable[..., Daemon]
 LIFE = Path(__file__).with_name("trainer_life.py")
+JOB = Path(__file__).with_name("rank_of_a_job.py")
 
 
 def put(producer: Producer, instance_id: str, index: int, **more: Any) -> None:
@@ -277,3 +281,83 @@ def test_another_bus_with_the_same_numbers_is_not_mistaken_for_the_first(
             load = state if life else None
             names = trained(begin(spawn, bus_name, steps=2, load=load, save=state))
             assert Counter(names) == Counter(everything)
+
+
+# -- everything, at random ------------------------------------------------------------------------
+
+WORKER = """
+import random, sys, time
+import numpy as np
+import shmbus
+rng = random.Random(int(sys.argv[2]))
+with shmbus.Producer(sys.argv[1], wait=60) as producer:
+    while True:
+        request = producer.requests.next(timeout=1)
+        if request is None:
+            continue
+        time.sleep(rng.random() * 0.01)
+        tokens = np.arange(rng.randrange(4, 40), dtype=np.int32)
+        producer.requests.answer(request, score=rng.random(), tokens=tokens)
+"""
+
+#: World sizes of one round's lives; the last one trains what is left.
+LIVES = (2, 3, 2, 1)
+
+
+@pytest.mark.timeout(3600)
+def test_jobs_of_any_size_train_each_prompt_once_over_kills_and_old_checkpoints(
+    spawn: Spawner, daemon: Served, bus_name: str, tmp_path: Path, seed: int
+) -> None:
+    for number in range(int(os.environ.get("SHMBUS_ONCE_ROUNDS", "1"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run_job(spawn, daemon, f"{bus_name}-{number}", folder, random.Random(seed + number))
+
+
+def run_job(spawn: Spawner, daemon: Served, bus: str, folder: Path, rng: random.Random) -> None:
+    served = daemon("--capacity", "4MiB", name=bus)
+    workers = [spawn.script(WORKER, bus, rng.randrange(1000)) for _ in range(2)]
+    prompts, load = 30, None
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir()
+    for life, world_size in enumerate(LIVES):
+        (folder / str(life)).mkdir()
+        told = {
+            "bus": bus, "world_size": world_size, "prompts": prompts, "load": load,
+            "folder": str(folder / str(life)), "checkpoints": str(checkpoints),
+            "seed": rng.randrange(1000),
+        }  # fmt: skip
+        ranks = [spawn.file(JOB, json.dumps({**told, "rank": rank})) for rank in range(world_size)]
+        if world_size == 1:
+            wait_until(lambda: (checkpoints / "over").exists() or not ranks[0].running, timeout=120)
+            assert (checkpoints / "over").exists(), ranks[0].output()
+            break
+        saves = rng.randrange(2, 5)
+        wait_until(lambda: ranks[0].output().count("saved") >= saves or not ranks[0].running)
+        time.sleep(rng.random() * 0.05)  # any instant of a step
+        killed = [*ranks, *([served.child] if rng.random() < 0.6 else [])]
+        if rng.random() < 0.4:
+            killed.append(workers.pop())
+            workers.append(spawn.script(WORKER, bus, rng.randrange(1000)))
+        rng.shuffle(killed)
+        for child in killed:
+            assert child.running, child.output()
+            child.kill()
+        if served.child in killed:
+            served.start()
+        saved = sorted(checkpoints.glob("*.json"))
+        at = -1 if rng.random() < 0.6 else rng.randrange(len(saved))
+        load = str(saved[at])
+        for later in saved[at:][1:]:
+            later.unlink()
+    history = json.loads((checkpoints / "over").read_text())
+    samples = Counter((name, index) for name, index, *_ in history)
+    assert max(samples.values()) == 1, f"trained twice: {samples.most_common(6)}"
+    found = Counter(name for name, _ in samples)
+    expected = {f"q{n}": 2 + n % 2 for n in range(prompts)}
+    assert found == expected, f"skipped or in part: {Counter(expected) - found}"
+    with shmbus.Consumer(bus) as consumer:
+        assert consumer.stats().balanced
+    for child in workers:
+        child.kill()
+    served.stop()

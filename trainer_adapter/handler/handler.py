@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -545,7 +546,8 @@ class OnlineDataHandler(
         self._take_back_unseen()
         self._settle_offer()
         # Behind what is left of a checkpoint, since that may end while this goes on.
-        trained = self._consumer.trained_before(self.step)
+        known = self._consumer.trained_before(self.step)
+        trained = set(known.names)
         for made in self._planner.out.values():
             trained |= self._consumer.lasting_names(one.group for one in made.planned)
         return HandlerState(
@@ -554,7 +556,7 @@ class OnlineDataHandler(
             self._consumer.policy_version,
             self._identity,
             trained,
-            self._requests_to_save(),
+            self._requests_to_save(Counter(known.groups)),
             self._offer_to_save(),
         ).as_dict()
 
