@@ -52,7 +52,10 @@ def main() -> None:
         try:
             batch = handler.next_batch(60)
         except EOFError:
-            break
+            if world_size == 1:
+                break
+            print("dry", flush=True)  # what is left is too little for a step of all ranks
+            time.sleep(600)
         held.append(batch)
         names = [
             [g.instance_id, t.index, t.producer_id, t.sequence] for g in batch.groups for t in g
@@ -71,7 +74,8 @@ def main() -> None:
     for batch in held:
         handler.ack(batch)
     handler.close()
-    (checkpoints / "over").write_text(json.dumps(history))
+    (checkpoints / "over.new").write_text(json.dumps(history))
+    (checkpoints / "over.new").rename(checkpoints / "over")
 
 
 main()
