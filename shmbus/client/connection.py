@@ -32,7 +32,7 @@ from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 from shmbus_ext import _core
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "end_trained_messages"]
 
 #: Seconds that a reply may be late before the client gives up on it.
 REPLY_GRACE_S = 1.0
@@ -115,6 +115,11 @@ class Connection:
         """The socket; None while no daemon is reached."""
         return self._wire
 
+    @property
+    def ranked(self) -> bool:
+        """Whether this client is one rank of several."""
+        return self._hello.world_size > 1
+
     # -- connecting -----------------------------------------------------------------------------
 
     def _dial(self) -> None:
@@ -131,6 +136,7 @@ class Connection:
             self.policy = welcome.policy
             if returns:
                 self._claim(wire)
+                wire.send(*end_trained_messages(self._state.trained))
             self._wake_all()
             self._state.replies.clear()  # requests to the daemon before; their threads ask again
             self._state.open_take = None
@@ -521,6 +527,17 @@ class Connection:
         if self._wire is not None:
             self._wire.forget()
             self._wire = None
+
+
+def end_trained_messages(names: bytes) -> list[messages.EndTrained]:
+    """Return the messages that say what was trained; none where nothing was."""
+    ends = range(messages.NAMES_BYTES, len(names) + messages.NAMES_BYTES, messages.NAMES_BYTES)
+    return [
+        messages.EndTrained(
+            id=0, names=names[end - messages.NAMES_BYTES : end], more=end < len(names)
+        )
+        for end in ends
+    ]
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
