@@ -126,6 +126,8 @@ def why_not(cell: Cell) -> str:
         return "tests/relay/test_relay_storm.py kills each party at random instants, many at once"
     if (cell.how, cell.who) == ("malloc", "leaser"):
         return "msgspec, which its messages are made by, crashes itself where its memory fails"
+    if (cell.how, cell.who) == ("malloc", "prefetch"):
+        return "not held: its thread ends where its own memory fails, and is not started again"
     if cell.how.startswith("loader") and cell.who not in LOADED:
         return "only a handler is a data set"
     if cell.how == "cancel" and cell.who not in AWAITED:

@@ -5,6 +5,7 @@ A cell is (signal, what it held, what its other side did), as in cells.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Callable
@@ -91,10 +92,14 @@ def programs(who: str) -> list[Cell]:
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("how", SIGNALS)
 def test_what_a_gateway_had_is_found_by_its_successors(
-    how: str, other: str, spawn: Spawner, bus_name: str
+    how: str, other: str, spawn: Spawner, bus_name: str, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     pytest.importorskip("aiohttp")
     pytest.importorskip("isal")
+    monkeypatch.syspath_prepend(HERE.parent / "gateway")
+    stack = contextlib.ExitStack()
+    request.addfinalizer(stack.close)
     from gateways import Gateway
     from http_answers import read_answer
     from http_requests import request_bytes, reset, scored
@@ -102,8 +107,9 @@ def test_what_a_gateway_had_is_found_by_its_successors(
     for held in (c.held for c in programs("gateway") if (c.how, c.other) == (how, other)):
         gateway = Gateway(spawn, f"{bus_name}.{held}", ("--create", "1MiB"))
         gateway.register(batch_size=2)
-        awaited = []
-        connection = gateway.connect()
+        awaited: list[int] = []
+        given: list[int] = []
+        connection = stack.enter_context(gateway.connect())
         for life in range(2):
             for number in (2 * life, 2 * life + 1):
                 body = scored([number] * 50, [number] * 50)
@@ -113,8 +119,8 @@ def test_what_a_gateway_had_is_found_by_its_successors(
                 # Read whole, and so the trainer's.
                 connection.sendall(request_bytes("GET", "/batch"))
                 batch = read_answer(connection, has_body=True).json()["batch"]
-                for group in batch:
-                    awaited.remove(group["tokens"][0][0])
+                given = [group["tokens"][0][0] for group in batch]
+                awaited = [number for number in awaited if number not in given]
             if life == 0 and other != "open":
                 reset(connection) if other == "dead" else connection.close()
             signalled(how, gateway.child)
@@ -122,6 +128,8 @@ def test_what_a_gateway_had_is_found_by_its_successors(
         found = []
         while (batch := gateway.batch()) is not None:
             found += [group["tokens"][0][0] for group in batch]
-        assert found == awaited
-        gateway.stop()
+        # In any order: each life has put its own by a producer of its own. The batch of a trainer
+        # whose connection was reset comes again, if the gateway lived to see that.
+        assert sorted(found) in ([awaited, given + awaited] if other == "dead" else [awaited])
         connection.close()
+        gateway.stop()
