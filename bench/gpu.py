@@ -309,8 +309,8 @@ def _wall_seconds(work: Callable[[], object]) -> float:
 
 def _kernel_seconds(packer: GpuPacker, batch: list[shmbus.Group], repetitions: int) -> float:
     """Time that the device needs for a batch when it never waits for the host."""
-    assert packer._registration is not None
-    staging, shift = Staging(packer.device), packer._registration.device_shift
+    assert packer._ring is not None
+    staging, shift = Staging(packer.device), packer._ring.device_shift
     stream = torch.cuda.current_stream()
     # One that nobody has is waited for.
     last: list[Pending] = []

@@ -39,7 +39,7 @@ from bench.sending import check_ledger, produce, temporary_bus
 from bench.sizes import Sizes
 from bench.workload import Workload
 from bench.yardsticks import sleep_us, syscall_us
-from shmbus.control.socket_path import socket_path
+from shmbus.segment.names import socket_path
 
 __all__ = ["measure", "processor_s", "serving"]
 

@@ -154,12 +154,13 @@ def test_a_thousand_cycles_leave_the_device_as_it_was(kind: Kind) -> None:
 @gpu
 @needs_gpu
 def test_opening_a_thousand_times_leaves_the_device_as_it_was(exporter: Exporter) -> None:
-    for _ in range(10):
-        exporter.open().tensor()
-    before = torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))
-    for _ in range(1000):
-        exporter.open().tensor()
-    assert (torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))) == before
+    found = []
+    # The driver takes a page of its own in the first thousand, in some runs.
+    for _ in range(2):
+        for _ in range(1000):
+            exporter.open().tensor()
+        found.append((torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))))
+    assert found[1] == found[0]
 
 
 @gpu

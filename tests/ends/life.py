@@ -76,7 +76,7 @@ def be_peer(parties: dict[str, Any], tasks: list[Task], directory: Path) -> None
 
     def meet(later: bool) -> None:
         for task in tasks:
-            if parties[task.who].MEETS_LATER == later:
+            if later == parties[task.who].MEETS_LATER:
                 handles[task] = parties[task.who].meet(task)
 
     def attend() -> None:

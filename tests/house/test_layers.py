@@ -116,6 +116,7 @@ OPEN_TO_TRAINERS = (
     "shmbus._programs.",
     "shmbus.channel.",
     "shmbus.device_calls.",
+    "shmbus.inspect.stall_report.wait_sentence",
     "shmbus.tensor_forms.",
     "shmbus.peers.",
     "shmbus.pool.",

@@ -165,7 +165,8 @@ def checked_window(window_size: tuple[int, int]) -> Window:
 def checked_max(value: int, name: str) -> int:
     """Return a longest length as an integer."""
     try:
-        length = operator.index(value)
+        # A length that torch.compile leaves open stays so: `index` would make a graph for each.
+        length = value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
     except TypeError:
         raise TypeError(
             f"{name}: expected an integer, got {type(value).__name__}; "

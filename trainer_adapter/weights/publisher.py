@@ -29,6 +29,7 @@ from trainer_adapter.weights.carriers.patched import PatchingSink
 from trainer_adapter.weights.carriers.shm import ShmWriter
 from trainer_adapter.weights.errors import ManifestError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.pieces import prepare_copies
 from trainer_adapter.weights.probe import CarrierName, choose
 from trainer_adapter.weights.publisher_options import (
     DEFAULT_SLOTS,
@@ -242,6 +243,7 @@ class WeightPublisher:
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
         share = checked_patches(self.carrier.name, patches)
+        prepare_copies(torch.device(device))
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
             require_plain(slots, max_slots, when_held)
@@ -345,7 +347,8 @@ class WeightPublisher:
             else:
                 publication._end(result, None)
 
-        threading.Thread(target=run, name=f"publish {version}", daemon=True).start()
+        # No daemon: at the interpreter's end it is waited for, as a device's work cannot be ended.
+        threading.Thread(target=run, name=f"publish {version}").start()
         return publication
 
     def _require_open(self) -> None:

@@ -47,6 +47,7 @@ from trainer_adapter.weights.loading import Loading, Targets, named_of, paired, 
 from trainer_adapter.weights.manifest import Slice, require_slices
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.patched_load import LoadedModel
+from trainer_adapter.weights.pieces import prepare_copies
 from trainer_adapter.weights.probe import CarrierName, choose
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class WeightSubscriber:
         check_text("label", label)
         self.bus: Final = bus
         self.carrier: Final = choose(carrier, device, directory=directory)
+        prepare_copies(torch.device(device))
         self._verify: Final[Verify] = verify
         self._loaded = LoadedModel() if patches else None
         self._closed = False
