@@ -97,4 +97,5 @@ def be_peer(parties: dict[str, Any], tasks: list[Task], directory: Path) -> None
         time.sleep(0.003)
     for handle in handles.values():
         handle.close()
-    print(f"pid {os.getpid()} is done", flush=True)
+    print("done", flush=True)
+    os._exit(0)  # torch takes its time to go, and everything is closed

@@ -1,4 +1,4 @@
-"""The ends of programs: a daemon and a gateway that are signalled twice, and a third life that audits.
+"""The ends of programs: a daemon and a gateway that are signalled twice, and a third life.
 
 A cell is (signal, what it held, what its other side did), as in cells.py.
 """
@@ -56,7 +56,9 @@ def test_what_a_daemon_had_is_found_by_its_successors(
     tmp_path: Path,
     daemon: Callable[..., Daemon],
 ) -> None:
-    for held in (cell.held for cell in programs("daemon") if (cell.how, cell.other) == (how, other)):
+    for held in (
+        cell.held for cell in programs("daemon") if (cell.how, cell.other) == (how, other)
+    ):
         task = Task(0, "leaser", held, other, f"{bus_name}.{held}")
         directory = tmp_path / held
         directory.mkdir()
@@ -92,7 +94,11 @@ def programs(who: str) -> list[Cell]:
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("how", SIGNALS)
 def test_what_a_gateway_had_is_found_by_its_successors(
-    how: str, other: str, spawn: Spawner, bus_name: str, monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    other: str,
+    spawn: Spawner,
+    bus_name: str,
+    monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
     pytest.importorskip("aiohttp")
