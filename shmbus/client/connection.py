@@ -497,14 +497,34 @@ class Connection:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say Bye, drop all leases, and wake every thread that waits here; may be called again."""
+        """Say Bye, drop all leases, and wake every thread that waits here; may be called again.
+
+        A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
+        groups that were acknowledged: nothing else would keep them from coming again.
+        """
         if os.getpid() != self._pid:
             return
         try:
+            with contextlib.suppress(errors.ShmbusError):
+                self._tell_ends()
             self._leave()
         except BaseException:
             self._leave()
             raise
+
+    def _tell_ends(self) -> None:
+        deadline = time.monotonic() + limits.LEAVE_WAIT_S
+        while not self._closed and self._leases.unconfirmed:
+            wire = self._connected(deadline)
+            if wire is None:
+                return
+            try:
+                with self._lock:
+                    self._require_current(wire)
+                    wire.send(*self._leases.unsent_ends())
+                return
+            except DaemonUnreachable as error:
+                self._lose(wire, error)
 
     def _leave(self) -> None:
         with self._lock:
