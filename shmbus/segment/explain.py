@@ -28,6 +28,7 @@ __all__ = [
     "memory_error",
     "no_default_error",
     "not_found_error",
+    "others_text",
     "removed_error",
     "requests_full_error",
     "requests_text",
@@ -50,20 +51,24 @@ class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
-def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFoundError:
-    """Say that there is no such bus, and name the others: those with nearly that name first."""
+def others_text(name: str) -> str:
+    """Name the buses that there are, those with nearly that name first."""
     others = bus_names()
     near = difflib.get_close_matches(name, others, _OTHERS_NAMED, _ALIKE)
     shown = [*near, *(other for other in others if other not in near)][:_OTHERS_NAMED]
     there = f"there are: {', '.join(map(repr, shown))}" if shown else "there is none at all"
     if len(others) > len(shown):
         there += f" and {len(others) - len(shown)} more"
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"did you mean {near[0]!r}? {there}" if near else there
+
+
+def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and name the others: those with nearly that name first."""
     waited = "" if waited_s is None else f" after {show_wait(waited_s)} of waiting for it"
     wait = "" if waited_s is not None else " (a Producer or Consumer waits for it by wait=60.0)"
     return errors.BusNotFoundError(
-        f"there is no bus {name!r}{waited} ({shm_path(name)} does not exist); {meant}{there}; "
-        f"create it with shmbus.Bus.create({name!r}){wait}, "
+        f"there is no bus {name!r}{waited} ({shm_path(name)} does not exist); "
+        f"{others_text(name)}; create it with shmbus.Bus.create({name!r}){wait}, "
         f"or check the name and that both sides see the same {SHM_DIRECTORY} (containers: --ipc or "
         "a shared mount)"
     )
