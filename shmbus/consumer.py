@@ -395,8 +395,9 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         """Leave the bus; may be called twice.
 
         Threads that wait in `take` get BusClosedError, iterations end. Groups that are not
-        acknowledged are delivered again, by the daemon or to the next consumer. Arrays that are
-        still referenced stay valid.
+        acknowledged are delivered again, by the daemon or to the next consumer. A daemon that is
+        away is waited for, 5 s at most, where it does not know yet of acknowledged groups. Arrays
+        that are still referenced stay valid.
         """
         try:
             self._leave()

@@ -7,13 +7,13 @@ acknowledged and dropped by counters in the segment that survive any process.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shmbus_ext import _core
 
-__all__ = ["Ledger", "RequestCounts", "SplitCounts", "TrajectoryCounts"]
+__all__ = ["Ledger", "RequestCounts", "SplitCounts", "TrainedBefore", "TrajectoryCounts"]
 
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
@@ -34,6 +34,21 @@ REASONS: tuple[str, ...] = (
 assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
 assert REASONS[_core.DROP_FILTERED] == "filtered" and REASONS[_core.RELAYED] == "relayed"
 assert len(REASONS) == _core.REASONS
+
+
+class TrainedBefore(NamedTuple):
+    """What a checkpoint counts as trained, and may come again.
+
+    Attributes
+    ----------
+    names : set of bytes
+        The lasting names of its samples (`Consumer.lasting_names`).
+    groups : list of (str, int | None, str)
+        Instance ids, epochs and splits of those that some rank holds or held last.
+    """
+
+    names: set[bytes]
+    groups: list[tuple[str, int | None, str]]
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,9 +16,10 @@ __all__ = [
     "FAIL_REASON_CHARS",
     "GROUPS_REPLY_BYTES",
     "HELLO_WAIT_S",
+    "LEAVE_WAIT_S",
     "LOG_INTERVAL_S",
-    "MAX_CLIENTS",
     "MAX_CELLS_SHOWN",
+    "MAX_CLIENTS",
     "MAX_EVENTS_SHOWN",
     "MAX_GROUPS_SHOWN",
     "MAX_MESSAGE_BYTES",
@@ -128,6 +129,10 @@ RECLAIM_WAIT_S = 2.0
 
 #: Seconds that a client waits for its daemon before it raises DaemonUnavailableError.
 CLIENT_WAIT_S = 30.0
+
+#: Seconds that a client which leaves waits for a daemon that has not been told of acknowledged
+#: groups: a restart, and a process's end that is not held up for long where none comes.
+LEAVE_WAIT_S = 5.0
 
 #: Seconds that one request for groups lasts. A longer wait is several requests, so that a daemon
 #: that stopped answering is noticed.

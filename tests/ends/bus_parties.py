@@ -15,7 +15,7 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from endings import Held, Task
@@ -286,7 +286,8 @@ class TakerParty(Party):
     """Whoever takes groups; its other side puts them."""
 
     ALONE = True
-    OPTIONS: dict[str, Any] = {}
+    #: Of the Consumer that is the third life.
+    OPTIONS: ClassVar[dict[str, Any]] = {}
 
     def meet(self, task: Task) -> Any:
         producer = shmbus.Producer(task.name)
@@ -386,7 +387,7 @@ class LeaserParty(TakerParty):
     """A Consumer that leases from a daemon, which is its other side (test_ends.py runs it)."""
 
     ALONE = False
-    OPTIONS = {"daemon": True}
+    OPTIONS: ClassVar = {"daemon": True}
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)

@@ -42,6 +42,9 @@ TOGETHER = {
     "bus": ("producer", "consumer", "feeder"),
     "torch": ("handler", "prefetch", *TENSOR_PARTIES),
 }
+#: Those all of whose cells are in the short form, and which share of the others' is.
+WHOLE = ("producer", "consumer", "feeder", "handler")
+SOME = 3
 POSSIBLE = [cell for cell in cells() if not why_not(cell)]
 RUNS = {
     (how, room): [cell for cell in POSSIBLE if cell.how == how and cell.who in whos]
@@ -209,9 +212,17 @@ def batches(how: str, room: str) -> list[tuple[list[Cell], bool]]:
     """Cells that run in one process each time, and whether by fresh interpreters."""
     together = RUNS[how, room]
     if not LONG:
-        # A daemon serves one bus: each end has one of its cells, and all ends have all of them.
-        at = [*HOWS].index(how) % len(together)
-        return [(together if room != "daemon" else [together[at]], False)]
+        # All cells of who reads and writes a bus; of the others some, and in all ends together all.
+        # A daemon serves one bus: one cell.
+        at = [*HOWS].index(how)
+        if room == "daemon":
+            return [([together[at % len(together)]], False)]
+        some = [
+            cell
+            for number, cell in enumerate(together)
+            if cell.who in WHOLE or (number + at) % SOME == 0
+        ]
+        return [(some, False)]
     return [(together, True), *(([cell], False) for cell in together)]
 
 

@@ -14,8 +14,8 @@ Invariants:
   any more, so it may be acknowledged. The waiting thread sleeps.
 - Packing runs on a stream of its own, and does not wait for training on other streams.
 - One thread at a time makes batches; a second one gets an error.
-- The ring is unregistered before its mapping goes away, whichever of packer and Consumer ends first;
-  groups of another Consumer are read from that one's ring.
+- The ring is unregistered before its mapping goes away, whichever of packer and Consumer ends
+  first; groups of another Consumer are read from that one's ring.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ def _may_be_cut(pair: Pair, host: int) -> bool:
 
 
 def _is_one_of_bytes(pair: Pair) -> bool:
-    """Whether a contiguous copy is one of bytes; torch resolves a lazy one before they are there."""
+    """Whether a contiguous copy is one of bytes: torch would resolve a lazy one too early."""
     target, source = pair
     lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in pair)
     return target.dtype == source.dtype and not lazy

@@ -413,6 +413,7 @@ class ExportedVersion(PoolVersion):
         self._held: _Held | None = _Held(lease.buffer, memory.device)
         self.version = lease.version
         self.sequence = lease.sequence
+        self.origin: object = reader.identity
         self.text = lease.text
         self.manifest = manifest
 
