@@ -138,7 +138,7 @@ class Events:
         """Of a run of versions: those behind a number."""
         if noted.since > after:
             return f"{noted.first} to {noted.text}"
-        newer = (text for number, text in self._joined if number > max(after, noted.since))
+        newer = (text for number, text in self._joined if after < number < noted.number)
         first = next(newer, noted.text) if noted.since else noted.text
         return noted.text if first == noted.text else f"{first} to {noted.text}"
 

@@ -154,10 +154,10 @@ def _requests(status: BusStatus) -> str:
             f"{show_count(lane.given_up)} given up"
         )
     if status.lead is not None:
-        lines.append(
-            f"lead  {show_count(status.lead.held)} groups are begun and not delivered, of at most "
-            f"{show_count(status.lead.limit)} now"
-        )
+        held = show_count(status.lead.held)
+        begun = "1 group is" if status.lead.held == 1 else f"{held} groups are"
+        limit = show_count(status.lead.limit)
+        lines.append(f"lead  {begun} begun and not delivered, of at most {limit} now")
     return "\n".join(lines)
 
 

@@ -80,7 +80,8 @@ def lead_text(segment: _core.Segment) -> str:
     bounds = [f"max_lead={max_groups}"] if max_groups else []
     if max_versions >= 0:
         bounds.append(f"max_lead_versions={max_versions}, {a_version} groups in the last version")
-    return f"{held} groups are begun and not delivered, of at most {limit} ({'; '.join(bounds)})"
+    begun = "1 group is" if held == 1 else f"{held} groups are"
+    return f"{begun} begun and not delivered, of at most {limit} ({'; '.join(bounds)})"
 
 
 def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:

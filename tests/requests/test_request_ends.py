@@ -493,4 +493,4 @@ def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_n
         assert status.lead.held == 1
         text = status_text(status)
         assert "requests  3 groups; " in text and "\n  of 10 samples " in text
-        assert "lead  1 groups are begun" in text
+        assert "lead  1 group is begun" in text
