@@ -367,8 +367,8 @@ class Collector:
     def is_plain(self) -> bool:
         """Whether what the table has ready may be leased as it is: no policy has a say."""
         stash, failures = self.stash, self.stash.failures
-        judged = self._bounded or stash.policy.max_policy_lag is not None or self._errors
-        judged = judged or self.trained or stash.inherited
+        judged = self._bounded or stash.policy.max_policy_lag is not None or bool(self._errors)
+        judged = judged or bool(self.trained) or bool(stash.inherited)
         return not (judged or self.divert or stash.discards or failures.groups or failures.dirty)
 
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
