@@ -391,6 +391,18 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> Consumer:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # In this thread: it waits for nobody, and no cancellation can come before it.
+        self.close()
+
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:
         return _rebuild, (type(self), self._options, self._watch.options, self._prompt_schema)
 

@@ -125,9 +125,9 @@ class ProducerRequests:
 
         Failed samples that are asked for again come first (last, for a worker whose own last sample
         failed), then the highest priority, then what was offered first. A worker whose samples all
-        fail, or that gives them back, is given none for up to 30 s. While the bus is paused nothing is handed out. Where the bus bounds how far
-        producers are ahead (`max_lead`), a group is begun here, and its samples never wait in
-        `answer` for that bound.
+        fail, or that gives them back, is given none for up to 30 s. While the bus is paused nothing
+        is handed out. Where the bus bounds how far producers are ahead (`max_lead`), a group is
+        begun here, and its samples never wait in `answer` for that bound.
 
         What is taken is others' again when this producer closes or its process dies, or by
         `release`.

@@ -223,7 +223,7 @@ class Failures(Generic[S]):
     @property
     def active(self) -> bool:
         """Whether a group fails, or the lane is paused: what was read is to be looked at."""
-        return bool(self.groups) or self.lane.paused
+        return bool(self.groups) or self.lane.paused or self.lane.changed
 
     # -- receiving and failing ------------------------------------------------------------------
 

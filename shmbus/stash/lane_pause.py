@@ -41,6 +41,8 @@ class LanePause:
         self.workers = 0
         #: Why the lane is paused; None while it is open.
         self.reason: str | None = None
+        #: Whether it was paused or opened, and workers do not know yet.
+        self.changed = False
         #: When the next sample is let through, while it is paused.
         self.probe_due_s = 0.0
         #: Samples that have come since this was made.
@@ -74,6 +76,7 @@ class LanePause:
         self._keys.clear()
         if self.reason is not None:
             self.reason = None
+            self.changed = True
             self._tried_at = self.successes + limits.ALIKE_FAILURES
 
     def failed(self, key: Hashable, reason: str, now_s: float) -> None:
@@ -102,6 +105,7 @@ class LanePause:
     def restore(self, reason: str, now_s: float) -> None:
         """Pause, as an earlier collector has or as the failures say."""
         self.reason = reason
+        self.changed = True
         self.probe_due_s = now_s
         self._probes = 0
 

@@ -115,7 +115,8 @@ class Retries:
                 self._withdraw(row)
         probe = self._update_pause(now_s)
         for at, request in failures.requests.items():
-            if at not in self._row_of and (request is probe or self._is_due(request, now_s)):
+            asked = at in self._taken_over or request is probe
+            if at not in self._row_of and (asked or self._is_due(request, now_s)):
                 if not self._free and not self._taken_over:
                     break  # the next request that ends makes room
                 self._request(at, request, now_s)

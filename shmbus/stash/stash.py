@@ -382,7 +382,9 @@ class Stash(Generic[S]):
         lane = self.failures.lane
         if lane.paused:
             lane.look(self.table.accepted)
-            self.failures.dirty |= not lane.paused
+        if lane.changed:
+            lane.changed = False
+            self.failures.dirty = True
         self.failures.look_for_due(now_s)
 
     def next_deadline_s(self) -> float | None:
