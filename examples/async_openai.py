@@ -5,9 +5,8 @@
 
 A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
 ``requests.anext`` for the next sample, the ``openai`` client for the answer, ``requests.answer``
-for the result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is
-tokenised twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest
-weights from the trainer's `WeightPublisher` between two answers.
+for the result. Token ids come from the server (``return_token_ids``, as vLLM has it). The server is
+in this file, a real one: HTTP, a table as its policy, the newest weights between two answers.
 
 The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
 """
@@ -85,12 +84,17 @@ class Server:
 
 async def sample(producer: shmbus.Producer, client: Any) -> None:
     """Answer requests one after the other."""
+    import openai
+
     while (request := await producer.requests.anext()) is not None:
         ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
         try:
             completion = await client.chat.completions.create(
                 model="table", **ask, extra_body={"return_token_ids": True}
             )
+        except (openai.APIConnectionError, openai.InternalServerError):
+            producer.requests.release(request)  # the engine's fault: this worker waits a little
+            continue
         except Exception as error:
             producer.requests.fail(request, repr(error))  # asked for again, here or elsewhere
             continue
@@ -112,7 +116,7 @@ async def roll_out(bus: str) -> None:
 
     server = Server(bus)
     async with AsyncOpenAI(base_url=await server.start(), api_key="none") as client:
-        with await shmbus.Producer.awaited(bus, wait=60.0) as producer:
+        async with await shmbus.Producer.awaited(bus, wait=60.0) as producer:
             work = [sample(producer, client) for _ in range(AT_ONCE)]
             await asyncio.gather(server.keep_up(), *work)
 
