@@ -22,6 +22,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import openai
 import torch
 
 import shmbus
@@ -84,8 +85,6 @@ class Server:
 
 async def sample(producer: shmbus.Producer, client: Any) -> None:
     """Answer requests one after the other."""
-    import openai
-
     while (request := await producer.requests.anext()) is not None:
         ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
         try:
@@ -112,13 +111,11 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
 
 async def roll_out(bus: str) -> None:
     """Run the server, and a worker that asks it."""
-    from openai import AsyncOpenAI
-
     server = Server(bus)
-    async with AsyncOpenAI(base_url=await server.start(), api_key="none") as client:
-        async with await shmbus.Producer.awaited(bus, wait=60.0) as producer:
-            work = [sample(producer, client) for _ in range(AT_ONCE)]
-            await asyncio.gather(server.keep_up(), *work)
+    client = openai.AsyncOpenAI(base_url=await server.start(), api_key="none")
+    async with client, await shmbus.Producer.awaited(bus, wait=60.0) as producer:
+        work = [sample(producer, client) for _ in range(AT_ONCE)]
+        await asyncio.gather(server.keep_up(), *work)
 
 
 def run_worker(bus: str) -> None:
