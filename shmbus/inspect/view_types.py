@@ -113,8 +113,8 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     who : str
         The producer or the trainer; "" where nobody is to be named.
     text : str
-        The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5" where
-        versions followed each other.
+        The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5"
+        where versions followed each other.
     instance_id, epoch, split : str, int | None, str
         The group; an id of "" where it is of none.
     index : int | None
