@@ -110,10 +110,13 @@ def test_an_engine_that_refuses_for_seconds_gives_up_nothing(
         assert ledger.balanced and ledger.requests.balanced and ledger.requests.groups == 0
         assert ledger.committed - GROUPS * SIZE < 90
         if "daemon" in request.node.name:
-            events = read_events(bus_name, limit=1000).events
-            kinds = [event.kind for event in events if event.kind.startswith("requests_")]
-            assert kinds[0] == "requests_paused" and kinds.count("requests_paused") <= 3
-            assert kinds[-1] == "requests_resumed"
+
+            def kinds() -> list[str]:
+                events = read_events(bus_name, limit=1000).events
+                return [event.kind for event in events if event.kind.startswith("requests_")]
+
+            wait_until(lambda: kinds()[-1:] == ["requests_resumed"])
+            assert kinds()[0] == "requests_paused" and kinds().count("requests_paused") <= 3
     for worker in workers:
         worker.kill()
 
