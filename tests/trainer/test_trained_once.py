@@ -334,9 +334,8 @@ def run_job(spawn: Spawner, daemon: Served, bus: str, folder: Path, rng: random.
         }  # fmt: skip
         ranks = [spawn.file(JOB, json.dumps({**told, "rank": rank})) for rank in range(world_size)]
         if world_size == 1:
-            over = checkpoints / "over"
-            wait_until(lambda rank=ranks[0]: over.exists() or not rank.running, timeout=120)
-            assert over.exists(), ranks[0].output()
+            assert ranks[0].wait(120) == 0, ranks[0].output()
+            assert (checkpoints / "over").exists(), ranks[0].output()
             break
         wait_until(functools.partial(has_saved, ranks[0], rng.randrange(2, 5)))
         time.sleep(rng.random() * 0.05)  # any instant of a step
