@@ -17,7 +17,7 @@ import shmbus
 from bench.processes import STALL_S, MeasurementError
 from bench.workload import Item, Workload
 from shmbus._arguments import parse_size
-from shmbus.control.socket_path import socket_path
+from shmbus.segment.names import socket_path
 
 __all__ = ["bus_bytes", "check_ledger", "produce", "put_batches", "put_each", "serving",
            "temporary_bus"]  # fmt: skip

@@ -62,19 +62,21 @@ def write_model(directory: Path) -> None:
 
 
 @torch.no_grad()
-def sample(model: Any, word: int, generator: torch.Generator) -> tuple[Any, Any]:
+def sample(
+    model: Any, word: int, temperature: float, generator: torch.Generator
+) -> tuple[Any, Any]:
     """Sample a group of one prompt; return tokens and their logprobs, [group, n] each."""
     ids = torch.full((GROUP_SIZE, 1), word)
     logprobs = torch.zeros(GROUP_SIZE, 1)
     for _ in range(ANSWER_TOKENS):
-        scores = model(input_ids=ids).logits[:, -1].float().log_softmax(-1)
+        scores = (model(input_ids=ids).logits[:, -1].float() / temperature).log_softmax(-1)
         drawn = torch.multinomial(scores.exp(), 1, generator=generator)
         ids = torch.cat([ids, drawn], 1)
         logprobs = torch.cat([logprobs, scores.gather(1, drawn)], 1)
     return ids, logprobs
 
 
-def work(bus: str, directory: str, seed: int) -> None:
+def work(bus: str, directory: str, temperature: float, seed: int) -> None:
     """Be a rollout process: newest weights, one group, and again, until the bus is gone."""
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +91,7 @@ def work(bus: str, directory: str, seed: int) -> None:
                     weights.load_into(model)
                     version = weights.version
             word = dice.randrange(2, WORDS)
-            tokens, logprobs = sample(model, word, generator)
+            tokens, logprobs = sample(model, word, temperature, generator)
             rewards = (tokens[:, 1:] == word).float().mean(1).tolist()
             epoch = producer.next_round()
             producer.put_many(
@@ -116,6 +118,8 @@ def train(arguments: argparse.Namespace, model: str) -> float:
             max_steps=arguments.steps,
             num_generations=GROUP_SIZE,
             max_completion_length=ANSWER_TOKENS,
+            # TRL asks nobody for samples here, so the workers are told by their command line.
+            temperature=arguments.temperature,
             # A step takes what fits; TRL asks a vLLM server where this is missing.
             token_budget=256,
             per_device_train_batch_size=16,
@@ -152,6 +156,7 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     model = Path(arguments.output) / "model"
@@ -160,7 +165,15 @@ def main() -> None:
     with shmbus.Bus.ensure(arguments.bus, capacity="16MiB", max_lead=MAX_LEAD) as bus:
         workers = [
             subprocess.Popen(
-                [sys.executable, __file__, "--as-worker", arguments.bus, str(model), str(seed)]
+                [
+                    sys.executable,
+                    __file__,
+                    "--as-worker",
+                    arguments.bus,
+                    str(model),
+                    str(arguments.temperature),
+                    str(seed),
+                ]
             )
             for seed in range(arguments.seed * 100, arguments.seed * 100 + arguments.workers)
         ]
@@ -178,6 +191,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-worker"]:
-        work(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        work(sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

@@ -53,12 +53,25 @@ def write_model(directory: Path) -> None:
 
 
 @torch.no_grad()
-def sample(model: Any, prompt: torch.Tensor, generator: torch.Generator) -> tuple[Any, Any]:
-    """Sample one completion; return all tokens and their logprobs, [n] each."""
+def sample(
+    model: Any, prompt: torch.Tensor, sampling: dict[str, Any], generator: torch.Generator
+) -> tuple[Any, Any]:
+    """Sample one completion as TRL is told to; return all tokens and their logprobs, [n] each."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    # TRL divides its own logits by the temperature, and corrects for what else the sampler did.
+    warpers: list[Any] = [TemperatureLogitsWarper(float(sampling["temperature"]))]
+    if sampling["top_k"] > 0:
+        warpers.append(TopKLogitsWarper(sampling["top_k"]))
+    if sampling["top_p"] < 1:
+        warpers.append(TopPLogitsWarper(sampling["top_p"]))
     ids = prompt[None]
     logprobs = torch.zeros(1, len(prompt))
-    for _ in range(ANSWER_TOKENS):
-        scores = model(input_ids=ids).logits[:, -1].float().log_softmax(-1)
+    for _ in range(sampling["max_completion_length"]):
+        scores = model(input_ids=ids).logits[:, -1].float()
+        for warper in warpers:
+            scores = warper(ids, scores)
+        scores = scores.log_softmax(-1)
         drawn = torch.multinomial(scores.exp(), 1, generator=generator)
         ids = torch.cat([ids, drawn], 1)
         logprobs = torch.cat([logprobs, scores.gather(1, drawn)], 1)
@@ -83,14 +96,16 @@ def work(bus: str, directory: str, seed: int) -> None:
                     weights.load_into(model)
                     version = weights.version
             prompt = torch.from_numpy(request["prompt"].copy()).long()
-            tokens, logprobs = sample(model, prompt, generator)
+            tokens, logprobs = sample(model, prompt, request.meta["sampling"], generator)
+            completion = tokens[len(prompt) :]
             producer.requests.answer(
                 request,
-                score=(tokens[len(prompt) :] == prompt[-1]).float().mean(),
+                # The data set's other columns are in the meta, too.
+                score=(completion == request.meta["answer"]).float().mean(),
                 policy_version=version,
                 tokens=tokens,
                 logprobs=logprobs,
-                loss_mask=[0] * len(prompt) + [1] * ANSWER_TOKENS,
+                loss_mask=[0] * len(prompt) + [1] * len(completion),
             )
 
 
@@ -108,6 +123,7 @@ def train(arguments: argparse.Namespace, model: str) -> float:
             max_steps=arguments.steps,
             num_generations=GROUP_SIZE,
             max_completion_length=ANSWER_TOKENS,
+            temperature=arguments.temperature,
             per_device_train_batch_size=4 * GROUP_SIZE,
             learning_rate=arguments.learning_rate,
             lr_scheduler_type="constant",
@@ -120,7 +136,9 @@ def train(arguments: argparse.Namespace, model: str) -> float:
             bf16=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(),
         ),
-        train_dataset=Dataset.from_dict({"prompt": [f"w{i}" for i in range(2, WORDS)]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [f"w{i}" for i in range(2, WORDS)], "answer": list(range(2, WORDS))}
+        ),
         # By its model's type transformers would take another tokenizer for this directory.
         processing_class=PreTrainedTokenizerFast.from_pretrained(model),
         rollout_func=rollouts,
@@ -145,6 +163,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     model = Path(arguments.output) / "model"

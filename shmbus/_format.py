@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "bar",
+    "fold",
     "label_text",
     "printable",
     "show_count",
@@ -99,3 +100,9 @@ def unprinted(text: str) -> str:
 def label_text(label: bytes) -> str:
     """Decode a label of a segment, which ends at its first NUL; nothing in it steers a terminal."""
     return printable(label.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"))
+
+
+def fold(names: Sequence[str], most: int = 3) -> str:
+    """Name some of what is alike, and how many there are besides."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {show_count(more)} more" if more > 0 else "")

@@ -7,13 +7,20 @@ acknowledged and dropped by counters in the segment that survive any process.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shmbus_ext import _core
 
-__all__ = ["Ledger", "RequestCounts", "SplitCounts", "TrajectoryCounts"]
+__all__ = [
+    "LanePauseStatus",
+    "Ledger",
+    "RequestCounts",
+    "SplitCounts",
+    "TrainedBefore",
+    "TrajectoryCounts",
+]
 
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
@@ -34,6 +41,21 @@ REASONS: tuple[str, ...] = (
 assert REASONS[_core.DROP_DUPLICATE] == "duplicate" and REASONS[_core.DROP_FAILED] == "failed"
 assert REASONS[_core.DROP_FILTERED] == "filtered" and REASONS[_core.RELAYED] == "relayed"
 assert len(REASONS) == _core.REASONS
+
+
+class TrainedBefore(NamedTuple):
+    """What a checkpoint counts as trained, and may come again.
+
+    Attributes
+    ----------
+    names : set of bytes
+        The lasting names of its samples (`Consumer.lasting_names`).
+    groups : list of (str, int | None, str)
+        Instance ids, epochs and splits of those that some rank holds or held last.
+    """
+
+    names: set[bytes]
+    groups: list[tuple[str, int | None, str]]
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +88,21 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     def balanced(self) -> bool:
         """Whether every sample that was offered is accounted for exactly once."""
         return self.offered == self.open + self.claimed + self.done + self.given_up
+
+
+class LanePauseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A pause of the request lane, since all samples of late failed alike; it ends by itself.
+
+    Attributes
+    ----------
+    reason : str
+        How many failed, and what was said of them.
+    since_unix_s : float
+        When it began, in seconds since 1970.
+    """
+
+    reason: str
+    since_unix_s: float
 
 
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +178,8 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         many more have to be sampled for as many to train on.
     samples_wanted : int
         Open retry requests.
+    lane_pause : LanePauseStatus | None
+        Why workers get one sample at a time, where all samples of late failed alike.
     moved : int
         Stragglers that this consumer moved, to free the space around them.
     producers : int
@@ -164,6 +203,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     groups_given_up: int = 0
     groups_useless: int = 0
     samples_wanted: int = 0
+    lane_pause: LanePauseStatus | None = None
     moved: int = 0
     producers: int = 0
     policy_version: int = 0

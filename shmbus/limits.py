@@ -9,6 +9,8 @@ from __future__ import annotations
 from shmbus_ext import _core
 
 __all__ = [
+    "ALIKE_FAILURES",
+    "ALIKE_PROMPTS",
     "ASYNC_TAKE_S",
     "CLIENT_WAIT_S",
     "DEFAULT_CAPACITY",
@@ -16,9 +18,10 @@ __all__ = [
     "FAIL_REASON_CHARS",
     "GROUPS_REPLY_BYTES",
     "HELLO_WAIT_S",
+    "LEAVE_WAIT_S",
     "LOG_INTERVAL_S",
-    "MAX_CLIENTS",
     "MAX_CELLS_SHOWN",
+    "MAX_CLIENTS",
     "MAX_EVENTS_SHOWN",
     "MAX_GROUPS_SHOWN",
     "MAX_MESSAGE_BYTES",
@@ -26,10 +29,12 @@ __all__ = [
     "META_ROOM_BYTES",
     "METRICS_PORT",
     "POLL_RECORDS",
+    "PROBE_S",
     "READY_PRESSURE",
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
     "REQUEST_WAIT_S",
+    "RETRY_BACKOFF_S",
     "RETRY_TIMEOUT_S",
     "SMALLEST_DEFAULT_CAPACITY",
     "SPACE_WAIT_S",
@@ -84,6 +89,19 @@ LOG_INTERVAL_S = 60.0
 #: its others: longer than a long rollout.
 RETRY_TIMEOUT_S = 600.0
 
+#: Seconds before a failed sample is asked for again, and before a worker whose samples all fail is
+#: given another: first, and at most. An engine starts in tens of seconds.
+RETRY_BACKOFF_S = (0.5, 30.0)
+
+#: Samples in a row that failed alike, and of how many prompts at least, before the request lane is
+#: paused: more than one group of most runs has, and prompts that nobody can sample are rarer than
+#: three one behind the other. A worker may fail as many in a row before it waits.
+ALIKE_FAILURES = 16
+ALIKE_PROMPTS = 3
+
+#: Seconds between two probes of a paused lane, at least.
+PROBE_S = 0.1
+
 #: Bytes reserved for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024
 
@@ -128,6 +146,10 @@ RECLAIM_WAIT_S = 2.0
 
 #: Seconds that a client waits for its daemon before it raises DaemonUnavailableError.
 CLIENT_WAIT_S = 30.0
+
+#: Seconds that a client which leaves waits for a daemon that has not been told of acknowledged
+#: groups: a restart, and a process's end that is not held up for long where none comes.
+LEAVE_WAIT_S = 5.0
 
 #: Seconds that one request for groups lasts. A longer wait is several requests, so that a daemon
 #: that stopped answering is noticed.

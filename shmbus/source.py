@@ -20,7 +20,7 @@ from shmbus._format import show_wait
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
 from shmbus.control.wire import DaemonUnreachable, socket_exists
-from shmbus.ledger import Ledger
+from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
@@ -81,6 +81,15 @@ class Source(Protocol):
 
     def give_back(self, lease: Any) -> None:
         """End a lease without releasing: the group is the next to be delivered."""
+
+    def note_trained(self, leases: list[Any], step: int) -> None:
+        """Note as which step of the trainer groups under lease are trained; -1 for not."""
+
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what all ranks have trained before a step, as far as it may come again."""
+
+    def end_trained(self, origins: set[bytes]) -> None:
+        """End the samples of these lasting names, now and where they come."""
 
     def flush(self) -> None:
         """Tell other processes what has ended; after the last of several calls."""
@@ -198,6 +207,7 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
     def make() -> Collector:
         made = Collector(options.name, options.policy, options.duplicate, options.label)
         opened.append(made)
+        made.read_inherited()
         _collectors.add(made)
         return made
 
@@ -262,6 +272,7 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
             "on_overflow": policy.on_overflow,
             "sample_retries": policy.sample_retries,
             "retry_timeout": policy.retry_timeout_s,
+            "retry_backoff": list(policy.retry_backoff_s),
             "on_failure": policy.on_failure,
         }
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from bench.contenders import shmbus_embedded
-from bench.contenders.base import Contender, started
+from bench.contenders.base import Contender
 from bench.contenders.shmbus_embedded import receiver, sender
 from bench.workload import Workload
 
@@ -30,8 +28,7 @@ CONTENDER: Final = Contender(
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[str]:
     """Create a bus, and serve it."""
-    paths = importlib.import_module("shmbus.control.socket_path")
-    with shmbus_embedded.link(workload) as name:
-        argv = [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
-        with started(argv, Path(paths.socket_path(name)).exists):
-            yield name
+    # Not at the top: the registry is read where shmbus may not be installed.
+    sending = importlib.import_module("bench.sending")
+    with shmbus_embedded.link(workload) as name, sending.serving(name):
+        yield name

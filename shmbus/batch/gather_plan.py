@@ -158,7 +158,7 @@ def plan_gather(
     return GatherTable(*planned[:16], check_presence(groups, names, has, lacks))
 
 
-def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:
+def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int, object]:
     """Return address and bytes of the mapping that a trajectory is packed from.
 
     Its arrays point into another mapping of the same bytes, which is read-only.
@@ -170,8 +170,9 @@ def mapping_of(trajectory: _core.Trajectory) -> tuple[int, int]:
 
     Returns
     -------
-    tuple of (int, int)
-        Where the mapping begins in this process, and how long it is.
+    tuple of (int, int, object)
+        Where the mapping begins in this process, how long it is, and what keeps it: the same object
+        for all trajectories of a consumer.
     """
     return _core.mapping_of(trajectory)
 

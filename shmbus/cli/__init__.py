@@ -37,6 +37,7 @@ _COMMANDS = {
     "status": "status",
     "top": "top",
     "list": "list",
+    "rm": "rm",
     "gc": "gc",
     "doctor": "doctor",
     "inspect": "inspect",

@@ -23,8 +23,8 @@ _ALIKE: Final = 0.6
 #: What other programs call them.
 _SYNONYMS: Final = {
     "ls": "list", "ps": "list", "stat": "status", "info": "status", "watch": "top",
-    "monitor": "top", "start": "serve", "daemon": "serve", "rm": "gc", "clean": "gc",
-    "dump": "inspect", "backup": "snapshot",
+    "monitor": "top", "start": "serve", "daemon": "serve", "unlink": "rm", "remove": "rm",
+    "delete": "rm", "del": "rm", "clean": "gc", "dump": "inspect", "backup": "snapshot",
 }  # fmt: skip
 
 

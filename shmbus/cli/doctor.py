@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from shmbus.cli._show import add_command, print_json, printable
-from shmbus.cli.doctor_checks import Finding, diagnose
+from shmbus.cli.doctor_checks import NOT_INSTALLED, Finding, diagnose
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -42,16 +42,24 @@ def run(arguments: argparse.Namespace) -> int:
     findings: list[Finding] = []
     for finding in diagnose(torch=not arguments.quick):
         findings.append(finding)
-        if not arguments.json:
+        if not arguments.json and not _is_absent(finding):
             _print(finding)
     failures = sum(finding.level == "fail" for finding in findings)
     if arguments.json:
         print_json(findings)
     else:
+        if absent := [finding for finding in findings if _is_absent(finding)]:
+            print("\nnot installed, and not needed by a bus:")
+            for finding in absent:
+                print(f"      {finding.check.ljust(_NAME_WIDTH)}{finding.hint}")
         warnings = sum(finding.level == "warn" for finding in findings)
         verdict = f"{failures} failed" if failures else "all that a bus needs is here"
         print(f"\n{verdict}; {warnings} warning{'' if warnings == 1 else 's'}")
     return 1 if failures else 0
+
+
+def _is_absent(finding: Finding) -> bool:
+    return finding.level == "ok" and finding.found == NOT_INSTALLED
 
 
 def _print(finding: Finding) -> None:

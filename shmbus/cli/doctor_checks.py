@@ -9,12 +9,14 @@ Invariants:
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import pwd
 import re
 import resource
 import subprocess
@@ -32,9 +34,15 @@ from shmbus.inspect import leftovers
 from shmbus.pool.survey import read_pools
 from shmbus_ext import _core
 
-__all__ = ["Finding", "diagnose"]
+__all__ = ["NOT_INSTALLED", "Finding", "diagnose"]
 
+#: What is found of a package that is not there.
+NOT_INSTALLED: Final = "not installed"
+
+_ROOT: Final = Path("/")
 _SHM: Final = Path("/dev/shm")
+#: The first number of a user whom logind counts as one: system users keep what they have.
+_FIRST_USER: Final = 1000
 
 #: Free bytes of /dev/shm below which no useful bus fits: its tables and a few records.
 _SHM_FAIL_BYTES: Final = 8 << 20
@@ -176,6 +184,56 @@ def _check_limits() -> Iterator[Finding]:
         yield Finding("locked_memory", "ok", f"{show_size(locked)} a process", hint)
 
 
+def _check_logout() -> Iterator[Finding]:
+    """Whether the machine keeps a user's segments and daemon when the last session ends."""
+    user = pwd.getpwuid(os.geteuid())
+    if not (_ROOT / "run/systemd/system").is_dir():
+        yield Finding("logout", "ok", "no systemd here: nothing ends at a logout")
+        return
+    if user.pw_uid < _FIRST_USER:
+        yield Finding("logout", "ok", f"{user.pw_name} is a system user: nothing ends at a logout")
+        return
+    if (_ROOT / "var/lib/systemd/linger" / user.pw_name).exists():
+        yield Finding("logout", "ok", f"{user.pw_name} lingers: nothing ends at a logout")
+        return
+    linger = f"loginctl enable-linger {user.pw_name}"
+    if _removes_ipc():
+        yield Finding(
+            "logout",
+            "warn",
+            f"logind removes what {user.pw_name} has in /dev/shm when the last session ends "
+            "(RemoveIPC=yes), also under a living run of cron or a scheduler; user units end then",
+            f"{linger}; or RemoveIPC=no below [Login] in /etc/systemd/logind.conf.d/shmbus.conf "
+            "and systemctl restart systemd-logind, which keeps segments and not user units",
+        )
+    else:
+        found = "/dev/shm is kept at a logout (RemoveIPC=no); user units end with the last session"
+        yield Finding("logout", "ok", found, f"for a daemon in a user unit: {linger}")
+
+
+def _removes_ipc() -> bool:
+    """Whether logind's settings have it remove a user's shared memory; it does by default."""
+    folders = [_ROOT / part / "systemd" for part in ("etc", "run", "usr/local/lib", "usr/lib")]
+    mains = (folder / "logind.conf" for folder in folders)
+    # Of files of one name the one of the first folder counts; all are read in order of their names.
+    more = {
+        file.name: file
+        for folder in reversed(folders)
+        for file in sorted((folder / "logind.conf.d").glob("*.conf"))
+    }
+    parser = configparser.ConfigParser(
+        strict=False, interpolation=None, delimiters="=", allow_no_value=True
+    )
+    removes = True
+    for file in [*filter(Path.is_file, mains)][:1] + [more[name] for name in sorted(more)]:
+        parser.clear()
+        with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
+            parser.read_string(file.read_text())
+            value = (parser.get("Login", "RemoveIPC", fallback=None) or "").strip().lower()
+            removes = removes if not value else value in ("1", "yes", "y", "true", "t", "on")
+    return removes
+
+
 def _check_huge_pages() -> Iterator[Finding]:
     """Whether a bus has huge pages here; tried out, since many settings decide that."""
     name = f"doctor-pages-{os.getpid()}"
@@ -278,13 +336,13 @@ def _check_packages() -> Iterator[Finding]:
     for package in ("numpy", "msgspec", "posix_ipc", "uvloop"):
         version = _version(package)
         if version is None:
-            yield Finding(package, "fail", "not installed", f"pip install {package}")
+            yield Finding(package, "fail", NOT_INSTALLED, f"pip install {package}")
         else:
             yield Finding(package, "ok", version)
     for package, extra in _OPTIONAL:
         version = _version(package)
         hint = "" if version else f"pip install 'shmbus[{extra}]', if you want it"
-        yield Finding(package, "ok", version or "not installed", hint)
+        yield Finding(package, "ok", version or NOT_INSTALLED, hint)
 
 
 _OPTIONAL: Final = (
@@ -349,6 +407,7 @@ _CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     _check_shm,
     _check_memory,
     _check_limits,
+    _check_logout,
     _check_huge_pages,
     _check_kernel,
     _check_locks,
@@ -377,7 +436,7 @@ def _check_torch(ask: bool) -> Finding:
     version = _version("torch")
     if version is None:
         hint = "the bus needs none; a trainer does: pip install 'shmbus[train]'"
-        return Finding("torch", "ok", "not installed", hint)
+        return Finding("torch", "ok", NOT_INSTALLED, hint)
     if not ask:
         return Finding("torch", "ok", version)
     try:
@@ -412,7 +471,7 @@ def _check_flash_attention() -> Finding:
     version = _version("flash-attn") or _version("flash_attn")
     if version is None:
         hint = "not needed: varlen_attention uses torch's own kernels"
-        return Finding("flash_attn", "ok", "not installed", hint)
+        return Finding("flash_attn", "ok", NOT_INSTALLED, hint)
     if importlib.util.find_spec("flash_attn") is None:
         hint = "its files are gone: pip install --force-reinstall flash-attn"
         return Finding("flash_attn", "warn", f"{version} is installed and cannot be found", hint)

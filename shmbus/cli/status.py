@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(msgspec.to_builtins(status) | {"pools": pools})
     else:
         print(status_text(status))
-        for pool in pools:
-            print(f"  {describe_pool(pool)}")
+        if pools:
+            print("\n" + "\n".join(describe_pool(pool) for pool in pools))
     if not status.ledger.balanced:
         print(
             f"shmbus status: the ledger of bus {status.name!r} does not balance: "

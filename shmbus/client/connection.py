@@ -32,7 +32,7 @@ from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 from shmbus_ext import _core
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "end_trained_messages"]
 
 #: Seconds that a reply may be late before the client gives up on it.
 REPLY_GRACE_S = 1.0
@@ -115,6 +115,11 @@ class Connection:
         """The socket; None while no daemon is reached."""
         return self._wire
 
+    @property
+    def ranked(self) -> bool:
+        """Whether this client is one rank of several."""
+        return self._hello.world_size > 1
+
     # -- connecting -----------------------------------------------------------------------------
 
     def _dial(self) -> None:
@@ -131,6 +136,7 @@ class Connection:
             self.policy = welcome.policy
             if returns:
                 self._claim(wire)
+                wire.send(*end_trained_messages(self._state.trained))
             self._wake_all()
             self._state.replies.clear()  # requests to the daemon before; their threads ask again
             self._state.open_take = None
@@ -491,14 +497,34 @@ class Connection:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say Bye, drop all leases, and wake every thread that waits here; may be called again."""
+        """Say Bye, drop all leases, and wake every thread that waits here; may be called again.
+
+        A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
+        groups that were acknowledged: nothing else would keep them from coming again.
+        """
         if os.getpid() != self._pid:
             return
         try:
+            with contextlib.suppress(errors.ShmbusError):
+                self._tell_ends()
             self._leave()
         except BaseException:
             self._leave()
             raise
+
+    def _tell_ends(self) -> None:
+        deadline = time.monotonic() + limits.LEAVE_WAIT_S
+        while not self._closed and self._leases.unconfirmed:
+            wire = self._connected(deadline)
+            if wire is None:
+                return
+            try:
+                with self._lock:
+                    self._require_current(wire)
+                    wire.send(*self._leases.unsent_ends())
+                return
+            except DaemonUnreachable as error:
+                self._lose(wire, error)
 
     def _leave(self) -> None:
         with self._lock:
@@ -521,6 +547,17 @@ class Connection:
         if self._wire is not None:
             self._wire.forget()
             self._wire = None
+
+
+def end_trained_messages(names: bytes) -> list[messages.EndTrained]:
+    """Return the messages that say what was trained; none where nothing was."""
+    ends = range(messages.NAMES_BYTES, len(names) + messages.NAMES_BYTES, messages.NAMES_BYTES)
+    return [
+        messages.EndTrained(
+            id=0, names=names[end - messages.NAMES_BYTES : end], more=end < len(names)
+        )
+        for end in ends
+    ]
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

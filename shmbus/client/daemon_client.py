@@ -15,19 +15,23 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from shmbus import errors, limits
 from shmbus._arguments import TRAIN
-from shmbus.client.connection import REPLY_GRACE_S, Connection
+from shmbus.client.connection import REPLY_GRACE_S, Connection, end_trained_messages
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.client.looks import Looks
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
-from shmbus.ledger import Ledger
+from shmbus.ledger import Ledger, TrainedBefore
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -363,6 +367,37 @@ class DaemonClient:
         assert isinstance(reply, messages.LedgerReply)
         return reply.ledger
 
+    def note_trained(self, leases: list[ClientLease], step: int) -> None:
+        """Tell the daemon as which step groups are trained."""
+        if not self.connection.ranked:
+            return
+        # A daemon that is away learns it from the claim.
+        with self.lock, contextlib.suppress(errors.DaemonUnavailableError):
+            self.connection.send(self.leases.note_trained(leases, step))
+
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what all ranks have trained before this step and is on the bus."""
+        names: set[bytes] = set()
+        groups: list[tuple[str, int | None, str]] = []
+        after, more = b"", True
+        while more:
+            request = messages.GetTrained(id=0, step=step, after=after)
+            reply = self._demand(functools.partial(_numbered, request))
+            assert isinstance(reply, messages.TrainedReply)
+            names |= messages.split_names(reply.names)
+            groups += reply.groups
+            after, more = reply.names[-messages.NAME_BYTES :], reply.more
+        return TrainedBefore(names, groups)
+
+    def end_trained(self, origins: set[bytes]) -> None:
+        """Have the daemon end what a checkpoint counts as trained, and the one after it too."""
+        self.recall()
+        packed = b"".join(sorted(origins))
+        with self.lock:
+            self.state.trained = packed
+        for message in end_trained_messages(packed) or [messages.EndTrained(id=0, names=b"")]:
+            self._demand(functools.partial(_numbered, message))
+
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
         """Send a request that the daemon answers immediately, and return the reply."""
         began = time.monotonic()
@@ -385,3 +420,7 @@ class DaemonClient:
     def close(self) -> None:
         """Leave. Groups that are not ended are the next to be delivered; arrays stay valid."""
         self.connection.close()
+
+
+def _numbered(request: messages.Request, id_: int) -> messages.Request:
+    return msgspec.structs.replace(request, id=id_)

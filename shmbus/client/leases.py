@@ -83,6 +83,10 @@ class ClientState:
         Numbers of ended leases that the daemon has not been told, by reason.
     next_step : int
         The step that this rank takes next.
+    trained : bytes
+        Lasting names that a loaded checkpoint counts as trained; each daemon is told.
+    trained_at : dict[ClientLease, int]
+        The step as which a lease that is held was trained.
     """
 
     __slots__ = (
@@ -93,6 +97,8 @@ class ClientState:
         "open_take",
         "replies",
         "to_end",
+        "trained",
+        "trained_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -103,6 +109,8 @@ class ClientState:
         self.leases: dict[int, ClientLease] = {}
         self.to_end: dict[int, list[int]] = {}
         self.next_step = 0
+        self.trained = b""
+        self.trained_at: dict[ClientLease, int] = {}
 
     def new_request(self) -> int:
         """Return the id of a request that is about to be sent; its reply is expected from now."""
@@ -223,6 +231,16 @@ class Leases:
         known = self._state.leases.values()
         return max([self._state.next_step, *(1 + lease.step for lease in known)])
 
+    # -- trained --------------------------------------------------------------------------------
+
+    def note_trained(self, leases: list[ClientLease], step: int) -> messages.Trained:
+        """Note as which step groups that are held are trained; return what the daemon is told."""
+        known = self._state.leases
+        at = self._state.trained_at
+        self._state.trained_at = {x: at[x] for x in at if known.get(x.number) is x}
+        self._state.trained_at.update(dict.fromkeys(leases, step))
+        return messages.Trained(numbers=[lease.number for lease in leases], step=step)
+
     # -- ended ----------------------------------------------------------------------------------
 
     def is_leased(self, lease: ClientLease) -> bool:
@@ -305,6 +323,7 @@ class Leases:
                 identities=_core.identities(lease.samples),
                 reason=lease.reason,
                 step=lease.step,
+                trained_at=self._state.trained_at.get(lease, -1),
             )
             size += len(held.identities) + _CLAIM_BYTES
             if size > limits.MAX_MESSAGE_BYTES // 2:

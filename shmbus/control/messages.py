@@ -3,7 +3,8 @@
 Invariants:
 
 - Messages carry no payload. A group travels as the locations of its records in the segment (24
-  bytes each), an identity as (producer_id, sequence), 16 bytes; the core packs both.
+  bytes each), an identity as (producer_id, sequence), 16 bytes, a lasting name as the identity of a
+  bus before that, 32 bytes; the core packs them.
 - Input from a socket is bounded before it is decoded, and validated by the types of its struct. A
   frame that is not exactly one message of its direction is a ProtocolError.
 - A new field has a default, so that two builds of one VERSION understand each other.
@@ -22,10 +23,17 @@ from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 
-__all__ = ["VERSION", "FrameBuffer", "decode_reply", "decode_request", "frame"]
+__all__ = [
+    "NAMES_BYTES", "NAME_BYTES", "VERSION", "FrameBuffer", "decode_reply", "decode_request",
+    "frame", "split_names",
+]  # fmt: skip
 
 #: Of the protocol. Both sides must have the same.
 VERSION = 1
+
+#: Bytes of a lasting name, and of all names in one message.
+NAME_BYTES = 32
+NAMES_BYTES = limits.MAX_MESSAGE_BYTES // (2 * NAME_BYTES) * NAME_BYTES
 
 _HEAD = struct.Struct("<I")
 
@@ -65,12 +73,16 @@ class Hello(_Message):
 
 
 class Held(_Message):
-    """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended."""
+    """A lease of an earlier daemon: `reason` is -1 while the client holds it, or how it ended.
+
+    `trained_at` is the step that Trained has said.
+    """
 
     token: Count
     identities: bytes
     reason: Annotated[int, msgspec.Meta(ge=_core.LEASE_HELD, lt=_core.REASONS)] = _core.LEASE_HELD
     step: Step = -1
+    trained_at: Step = -1
 
 
 class Claim(_Message):
@@ -124,6 +136,32 @@ class GiveBack(_Message):
     """End these leases without releasing: their groups are the next to be delivered."""
 
     numbers: list[Count]
+
+
+class Trained(_Message):
+    """These leases are trained, as step `step` by the trainer's own count; -1 takes it back."""
+
+    numbers: list[Count]
+    step: Step
+
+
+class GetTrained(_Message):
+    """Ask what all ranks have trained before `step` and is on the bus, in order behind `after`."""
+
+    id: Count
+    step: Step
+    after: bytes = b""
+
+
+class EndTrained(_Message):
+    """End the samples of these lasting names, now and where they come; the last has no `more`.
+
+    They take the place of what this rank, or a client without one, has said before.
+    """
+
+    id: Count
+    names: bytes
+    more: bool = False
 
 
 class SetPolicyVersion(_Message):
@@ -187,8 +225,9 @@ class Bye(_Message):
 
 
 Request: TypeAlias = (
-    Hello | Claim | Take | TakeStep | End | GiveBack | SetPolicyVersion | GetLedger | GetStatus
-    | GetGroups | GetGroup | GetEvents | TakeSnapshot | Bye
+    Hello | Claim | Take | TakeStep | End | GiveBack | Trained | GetTrained | EndTrained
+    | SetPolicyVersion | GetLedger | GetStatus | GetGroups | GetGroup | GetEvents | TakeSnapshot
+    | Bye
 )  # fmt: skip
 
 
@@ -235,8 +274,20 @@ class Ended(_Message):
     unknown: list[int] = []
 
 
+class TrainedReply(_Message):
+    """The answer to GetTrained: lasting names in order, and whether there are more.
+
+    `groups` has the instance ids, epochs and splits of the groups; the first answer has all.
+    """
+
+    id: int
+    names: bytes = b""
+    more: bool = False
+    groups: list[tuple[str, int | None, str]] = []
+
+
 class Done(_Message):
-    """The answer to SetPolicyVersion."""
+    """The answer to SetPolicyVersion and EndTrained."""
 
     id: int
 
@@ -316,8 +367,8 @@ class Refused(_Message):
 
 
 Reply: TypeAlias = (
-    Welcome | Leases | Claimed | Ended | Done | LedgerReply | StatusReply | GroupsReply
-    | GroupReply | EventsReply | SnapshotTaken | Refused
+    Welcome | Leases | Claimed | Ended | Done | TrainedReply | LedgerReply | StatusReply
+    | GroupsReply | GroupReply | EventsReply | SnapshotTaken | Refused
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -361,6 +412,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
         raise errors.ProtocolError(
             f"a frame of {len(body)} bytes is no control message of version {VERSION}: {error}"
         ) from error
+
+
+def split_names(packed: bytes) -> set[bytes]:
+    """Return the lasting names that lie one behind the other."""
+    return {packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES)}
 
 
 class FrameBuffer:

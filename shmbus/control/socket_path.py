@@ -6,7 +6,6 @@ in the socket's place is named, and neither waited for nor removed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pwd
 import socket
@@ -14,22 +13,11 @@ import stat
 import struct
 
 from shmbus import errors
-from shmbus.segment.names import SHM_DIRECTORY, SOCKET_SUFFIX, check_name
+from shmbus.segment.names import socket_path
 
-__all__ = ["check_peer", "obstacle", "peer", "require_place", "socket_path"]
+__all__ = ["check_peer", "obstacle", "peer", "require_place"]
 
-#: Bytes of a path in sockaddr_un, without the NUL.
-_MAX_PATH_BYTES = 107
 _CREDENTIALS = struct.Struct("=iII")
-
-
-def socket_path(name: str) -> str:
-    """Return the socket of a bus: in /dev/shm, where containers that share a bus find it."""
-    path = f"{SHM_DIRECTORY}/shmbus-{check_name(name)}{SOCKET_SUFFIX}"
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
-        path = f"{SHM_DIRECTORY}/shmbus+{digest}{SOCKET_SUFFIX}"
-    return path
 
 
 def obstacle(name: str) -> str | None:

@@ -21,6 +21,7 @@ import time
 
 from shmbus import errors, limits
 from shmbus.control import messages, socket_path
+from shmbus.segment import names
 
 __all__ = ["DaemonUnreachable", "Wire", "refusal", "socket_exists"]
 
@@ -35,7 +36,7 @@ class DaemonUnreachable(Exception):
 
 def socket_exists(name: str) -> bool:
     """Whether a daemon runs or has crashed: one that ends properly removes its socket."""
-    path = socket_path.socket_path(name)
+    path = names.socket_path(name)
     return os.path.lexists(path) and socket_path.obstacle(name) is None
 
 
@@ -90,7 +91,7 @@ class Wire:
         try:
             # A full backlog is EAGAIN for a socket with a timeout, and an endless wait without.
             self._socket.settimeout(limits.HELLO_WAIT_S)
-            self._socket.connect(socket_path.socket_path(name))
+            self._socket.connect(names.socket_path(name))
             self.pid = socket_path.check_peer(name, self._socket)
             self._socket.setblocking(False)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError) as error:

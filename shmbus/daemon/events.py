@@ -3,7 +3,7 @@
 Invariants:
 
 - Bounded: the oldest is forgotten first. What happens to groups, thousands of times a second, does
-  not push out who came and who died.
+  not push out who came and who died. Policy versions that follow each other are one event.
 - Nothing is decided by it. Noting costs a tuple in a list, and texts are made when somebody asks.
 """
 
@@ -37,6 +37,9 @@ class _Noted(NamedTuple):
     key: Hashable
     sample: int | None
     amount: int
+    #: Of a run of policy versions: the first, and the number that its event had.
+    first: str = ""
+    since: int = 0
 
 
 class Events:
@@ -54,11 +57,29 @@ class Events:
         self._newest = 0
         self._groups: deque[_Noted] = deque(maxlen=GROUP_EVENTS)
         self._others: deque[_Noted] = deque(maxlen=OTHER_EVENTS)
+        #: Numbers and texts of events that went into a later one.
+        self._joined: deque[tuple[int, str]] = deque(maxlen=OTHER_EVENTS)
 
     def note(self, kind: str, who: str = "", text: str = "") -> None:
         """Note something that is of no group."""
         self._newest = next(self._numbers)
         self._others.append(_Noted(self._newest, time.time(), kind, who, text, None, None, 0))
+
+    def note_version(self, version: int) -> None:
+        """Note a policy version; one right behind a lower one is the same event."""
+        before = self._others[-1] if self._others else None
+        if before is None or before.kind != "policy_version" or int(before.text) >= version:
+            self.note("policy_version", text=str(version))
+            return
+        self._joined.append((before.number, before.text))
+        self._newest = next(self._numbers)
+        self._others[-1] = before._replace(
+            number=self._newest,
+            unix_s=time.time(),
+            text=str(version),
+            first=before.first or before.text,
+            since=before.since or before.number,
+        )
 
     def note_group(
         self,
@@ -104,15 +125,24 @@ class Events:
             found += _newest_of(self._groups, after, limit)
         found.sort()
         shown = found[-limit:]
-        missed = self._newest - after - len(shown)
-        return [self._told(each) for each in shown], self._newest, missed
+        joined = sum(number > after for number, _ in self._joined)
+        missed = self._newest - after - len(shown) - joined
+        return [self._told(each, after) for each in shown], self._newest, missed
 
     def of_group(self, key: Hashable, limit: int) -> list[BusEvent]:
         """Return the newest events of one group, oldest first."""
         found = [each for each in self._groups if each.key == key]
         return [self._told(each) for each in found[-limit:]]
 
-    def _told(self, noted: _Noted) -> BusEvent:
+    def _text(self, noted: _Noted, after: int) -> str:
+        """Of a run of versions: those behind a number."""
+        if noted.since > after:
+            return f"{noted.first} to {noted.text}"
+        newer = (text for number, text in self._joined if after < number < noted.number)
+        first = next(newer, noted.text) if noted.since else noted.text
+        return noted.text if first == noted.text else f"{first} to {noted.text}"
+
+    def _told(self, noted: _Noted, after: int = 0) -> BusEvent:
         key, epoch, split = ("", None, _core.SPLIT_TRAIN)
         if noted.key is not None:
             key, epoch, split = split_key(noted.key)
@@ -121,7 +151,7 @@ class Events:
             unix_s=noted.unix_s,
             kind=noted.kind,
             who=noted.who,
-            text=noted.text[: limits.FAIL_REASON_CHARS],
+            text=self._text(noted, after)[: limits.FAIL_REASON_CHARS],
             instance_id=key,
             epoch=epoch,
             split=_core.split_label(self._segment, split),

@@ -60,11 +60,13 @@ class Lease:
         Samples of the complete group.
     step, rank : int
         The step and the rank that it belongs to; -1 without ranks.
+    trained_at : int
+        The trainer's step that it was trained as; -1 where it was not, or without ranks.
     born_s : float
         Since when it is leased; on the monotonic clock.
     """
 
-    __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step")
+    __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step", "trained_at")
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Lease:
         self.size = size
         self.step = -1
         self.rank = -1
+        self.trained_at = -1
         self.born_s = time.monotonic()
 
     @property
@@ -132,6 +135,8 @@ class Session:
         self.leases: dict[int, Lease] = {}
         #: Whether it has claimed all that it holds from an earlier connection.
         self.settled = hello.client < 0
+        #: Whether its last message about trained samples has more to come.
+        self.adds_trained = False
         #: Its requests that wait for groups.
         self.waiting = 0
         self._waited_s = 0.0
@@ -297,13 +302,14 @@ class LeaseTable:
         """Give a number to a group that a client holds from the previous daemon."""
         self._numbers += 1
         self.claimed_records += len(samples)
+        self._collector.stash.note_complete(samples[0].key)
         return Lease(self._numbers, None, samples, samples[0].group_size)
 
     def _lease_again(self, lease: Lease) -> Lease:
         self._numbers += 1
         lease.number = self._numbers
         lease.born_s = time.monotonic()
-        lease.step = lease.rank = -1
+        lease.step = lease.rank = lease.trained_at = -1
         return lease
 
     def end(self, lease: Lease, reason: int) -> None:
@@ -339,9 +345,23 @@ class LeaseTable:
         for lease in sorted(leases, key=lambda each: -each.number):
             if lease.group is not None:
                 self._collector.stash.give_back(lease.group)
+                continue
+            self.claimed_records -= len(lease.samples)
+            if not self._collector.frozen and self._collector.trained_of(lease.samples):
+                self._collector.add(lease.samples, time.monotonic())
             else:
-                self.claimed_records -= len(lease.samples)
                 self.returned.appendleft(lease)
+        self.end_trained_returned()
+
+    def end_trained_returned(self) -> None:
+        """End what nobody holds and a checkpoint counts as trained."""
+        collector = self._collector
+        if not collector.trained or collector.frozen:
+            return
+        for lease in [each for each in self.returned if collector.trained_of(each.samples)]:
+            self.returned.remove(lease)
+            collector.add(lease.samples, time.monotonic())
+        collector.end_trained_waiting(time.monotonic())
 
     @property
     def returned_records(self) -> int:

@@ -122,7 +122,7 @@ class Claims:
             elif session is None:
                 table.give_back([lease])
             else:
-                keep(session, lease, held.step)
+                keep(session, lease, held)
                 kept.setdefault(session, []).append((held.token, lease.number))
         return {
             session: messages.Claimed(
@@ -134,9 +134,10 @@ class Claims:
         }
 
 
-def keep(session: Session, lease: Lease, step: int) -> None:
+def keep(session: Session, lease: Lease, held: messages.Held) -> None:
     """Give a claimed lease to its client."""
-    lease.step = step
+    lease.step = held.step
+    lease.trained_at = held.trained_at
     lease.rank = session.rank
     session.leases[lease.number] = lease
 
@@ -178,7 +179,7 @@ class Withheld:
             for sample, extent in zip(samples, extents, strict=False)
             if extent in awaited
         }
-        self._collector.stash.add(self.divert(samples), time.monotonic())
+        self._collector.add(self.divert(samples), time.monotonic())
         self._collector.divert = self.divert if self._keys else None
 
     def divert(self, samples: list[Trajectory]) -> list[Trajectory]:
@@ -192,9 +193,10 @@ class Withheld:
         """Clients that may still hold leases."""
         return set(self._extents)
 
-    def records(self) -> int:
+    @property
+    def samples(self) -> list[Trajectory]:
         """Trajectories that are withheld."""
-        return len(self._samples)
+        return self._samples
 
     def claim(self, client: int, groups: list[messages.Held]) -> dict[int, list[Trajectory]]:
         """Take out the trajectories that a client holds or has ended, by its groups' tokens."""
@@ -266,7 +268,7 @@ class InDoubt:
                 table.end(lease, held.reason)
                 ended.append(held.token)
             else:
-                keep(session, lease, held.step)
+                keep(session, lease, held)
                 kept.append((held.token, lease.number))
         if mine:
             self._leases[client] = list(mine.values())

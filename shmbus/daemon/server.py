@@ -42,6 +42,7 @@ from shmbus.daemon.granting import Granted, Granting
 from shmbus.daemon.leases import Session
 from shmbus.daemon.paused_servers import PausedServers
 from shmbus.daemon.service import Service
+from shmbus.segment import names
 from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
@@ -90,7 +91,7 @@ class Server:
         self.connections: set[Connection] = set()
         #: For warnings whose number clients decide.
         self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
-        self.path = socket_path.socket_path(collector.segment.name)
+        self.path = names.socket_path(collector.segment.name)
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
         self._on_stop = on_stop

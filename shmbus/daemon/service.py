@@ -19,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from shmbus import errors, limits
+from shmbus._keys import split_key
 from shmbus._version import VERSION
 from shmbus.control import messages
 from shmbus.daemon import admission
@@ -80,6 +81,11 @@ class Service(PlainGrants):
         #: Ends and claims that were received while frozen.
         self._deferred_ends: list[tuple[Session, Lease, int]] = []
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
+        #: Received while frozen, too.
+        self._deferred_trained: list[tuple[Session, messages.EndTrained]] = []
+        #: What each rank, or -1 for a client without one, counts as trained.
+        self._trained: dict[int, set[bytes]] = {}
+        self._next_forget_s = 0.0
         self._in_doubt = InDoubt(collector)
         #: Clients of the previous daemon that have not said what they hold, and their extents.
         self._expected = extents_of_clients(collector.segment)
@@ -133,6 +139,8 @@ class Service(PlainGrants):
         if len(self._in_doubt) and now >= self._next_reap_s:
             self._next_reap_s = now + _REAP_INTERVAL_S
             self._put_back(self._in_doubt.reap(set(self.sessions)))
+        if self.collector.trained and now >= self._next_forget_s:
+            self._forget_trained(now)
         self.collector.expire(now)
         for session in self.sessions.values():
             session.confirm()
@@ -177,12 +185,12 @@ class Service(PlainGrants):
                 f"bus {name!r}: its daemon has just started, and still asks clients what they "
                 f"hold; try again in {limits.RECLAIM_WAIT_S:g} s"
             )
-        self.frozen = True
+        self.frozen = self.collector.frozen = True
         return None
 
     def thaw(self) -> None:
         """Do what was deferred, and go on."""
-        self.frozen = False
+        self.frozen = self.collector.frozen = False
         ending, self._deferred_ends = self._deferred_ends, []
         for session, lease, reason in ending:
             self.history.end(lease, session, reason)
@@ -192,6 +200,10 @@ class Service(PlainGrants):
         for session, claim in claiming:
             if self.sessions.get(session.client) is session:
                 self._claim(session, claim, time.monotonic())
+        self._table.end_trained_returned()
+        ending_trained, self._deferred_trained = self._deferred_trained, []
+        for session, request in ending_trained:
+            self._end_trained(session, request, time.monotonic())
         self.collector.flush()
 
     # -- recovery -------------------------------------------------------------------------------
@@ -215,8 +227,9 @@ class Service(PlainGrants):
             if len(samples) < limits.POLL_RECORDS:
                 break
         expected, self._expected = self._expected, {}
+        answers = claims.resolve(self._table)  # first: what else comes of those groups is late
         self._in_doubt.withheld.begin(rest, expected)
-        for session, claimed in claims.resolve(self._table).items():
+        for session, claimed in answers.items():
             session.send(claimed)
         self.serve(now)
 
@@ -268,6 +281,8 @@ class Service(PlainGrants):
         if self._planner is not None and not ranked and hello.world_size != self._planner.size:
             # The job of that size is over; its groups go to the next clients.
             leases, self._planner = self._planner.dissolve(), None
+            for lease in self._in_doubt.leases():
+                lease.step = lease.rank = -1
             self._table.give_back(leases)
         if hello.world_size == 1:
             return None
@@ -314,8 +329,10 @@ class Service(PlainGrants):
 
     def _put_back(self, leases: list[Lease]) -> None:
         free = []
+        size = 0 if self._planner is None else self._planner.size
         for lease in leases:
-            if lease.rank >= 0 and self._planner is not None and lease.rank < self._planner.size:
+            trained = self.collector.trained_of(lease.samples)
+            if self._planner is not None and 0 <= lease.rank < size and not trained:
                 self._planner.give_back(lease)
             else:
                 lease.step = lease.rank = -1
@@ -348,6 +365,19 @@ class Service(PlainGrants):
                 self._deferred_claims.append((session, request))
             else:
                 self._claim(session, request, now)
+        elif isinstance(request, messages.Trained):
+            for number in request.numbers:
+                if number in session.leases:
+                    session.leases[number].trained_at = request.step
+        elif isinstance(request, messages.GetTrained):
+            session.send(self._what_was_trained(request))
+        elif isinstance(request, messages.EndTrained):
+            if session.observer:
+                raise errors.ProtocolError("EndTrained from an observer")
+            if self.frozen:
+                self._deferred_trained.append((session, request))
+            else:
+                self._end_trained(session, request, now)
         elif isinstance(request, messages.SetPolicyVersion):
             self.collector.policy_version = request.policy_version
             session.send(messages.Done(id=request.id))
@@ -484,6 +514,72 @@ class Service(PlainGrants):
         )
         return True
 
+    # -- what was trained ------------------------------------------------------------------------
+
+    def _held(self) -> list[Lease]:
+        """Return the groups that clients hold, or may hold."""
+        held = [lease for session in self.sessions.values() for lease in session.leases.values()]
+        return held + self._in_doubt.leases()
+
+    def _what_was_trained(self, request: messages.GetTrained) -> messages.TrainedReply:
+        leases = self._held() + ([] if self._planner is None else self._planner.waiting())
+        names = set(self.collector.trained)
+        groups = []
+        for lease in leases:
+            if 0 <= lease.trained_at < request.step:
+                names.update(*_core.lasting_origins(lease.samples))
+                key, epoch, split = split_key(lease.samples[0].key)
+                groups.append((key, epoch, _core.split_label(self.collector.segment, split)))
+        behind = sorted(name for name in names if name > request.after)
+        most = messages.NAMES_BYTES // messages.NAME_BYTES
+        return messages.TrainedReply(
+            id=request.id,
+            names=b"".join(behind[:most]),
+            more=len(behind) > most,
+            groups=[] if request.after else groups,
+        )
+
+    def _end_trained(self, session: Session, request: messages.EndTrained, now: float) -> None:
+        known = self._trained.setdefault(session.rank, set())
+        if not session.adds_trained:
+            known.clear()
+        known |= messages.split_names(request.names)
+        session.adds_trained = request.more
+        if not request.more:
+            every = set().union(*self._trained.values())
+            if self._claims is None:
+                self.collector.end_trained(every, self._out_of_stash())
+                self._withdraw_trained()
+                self._forget_trained(now)
+            else:
+                self.collector.trained = every  # ended as they are read
+            self.serve(now)
+        session.send(messages.Done(id=request.id))
+
+    def _out_of_stash(self) -> list[Trajectory]:
+        """Return what was leased, or is withheld, and may come back."""
+        leases = [*self._held(), *self._table.returned]
+        leases += [] if self._planner is None else self._planner.waiting()
+        found = [sample for lease in leases for sample in lease.samples]
+        return found + self._in_doubt.withheld.samples
+
+    def _withdraw_trained(self) -> None:
+        """End what waits for its rank and was trained; what else does was not, by this account."""
+        if self._planner is not None:
+            waiting = self._planner.waiting()
+            trained = [x for x in waiting if self.collector.trained_of(x.samples)]
+            self._planner.withdraw(trained)
+            for lease in waiting:
+                lease.trained_at = -1
+            for lease in trained:
+                lease.step = lease.rank = -1
+            self._table.give_back(trained)
+        self._table.end_trained_returned()
+
+    def _forget_trained(self, now: float) -> None:
+        self._next_forget_s = now + limits.SWEEP_INTERVAL_S
+        self.collector.forget_trained(self._out_of_stash())
+
     def _split_of(self, session: Session) -> int:
         return _core.split_number(self.collector.segment, session.split)
 
@@ -519,7 +615,7 @@ class Service(PlainGrants):
         ledger = self.collector.stats()
         table = self._table
         groups, records = self._unheld()
-        claimed = table.claimed_records + self._in_doubt.withheld.records()
+        claimed = table.claimed_records + len(self._in_doubt.withheld.samples)
         return msgspec.structs.replace(
             ledger,
             leased=ledger.leased + claimed - records,

@@ -176,15 +176,38 @@ class StepPlanner:
             self._count(again, -1)
             self._returned[rank] = deque(lease for lease in returned if lease.step != step)
             return step, sorted(again, key=lambda lease: lease.number)
-        step = self._next_step(rank)
-        while rank not in self._shards.get(step, {}):
-            if not self._form(step, request, now):
-                return None
-        self._provisional.discard(rank)
-        self.next_steps[rank] = step + 1
-        shard = self._pop(step, rank)
-        self._count(shard, -1)
-        return step, shard
+        while True:
+            step = self._next_step(rank)
+            while rank not in self._shards.get(step, {}):
+                if not self._form(step, request, now):
+                    return None
+            self._provisional.discard(rank)
+            self.next_steps[rank] = step + 1
+            shard = self._pop(step, rank)
+            if shard:  # else all of it was trained already
+                self._count(shard, -1)
+                return step, shard
+
+    def waiting(self) -> list[Lease]:
+        """Return the groups here that no rank holds."""
+        found = [lease for lease, _ in self._pool]
+        for shards in self._shards.values():
+            for shard in shards.values():
+                found += shard
+        for returned in self._returned.values():
+            found += returned
+        return found
+
+    def withdraw(self, leases: Iterable[Lease]) -> None:
+        """Forget groups that no rank holds, and that are not to be delivered."""
+        gone = set(leases)
+        self._pool = [entry for entry in self._pool if entry[0] not in gone]
+        for shards in self._shards.values():
+            for rank, shard in shards.items():
+                shards[rank] = [lease for lease in shard if lease not in gone]
+        for rank, returned in self._returned.items():
+            self._returned[rank] = deque(lease for lease in returned if lease not in gone)
+        self._count(gone, -1)
 
     def _fill_pool(self, ranks: int, request: messages.TakeStep, now: float) -> None:
         """Drop what became stale in the pool, and lease what the next step still needs."""

@@ -5,7 +5,7 @@ Invariant: a pure function of what was read; texts of producers have been escape
 
 from __future__ import annotations
 
-from shmbus._format import show_count, show_duration, table
+from shmbus._format import fold, show_count, show_duration, table
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.view_types import GroupCells, SampleCell
 
@@ -15,7 +15,7 @@ __all__ = ["cells_text", "groups_text"]
 _SIGNS = 64
 _SIGN = {"there": "#", "failed": "x", "asked": "?", "begun": "+"}
 _MISSING = "."
-#: Failures that are told in words.
+#: Kinds of failures that are told in words.
 _FAILURES = 20
 
 
@@ -38,15 +38,15 @@ def groups_text(found: Groups) -> str:
         head = ("instance", "present>", "waits>", "samples", "from producers", "begun by")
         lines.append(table(head, [_row(group) for group in found.groups]))
         lines.append(f"  # there   {_MISSING} missing   + begun   x failed   ? asked for again")
-    failed = [
-        (group, cell)
-        for group in found.groups
-        for cell in group.cells
-        if cell.state in ("failed", "asked")
-    ]
-    lines += [_failure(group, cell) for group, cell in failed[:_FAILURES]]
-    if len(failed) > _FAILURES:
-        lines.append(f"  and {show_count(len(failed) - _FAILURES)} more failures: --json")
+    alike: dict[str, list[str]] = {}
+    for group in found.groups:
+        for cell in group.cells:
+            if cell.state in ("failed", "asked"):
+                alike.setdefault(_why(cell), []).append(f"{group.instance_id}[{cell.index}]")
+    told = list(alike.items())[:_FAILURES]
+    lines += [f"  failed: {fold(samples)}, {why}" for why, samples in told]
+    if len(alike) > _FAILURES:
+        lines.append(f"  and {show_count(len(alike) - _FAILURES)} more kinds of failures: --json")
     return "\n".join(lines)
 
 
@@ -70,12 +70,12 @@ def _row(group: GroupCells) -> tuple[str, ...]:
     )
 
 
-def _failure(group: GroupCells, cell: SampleCell) -> str:
+def _why(cell: SampleCell) -> str:
     again = "" if cell.state == "failed" else "; asked for again"
     if cell.taken_by is not None:
         again += f", producer {cell.taken_by} makes it"
     times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
-    return f"  failed: {group.instance_id}[{cell.index}], {times}: {cell.reason}{again}"
+    return f"{times}: {cell.reason}{again}"
 
 
 def cells_text(group: GroupCells) -> str:

@@ -25,15 +25,18 @@ from shmbus import errors
 from shmbus._format import printable
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
+from shmbus.segment.lifecycle import unlink
 from shmbus.segment.names import (
     PREFIX,
     SHM_DIRECTORY,
     SOCKET_SUFFIX,
+    memory_socket,
     parse_companion,
+    socket_path,
 )
 from shmbus_ext import _core
 
-__all__ = ["Leftover", "remove", "survey"]
+__all__ = ["Leftover", "may_go", "of_bus", "remove", "survey"]
 
 Kind: TypeAlias = Literal["segment", "socket", "companion", "other"]
 Verdict: TypeAlias = Literal["removable", "in_use", "not_ours", "unknown"]
@@ -102,6 +105,33 @@ def survey() -> list[Leftover]:
         except (FileNotFoundError, errors.BusNotFoundError):
             continue  # it was removed after the listing
     return found
+
+
+def of_bus(name: str) -> list[Leftover]:
+    """Check every file of one bus.
+
+    Parameters
+    ----------
+    name : str
+        The bus.
+
+    Returns
+    -------
+    list[Leftover]
+        Its segment first.
+    """
+    found = survey()
+    kinds = {parse_companion(os.path.basename(each.path)) for each in found if each.name == name}
+    sockets = {memory_socket(kind[0], name) for kind in kinds if kind} | {socket_path(name)}
+    own = [each for each in found if each.name == name or each.path in sockets]
+    return sorted(own, key=lambda each: each.kind != "segment")
+
+
+def may_go(found: Leftover, *, force: bool) -> bool:
+    """Whether `remove` removes it: what is removable; by force, what is ours and of a bus."""
+    if found.verdict == "removable":
+        return True
+    return force and found.verdict != "not_ours" and found.kind != "other"
 
 
 def _classify(file: str) -> tuple[Kind, str]:
@@ -242,13 +272,16 @@ def _users(file: SegmentFile) -> str:
     return ", ".join(parts) or "a living process has it open"
 
 
-def remove(found: Leftover) -> None:
+def remove(found: Leftover, *, force: bool = False) -> None:
     """Remove a leftover, unless a process has begun to use it since it was checked.
 
     Parameters
     ----------
     found : Leftover
-        From `survey`, with the verdict "removable".
+        From `survey`, one that `may_go`.
+    force : bool
+        Also where processes use it. Those of a segment get BusRemovedError; the socket of a living
+        daemon is left to it, which ends with its bus.
 
     Raises
     ------
@@ -261,8 +294,11 @@ def remove(found: Leftover) -> None:
     ValueError
         The verdict is another one.
     """
-    if found.verdict != "removable":
+    if not may_go(found, force=force):
         raise ValueError(f"{printable(found.path)}: expected a removable file; {found.reason}")
+    if force:
+        _remove_used(found)
+        return
     if found.kind == "socket":
         again = _check_socket(found)
         if again.verdict != "removable":
@@ -279,6 +315,13 @@ def remove(found: Leftover) -> None:
         _unlink(found)
     finally:
         os.close(fd)
+
+
+def _remove_used(found: Leftover) -> None:
+    if found.kind == "segment":
+        unlink(found.name)
+    elif found.kind != "socket" or found.verdict == "removable":
+        _unlink(found)
 
 
 def _same(found: Leftover, info: os.stat_result) -> bool:

@@ -34,9 +34,11 @@ _WALK_RECORDS = 20_000
 _CELLS = 1024
 #: Producers whose processes one poll checks: some 10 ms of work. Of more, each has its turn.
 _CHECKS = 256
-#: Seconds over which waiting is summed up, and between two notes of it.
+#: Seconds over which waiting is summed up, between two notes of it, and between two polls beyond
+#: which nobody watched: what was waited then is not of the last minute.
 _WAITS_OVER_S = 60.0
 _WAITS_EVERY_S = 5.0
+_UNWATCHED_S = 10.0
 #: Runs, and records of each, from which a poll takes the mean size of a trajectory.
 _SAMPLE_RUNS = 8
 _SAMPLE_RECORDS = 8
@@ -93,9 +95,9 @@ class Watcher:
         Incomplete and complete groups, of the last poll that walked; None before one.
     waited_s : dict[int, float]
         Seconds that each producer waited in the last minute, or since the first poll if that is
-        less; by producer number.
+        less; by producer number. Never more than that time has.
     trainers_waited_s : float
-        The same of all trainers together.
+        The same of all trainers together: never more than that time has for so many.
     history : deque[float]
         Committed trajectories a second, the newest last.
     idle_s : dict[int, float]
@@ -159,8 +161,8 @@ class Watcher:
             now = time.monotonic()
             self._sample(file)
         self._note_activity(status, now)
-        self._note_waits(status, now)
         joined = join(status, ask_status(self.name))
+        self._note_waits(joined, now)
         answers = joined.daemon is not None and joined.daemon.answers
         self._read_groups(walks=walks, ask=answers)
         if self._events:
@@ -206,16 +208,23 @@ class Watcher:
         by_slot = {producer.slot: producer.waited_s for producer in status.producers}
         trainers_s = status.waited.trainers_s
         notes = self._waits
+        if now_s - self._at_s > _UNWATCHED_S:
+            notes.clear()
         if not notes or now_s - notes[-1][0] >= _WAITS_EVERY_S:
             notes.append((now_s, by_slot, trainers_s))
-        while len(notes) > 1 and now_s - notes[1][0] >= _WAITS_OVER_S:
+        while now_s - notes[0][0] > _WAITS_OVER_S:
             notes.popleft()
-        _, before, trainers_before_s = notes[0]
+        since_s, before, trainers_before_s = notes[0]
+        # A wait is counted when it ends, and may have begun before.
+        most_s = now_s - since_s
         self.waited_s = {
-            producer.producer_id: max(0.0, producer.waited_s - before.get(producer.slot, 0.0))
+            producer.producer_id: _within(
+                producer.waited_s - before.get(producer.slot, 0.0), most_s
+            )
             for producer in status.producers
         }
-        self.trainers_waited_s = max(0.0, trainers_s - trainers_before_s)
+        trainers = 1 if status.daemon is None else max(1, len(status.daemon.leases))
+        self.trainers_waited_s = _within(trainers_s - trainers_before_s, most_s * trainers)
 
     def _sample(self, file: SegmentFile) -> None:
         """Take mean bytes and tokens of some recent records, delivered or not."""
@@ -256,3 +265,7 @@ class Watcher:
             for producer in status.producers
         }
         self.history.append(committed)
+
+
+def _within(value: float, most: float) -> float:
+    return min(max(0.0, value), most)

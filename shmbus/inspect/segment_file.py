@@ -41,6 +41,7 @@ _LEAD_BYTES: Final = _core.request_layout()["lead_table"]["itemsize"] + 8 * _cor
 _LANE_ALIGN: Final = 128
 _FIGURES_BYTES: Final = _core.FIGURES_BYTES
 _SPLIT: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["split_entry"]))  # type: ignore[call-overload]
+_ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
 _CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
 _BEGUN: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT["begun_row"]))  # type: ignore[call-overload]
@@ -277,6 +278,19 @@ class SegmentFile:
 
     def _splits_at(self) -> int:
         return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
+
+    def ancestors(self) -> list[tuple[str, int]]:
+        """Name the buses that this one was restored from, the oldest first.
+
+        Returns
+        -------
+        list of (str, int)
+            Identities; the numbers of a bus's producers are below the second, and not below that of
+            the one before.
+        """
+        rows = np.frombuffer(self.header["ancestors"].tobytes(), _ANCESTOR)
+        named = [(row["identity"].tobytes().hex(), int(row["producers"])) for row in rows]
+        return [(identity, producers) for identity, producers in named if producers]
 
     def splits(self) -> NDArray[Any]:
         """Read the table of splits."""

@@ -6,7 +6,7 @@ Invariant: texts of a segment are printed escaped; `shmbus.inspect.status` has e
 from __future__ import annotations
 
 from shmbus._arguments import TRAIN
-from shmbus._format import bar, show_count, show_duration, show_size, table
+from shmbus._format import bar, fold, show_count, show_duration, show_size, table
 from shmbus.inspect.schema import schema_text
 from shmbus.inspect.types import BusStatus, DaemonStatus, RelayStatus
 
@@ -102,11 +102,12 @@ def _groups(status: BusStatus) -> str:
         )
     if rows:
         lines.append(table(("oldest", "present>", "waits>", "missing", "from producers"), rows))
-    lines += [
-        f"  failed: {group.instance_id}[{failed.index}], {_times(failed.attempts)}: {failed.reason}"
-        for group in status.oldest_incomplete
-        for failed in group.failed[:_MISSING_SHOWN]
-    ]
+    alike: dict[str, list[str]] = {}
+    for group in status.oldest_incomplete:
+        for failed in group.failed:
+            why = f"{_times(failed.attempts)}: {failed.reason}"
+            alike.setdefault(why, []).append(f"{group.instance_id}[{failed.index}]")
+    lines += [f"  failed: {fold(samples)}, {why}" for why, samples in alike.items()]
     return "\n".join(lines)
 
 
@@ -153,10 +154,10 @@ def _requests(status: BusStatus) -> str:
             f"{show_count(lane.given_up)} given up"
         )
     if status.lead is not None:
-        lines.append(
-            f"lead  {show_count(status.lead.held)} groups are begun and not delivered, of at most "
-            f"{show_count(status.lead.limit)} now"
-        )
+        held = show_count(status.lead.held)
+        begun = "1 group is" if status.lead.held == 1 else f"{held} groups are"
+        limit = show_count(status.lead.limit)
+        lines.append(f"lead  {begun} begun and not delivered, of at most {limit} now")
     return "\n".join(lines)
 
 

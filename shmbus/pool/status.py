@@ -106,8 +106,8 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
         By its file lock.
     pid, label, device : int, str, str
         What it called itself.
-    applied_version : int | None
-        What it runs; None before the first.
+    applied_version, applied_sequence : int | None
+        What it runs; None before the first. Of two versions with one number the sequence tells.
     refused_version : int | None
         What it could not take, when that is newer than what it runs.
     error_code, error : int, str
@@ -122,6 +122,7 @@ class ReaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     device: str
     applied_version: int | None
+    applied_sequence: int | None
     refused_version: int | None
     error_code: int
     error: str
@@ -255,6 +256,7 @@ def _reader(row: _core.PoolReaderRow) -> ReaderStatus:
         label=printable(row["label"]),
         device=printable(row["device"]),
         applied_version=row["applied_version"] if row["applied"] else None,
+        applied_sequence=row["applied"] or None,
         refused_version=row["refused_version"] if refused else None,
         error_code=row["error_code"] if refused else 0,
         error=printable(row["error"]) if refused else "",

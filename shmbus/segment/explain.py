@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import time
 from typing import Final
 
 from shmbus import errors, limits
 from shmbus._format import printable, show_duration, show_size, show_wait
+from shmbus._version import VERSION
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus_ext import _core
 
@@ -26,6 +28,7 @@ __all__ = [
     "memory_error",
     "no_default_error",
     "not_found_error",
+    "others_text",
     "removed_error",
     "requests_full_error",
     "requests_text",
@@ -48,20 +51,24 @@ class UnfinishedError(errors.LayoutMismatchError):
     """The segment's creator has not stored the magic yet."""
 
 
-def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFoundError:
-    """Say that there is no such bus, and name the others: those with nearly that name first."""
+def others_text(name: str) -> str:
+    """Name the buses that there are, those with nearly that name first."""
     others = bus_names()
     near = difflib.get_close_matches(name, others, _OTHERS_NAMED, _ALIKE)
     shown = [*near, *(other for other in others if other not in near)][:_OTHERS_NAMED]
     there = f"there are: {', '.join(map(repr, shown))}" if shown else "there is none at all"
     if len(others) > len(shown):
         there += f" and {len(others) - len(shown)} more"
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"did you mean {near[0]!r}? {there}" if near else there
+
+
+def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFoundError:
+    """Say that there is no such bus, and name the others: those with nearly that name first."""
     waited = "" if waited_s is None else f" after {show_wait(waited_s)} of waiting for it"
     wait = "" if waited_s is not None else " (a Producer or Consumer waits for it by wait=60.0)"
     return errors.BusNotFoundError(
-        f"there is no bus {name!r}{waited} ({shm_path(name)} does not exist); {meant}{there}; "
-        f"create it with shmbus.Bus.create({name!r}){wait}, "
+        f"there is no bus {name!r}{waited} ({shm_path(name)} does not exist); "
+        f"{others_text(name)}; create it with shmbus.Bus.create({name!r}){wait}, "
         f"or check the name and that both sides see the same {SHM_DIRECTORY} (containers: --ipc or "
         "a shared mount)"
     )
@@ -73,7 +80,8 @@ def lead_text(segment: _core.Segment) -> str:
     bounds = [f"max_lead={max_groups}"] if max_groups else []
     if max_versions >= 0:
         bounds.append(f"max_lead_versions={max_versions}, {a_version} groups in the last version")
-    return f"{held} groups are begun and not delivered, of at most {limit} ({'; '.join(bounds)})"
+    begun = "1 group is" if held == 1 else f"{held} groups are"
+    return f"{begun} begun and not delivered, of at most {limit} ({'; '.join(bounds)})"
 
 
 def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:
@@ -215,17 +223,70 @@ def layout_error(name: str, status: str, found: int, expected: int) -> errors.La
             f"bus {name!r}: {path} was never finished; its creator died, or still allocates it. "
             f"Try again, or remove it with shmbus.unlink({name!r})"
         )
+    if status in ("version", "hash"):
+        shown = (
+            f"version {found}, this process needs {expected}"
+            if status == "version"
+            else f"hash {found:#010x}, this process needs {expected:#010x}"
+        )
+        return errors.LayoutMismatchError(
+            f"bus {name!r}: layout {shown} (shmbus {VERSION}); {_other_layout_hint(name)}"
+        )
     text = {
         "magic": f"{path} is not a shmbus segment, or its header was overwritten",
-        "version": f"layout version {found}, this process needs {expected}; restart the "
-        "processes that run another shmbus",
-        "hash": f"layout hash {found:#010x}, this process needs {expected:#010x}; both sides must "
-        "run the same build of shmbus",
         "geometry": f"the header of {path} is damaged (its checksum or sizes are wrong)",
         "truncated": f"{path} has {found} bytes, fewer than its header says; it was truncated",
     }[status]
-    hint = "" if status in ("version", "hash") else f"; remove it with shmbus.unlink({name!r})"
-    return errors.LayoutMismatchError(f"bus {name!r}: {text}{hint}")
+    return errors.LayoutMismatchError(
+        f"bus {name!r}: {text}; remove it with shmbus.unlink({name!r})"
+    )
+
+
+def _other_layout_hint(name: str) -> str:
+    """Say who has a segment of another shmbus open, and what to do with it."""
+    users = _users(shm_path(name))
+    if users:
+        shown = ", ".join(
+            f"pid {pid}{f' (shmbus {version})' * bool(version)}" for pid, version in users
+        )
+        return (
+            f"{shown} {'has' if len(users) == 1 else 'have'} it open: use that shmbus here, or end "
+            "those processes and start them again with this one on a new bus"
+        )
+    return (
+        "no process that can be seen has it open: it is left from another shmbus, and only that "
+        f"one can read it. To keep what is in it, `shmbus snapshot {name} DIR` with that version "
+        f"and `shmbus restore DIR` with this one; else remove it: `shmbus gc`, or "
+        f"shmbus.unlink({name!r})"
+    )
+
+
+def _users(path: str) -> list[tuple[int, str]]:
+    """Find processes that have a file mapped, and the version of their shmbus where it is known."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/maps", encoding="utf-8", errors="replace") as lines:
+                mapped = {line.rstrip("\n").partition("/")[2] for line in lines}
+        except OSError:  # it has gone, or is another user's
+            continue
+        if path[1:] in mapped:
+            core = next((file for file in mapped if "/shmbus_ext/_core" in file), "")
+            found.append((int(entry), _version_beside("/" + core)))
+    return found[:_OTHERS_NAMED]
+
+
+def _version_beside(core: str) -> str:
+    """Read the version of the package whose extension a process has loaded; "" where unknown."""
+    source = os.path.join(os.path.dirname(core), os.pardir, "shmbus", "_version.py")
+    try:
+        with open(source, encoding="utf-8") as file:
+            found = re.search(r'VERSION = "([0-9a-zA-Z.+-]{1,40})"', file.read(4096))
+    except (OSError, ValueError):
+        return ""
+    return found[1] if found else ""
 
 
 def no_default_error(name: str) -> errors.CapacityError:

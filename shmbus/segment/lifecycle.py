@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shmbus import errors
 from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error
-from shmbus.segment.names import check_name, is_named, shm_path
+from shmbus.segment.names import check_name, is_named, remove_daemon_socket, shm_path
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
@@ -177,6 +177,8 @@ def unlink(name: str) -> None:
         os.unlink(shm_path(name))
         if segment is not None:
             segment.note_removal()
+        # A reader of the next bus of this name would wait for the daemon that died with this one.
+        remove_daemon_socket(name)
     except FileNotFoundError as error:
         raise errors.BusNotFoundError(
             f"there is no bus {name!r} to remove ({shm_path(name)} does not exist): it was removed "

@@ -3,7 +3,7 @@
 ::
 
     shmbus.NAME          the segment of a bus
-    shmbus-NAME.sock     the socket of its daemon (`shmbus.control.socket_path`)
+    shmbus-NAME.sock     the socket of its daemon (`socket_path`)
     shmbus-KIND.NAME     a companion: a segment that goes with the bus and is none, such as weights
     shmbus+DIGEST.sock   where the owner of a companion's memory hands it out (not in there)
 
@@ -20,6 +20,7 @@ import hashlib
 import os
 import re
 import socket
+import stat
 
 __all__ = [
     "PREFIX",
@@ -33,8 +34,10 @@ __all__ = [
     "leads_to",
     "memory_socket",
     "parse_companion",
+    "remove_daemon_socket",
     "remove_dead_socket",
     "shm_path",
+    "socket_path",
 ]
 
 PREFIX = "/shmbus."
@@ -43,6 +46,8 @@ SOCKET_SUFFIX = ".sock"
 
 #: Bytes of a bus name: with the longest prefix it is a file name, and those end at 255 bytes.
 MAX_NAME_BYTES = 200
+#: Bytes of a path in sockaddr_un, without the NUL.
+_MAX_PATH_BYTES = 107
 #: Of a file's name, as Linux has it.
 MAX_FILE_NAME_BYTES = 255
 
@@ -67,6 +72,15 @@ def check_name(name: object) -> str:
 def shm_path(name: str) -> str:
     """Return the file that a bus name stands for."""
     return f"{SHM_DIRECTORY}{PREFIX}{name}"
+
+
+def socket_path(name: str) -> str:
+    """Return the socket of a bus: in /dev/shm, where containers that share a bus find it."""
+    path = f"{SHM_DIRECTORY}/shmbus-{check_name(name)}{SOCKET_SUFFIX}"
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:40]
+        path = f"{SHM_DIRECTORY}/shmbus+{digest}{SOCKET_SUFFIX}"
+    return path
 
 
 def bus_names() -> list[str]:
@@ -129,13 +143,24 @@ def memory_socket(kind: str, bus: str) -> str:
 
 def remove_dead_socket(kind: str, bus: str) -> None:
     """Remove the `memory_socket` that an owner's death has left; a living owner keeps its own."""
-    path = memory_socket(kind, bus)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+    _remove_if_dead(memory_socket(kind, bus), socket.SOCK_SEQPACKET)
+
+
+def remove_daemon_socket(name: str) -> None:
+    """Remove the `socket_path` that a daemon's death has left; a living daemon keeps its own."""
+    _remove_if_dead(socket_path(name), socket.SOCK_STREAM)
+
+
+def _remove_if_dead(path: str, kind: socket.SocketKind) -> None:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            # Any other file refuses too, and is somebody's.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                if stat.S_ISSOCK(os.lstat(path).st_mode):
+                    os.unlink(path)
         except OSError:
             pass  # none, of another kind, or not ours
 

@@ -8,6 +8,7 @@ Invariants
 ----------
 - A sample that the Reader handed out is in the stash, under lease, or released.
 - Everything that can raise runs before a lease is given: a group leased then would be lost.
+- A sample that a checkpoint counts as trained ends where it is met: it is in no group any more.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Literal, TypeAlias
 
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus._keys import split_of
-from shmbus.ledger import REASONS, Ledger, RequestCounts, SplitCounts
+from shmbus.ledger import (
+    REASONS,
+    LanePauseStatus,
+    Ledger,
+    RequestCounts,
+    SplitCounts,
+    TrainedBefore,
+)
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
@@ -99,6 +107,11 @@ class Collector:
         self._lead = Lead(self.segment)
         self._requests = Requests(self.segment, self.stash.table.recent)
         self.stash.offered_again = self._requests.offered_again
+        #: Lasting names of samples that a checkpoint counts as trained and that may come yet.
+        self.trained: set[bytes] = set()
+        #: Whether nothing may be released now: a snapshot is being written.
+        self.frozen = False
+        self.stash.failures.in_lane = self._requests.is_open
         #: Groups that others hold from an earlier collector, and the stash never had; None while
         #: some of them are not known.
         self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list
@@ -170,7 +183,12 @@ class Collector:
             self.release_discarded()
         failures = stash.failures
         intake.delegate_all = bool(
-            failures.groups or failures.dirty or self._errors or self._bounded
+            failures.active
+            or failures.dirty
+            or self._errors
+            or self._bounded
+            or self.trained
+            or stash.inherited
         )
         intake.due_s = min(self._next_sweep_s, self._next_evacuation_s)
         due_s = stash.next_deadline_s()
@@ -182,24 +200,115 @@ class Collector:
         stash = self.stash
         self._lead.begin_check()
         self._requests.begin_check()
-        if self.divert is None:
+        if self.divert is None and not self.trained:
             undecided: Undecided = []
             count = self.reader.poll_into(stash.table, limits.POLL_RECORDS, now, undecided)
             stash.apply_policy(undecided, now)
         else:
             samples = self.reader.poll(limits.POLL_RECORDS)
             count = len(samples)
-            stash.add(self.divert(samples), now)
+            self.add(samples if self.divert is None else self.divert(samples), now)
         if self._expires:
             stash.expire(now)
         more = count == limits.POLL_RECORDS
-        if stash.failures.groups or stash.failures.dirty:
+        if stash.inherited and not more:
+            stash.settle_inherited(now)
+        if stash.failures.active or stash.failures.dirty:
             self._update_failing(now, drained=not more)
         if not more and (self._lead.checks or self._requests.checks):
             self._end_checks()
         if stash.table.cancelled:
             self.flush()
         return more
+
+    def read_inherited(self) -> None:
+        """Read the ring before a lease, where an earlier collector has leased a group in part.
+
+        A late sample that is read first would begin the group anew.
+        """
+        if _core.leased_in_part(self.segment):
+            self._read_all(time.monotonic())
+            self.stash.settle_inherited(time.monotonic())
+            self.release_discards()
+
+    def _read_all(self, now: float) -> None:
+        _, unread = self.reader.count_unread()
+        while unread > 0 and self.pump_once(now):
+            unread -= limits.POLL_RECORDS
+
+    # -- what was trained ------------------------------------------------------------------------
+
+    def add(self, samples: list[Trajectory], now: float) -> None:
+        """Put samples that were read into the stash, but for those that were trained."""
+        trained = self.trained_of(samples)
+        if trained:
+            ids = {id(sample) for sample in trained}
+            samples = [sample for sample in samples if id(sample) not in ids]
+            self._release_trained(trained)
+        self.stash.add(samples, now)
+
+    def trained_of(self, samples: list[Trajectory]) -> list[Trajectory]:
+        """Return those of these samples that a checkpoint counts as trained."""
+        trained = self.trained
+        if not trained:
+            return []
+        return [
+            sample
+            for sample, origins in zip(samples, _core.lasting_origins(samples), strict=True)
+            if not trained.isdisjoint(origins)
+        ]
+
+    def _release_trained(self, samples: list[Trajectory]) -> None:
+        by_key: dict[Hashable, list[Trajectory]] = {}
+        for sample in samples:
+            by_key.setdefault(sample.key, []).append(sample)
+        for key, trained in by_key.items():
+            self.stash.note_complete(key)
+            self.reader.release(trained, _core.ACKED)
+        self._doubt()  # their requests end once all is read
+
+    def end_trained_waiting(self, now: float) -> None:
+        """End the trained ones of what is not leased; the others begin their groups anew."""
+        trained = [] if self.frozen else self.trained_of(self.stash.waiting_samples())
+        if trained:
+            rest = self.stash.take_out(trained)
+            self._release_trained(trained)
+            self.stash.add(rest, now)
+            self.release_discards()
+            self.flush()
+
+    def end_trained(self, origins: Iterable[bytes], held: Iterable[Trajectory] = ()) -> None:
+        """End all samples that a checkpoint counts as trained, and those that come later.
+
+        It reads what is in the ring. So only what others hold (`held`) comes later, and what a
+        relay brings.
+        """
+        with self.lock:
+            _core.uninterrupted(self._end_trained, {*origins}, [*held])
+
+    def _end_trained(self, origins: set[bytes], held: list[Trajectory]) -> None:
+        self.trained = origins
+        now = time.monotonic()
+        self.end_trained_waiting(now)
+        self._read_all(now)
+        self.pump_once(now)  # ends the requests of what was trained
+        self.release_discards()
+        self.forget_trained(held)
+
+    def forget_trained(self, held: list[Trajectory]) -> None:
+        """Forget what does not come any more: what is of this bus, but for what others hold."""
+        here = _core.lineage(self.segment)
+        names: set[bytes] = set().union(*_core.lasting_origins(held))
+        self.trained = {
+            name for name in self.trained if name[: len(here[0])] not in here or name in names
+        }
+
+    def note_trained(self, leases: list[_core.GroupEntry[Trajectory]], step: int) -> None:
+        """Do nothing: there are no other ranks."""
+
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what a loaded checkpoint counts as trained and may come yet."""
+        return TrainedBefore(set(self.trained), [])
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
@@ -235,6 +344,7 @@ class Collector:
 
     def _update_failing(self, now: float, *, drained: bool) -> None:
         """Expire failing groups, and update the retry table."""
+        self.stash.follow_lane(now)
         if drained:
             self.stash.expire_failing(now)
         if self.stash.failures.dirty:
@@ -266,8 +376,9 @@ class Collector:
     def is_plain(self) -> bool:
         """Whether what the table has ready may be leased as it is: no policy has a say."""
         stash, failures = self.stash, self.stash.failures
-        judged = self._bounded or stash.policy.max_policy_lag is not None or self._errors
-        return not (judged or self.divert or stash.discards or failures.groups or failures.dirty)
+        judged = self._bounded or stash.policy.max_policy_lag is not None or bool(self._errors)
+        judged = judged or bool(self.trained) or bool(stash.inherited)
+        return not (judged or self.divert or stash.discards or failures.active or failures.dirty)
 
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
         """Let others begin in the place of groups that were leased; hand out no more of them."""
@@ -406,7 +517,10 @@ class Collector:
 
     def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
         """Make a leased group the next to be delivered; False where it is not held here."""
-        return _core.give_back_group(self.reader, self.stash.table, consumer, group, state)
+        ended = _core.give_back_group(self.reader, self.stash.table, consumer, group, state)
+        if self.trained:
+            self.end_trained_waiting(time.monotonic())
+        return ended
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: if this process dies now, all of its samples or none."""
@@ -434,9 +548,16 @@ class Collector:
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
         """Make a leased group the next to be delivered, also to a thread that waits in `take`."""
         self.stash.give_back(group)
+        if self.trained:
+            self.end_trained_waiting(time.monotonic())
         self.reader.wake()
 
     # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def lane_pause(self) -> LanePauseStatus | None:
+        """Why workers get one sample at a time; None while the request lane is open."""
+        return self._retries.lane_pause
 
     @property
     def policy_version(self) -> int:
@@ -469,6 +590,7 @@ class Collector:
                 groups_given_up=stash.given_up,
                 groups_useless=_core.groups_useless(segment),
                 samples_wanted=len(stash.failures.requests),
+                lane_pause=self.lane_pause,
                 stash_overflows=stash.overflows,
                 moved=self.reader.moves,
                 policy_version=segment.policy_version,

@@ -11,6 +11,8 @@ Invariants
 - A sample is in exactly one place: an open group, a ready group, a leased group, or `discards`.
 - A group that is complete, or whose deadline has passed, has left the open groups.
 - A complete group stays whole: no part of it is ever delivered or discarded alone.
+- A group that an earlier collector had leased without all of its samples has the same ones again,
+  whatever has come since.
 
 Ambiguous samples
 -----------------
@@ -32,10 +34,12 @@ import msgspec
 from shmbus import errors, limits
 from shmbus._keys import has_epoch, split_of
 from shmbus.stash.failures import FailingGroup, Failures, Request
+from shmbus_ext import _core
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
     REFUSED_FAILING,
     REFUSED_GROUP_SIZE,
+    REFUSED_LEASED,
     REFUSED_SURPLUS,
     SPLIT_TRAIN,
     GroupEntry,
@@ -117,6 +121,8 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     retry_timeout_s : float
         Seconds that a request may stay unanswered, and that a group with a finally failed sample
         waits for its others.
+    retry_backoff_s : tuple of float
+        Seconds before a failed sample is requested again: first, and at most.
     on_failure : "drop" | "partial"
         What happens to a group with a finally failed sample, once its others are there.
     """
@@ -129,6 +135,7 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
     sample_retries: int = 0
     retry_timeout_s: float = limits.RETRY_TIMEOUT_S
+    retry_backoff_s: tuple[float, float] = limits.RETRY_BACKOFF_S
     on_failure: Literal["drop", "partial"] = "drop"
 
 
@@ -170,6 +177,9 @@ class Stash(Generic[S]):
         self.reports: dict[GroupEntry[S], list[S]] = {}
         #: Whether a group that has ended was asked for again since.
         self.offered_again: Callable[[Hashable], bool] = lambda key: False
+        #: Members of groups that an earlier collector had leased without all of their samples,
+        #: by key and what their records say of that lease; until a group's are all here.
+        self.inherited: dict[tuple[Hashable, int], list[S]] = {}
         self._limit = self.policy.max_stash_bytes
         #: A caller that puts samples straight into it passes the result of `put` to `apply_policy`.
         self.table: GroupTable[S] = GroupTable(
@@ -179,6 +189,7 @@ class Stash(Generic[S]):
             policy.sample_retries,
             policy.retry_timeout_s,
             None if policy.on_timeout == "wait" else policy.group_timeout_s,
+            policy.retry_backoff_s,
             self.table.failing,
         )
 
@@ -188,11 +199,15 @@ class Stash(Generic[S]):
 
     def apply_policy(self, undecided: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
         """Decide on samples that the table refused, and on complete groups that wait for it."""
+        if undecided:
+            self.failures.lane.look(self.table.accepted)
         for each in undecided:
             if isinstance(each, tuple):
                 why, sample = each
                 if why == REFUSED_FAILING:
                     self._add_to_failing(sample, now_s)
+                elif why == REFUSED_LEASED:
+                    self._inherit(sample, now_s)
                 elif why == REFUSED_SURPLUS and not self._had(sample.key):
                     undecided += self.table.put([sample], now_s)
                 else:
@@ -206,6 +221,54 @@ class Stash(Generic[S]):
             del recent[next(iter(recent))]
         if self._limit is not None:
             self._overflow(self._limit, now_s)
+
+    # -- groups of an earlier collector ---------------------------------------------------------
+
+    def _inherit(self, sample: S, now_s: float) -> None:
+        lease = sample.key, _core.leased_state(sample)
+        members = self.inherited.setdefault(lease, [])
+        members.append(sample)
+        if len(members) == _core.leased_members(lease[1]):
+            del self.inherited[lease]
+            self._make_again(sorted(members, key=lambda each: each.index), now_s)
+        self._note_failing()
+
+    def _make_again(self, members: list[S], now_s: float) -> None:
+        """Have a group ready as it was leased; what else there is of it came too late."""
+        key = members[0].key
+        entry = self.table.gather(members, now_s)
+        failing = self.failures.groups.get(key)
+        if failing is not None and (has_epoch(key) or not failing.received):
+            self.failures.end(failing)
+            self._discard("surplus", key, failing.samples)
+            if failing.reports:
+                self.reports[entry] = failing.reports
+        if has_epoch(key):
+            open_one = self.table.take(key)
+            if open_one is not None:
+                self._discard("surplus", key, open_one.samples)
+            for late in self.table.full(key):
+                self.table.withdraw(late)
+                self._discard("surplus", key, late.samples)
+        self.note_complete(key)
+        self._cancel(key)
+        self.table.push(entry)
+
+    def settle_inherited(self, now_s: float) -> None:
+        """Take what is left for samples as any other, once all that was committed has been read.
+
+        Their collector died while it wrote the lease down, so nobody has had the group.
+        """
+        inherited, self.inherited = self.inherited, {}
+        for members in inherited.values():
+            _core.forget_leased(members)
+            self.add(members, now_s)
+        self._note_failing()
+
+    def note_complete(self, key: Hashable) -> None:
+        """Note that the group of a key is elsewhere: with an epoch, what else comes is surplus."""
+        if has_epoch(key):
+            self.table.recent[key] = None
 
     def _had(self, key: Hashable) -> bool:
         """Whether the group of a key was complete before, and is not to be made again."""
@@ -242,6 +305,30 @@ class Stash(Generic[S]):
         policy = self.policy.on_overflow
         while policy != "wait" and self.table.nbytes + self.failures.nbytes > limit:
             self._end_oldest(policy, "overflow", now_s)
+
+    def take_out(self, samples: Iterable[S]) -> list[S]:
+        """Take waiting samples out, as if they had never come; return the others of their groups.
+
+        Those are nowhere then: the caller adds them again.
+        """
+        out = {id(sample) for sample in samples}
+        rest: list[S] = []
+        for key in {sample.key for sample in samples}:
+            entry = self.table.take(key)
+            rest += [] if entry is None else entry.samples
+            failing = self.failures.groups.get(key)
+            if failing is not None:
+                self.failures.end(failing)
+                rest += failing.samples + failing.reports
+            for ready in self.table.full(key):
+                if not self.is_leased(ready) and any(id(each) in out for each in ready.samples):
+                    self.table.withdraw(ready)
+                    rest += ready.samples + self.reports.pop(ready, [])
+            for lease in [each for each in self.inherited if each[0] == key]:
+                rest += self.inherited.pop(lease)
+        _core.forget_leased(rest)
+        self._note_failing()
+        return [sample for sample in rest if id(sample) not in out]
 
     # -- failures -------------------------------------------------------------------------------
 
@@ -321,8 +408,8 @@ class Stash(Generic[S]):
 
     def _note_failing(self) -> None:
         """Tell the table what is kept outside of it, for messages of other processes."""
-        reports = sum(map(len, self.reports.values()))
-        self.table.failing_cells = self.failures.records + reports
+        kept = sum(map(len, (*self.reports.values(), *self.inherited.values())))
+        self.table.failing_cells = self.failures.records + kept
 
     def _discard(self, reason: Reason, key: Hashable, samples: list[S]) -> None:
         if samples:
@@ -376,6 +463,16 @@ class Stash(Generic[S]):
             # Ending one may overflow the stash, which may have ended another.
             if self.failures.groups.get(group.key) is group:
                 self._end_failing(group, now_s)
+
+    def follow_lane(self, now_s: float) -> None:
+        """Open the request lane once a sample has come, and note which requests are due."""
+        lane = self.failures.lane
+        if lane.paused:
+            lane.look(self.table.accepted)
+        if lane.changed:
+            lane.changed = False
+            self.failures.dirty = True
+        self.failures.look_for_due(now_s)
 
     def next_deadline_s(self) -> float | None:
         """When `expire` or `expire_failing` must run next, on the caller's clock; None if never."""
@@ -463,8 +560,8 @@ class Stash(Generic[S]):
     def waiting_samples(self) -> list[S]:
         """Return every sample that is not leased: of open, ready and failing groups, in order."""
         found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
-        for reports in self.reports.values():
-            found += reports
+        for rest in (*self.reports.values(), *self.inherited.values()):
+            found += rest
         return found
 
     @property

@@ -43,8 +43,10 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
     if os.path.lexists(target) and (
         target.is_symlink() or not target.is_dir() or any(target.iterdir())
     ):
-        what = "it becomes a new directory; choose another, or move away what is there"
-        raise FileExistsError(errno.EEXIST, what, str(target))
+        raise FileExistsError(
+            f"{target}: expected a directory that is empty or does not exist yet, got one with "
+            "files, or no directory; choose another, or move away what is there"
+        )
     _remove_abandoned(target.parent)
     try:
         partial, lock = _begin_partial(target)

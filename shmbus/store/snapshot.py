@@ -84,6 +84,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     splits : dict[str, tuple[int, int]]
         Of each split what was acknowledged and dropped, in the order of their numbers; empty where
         a shmbus wrote it that had no splits.
+    origins : list[tuple[str, int]]
+        Of which buses the records are, the oldest first: an identity, and the number above those of
+        its producers, but for those below the one before.
     parts : list[Part]
         The files.
     schema : list[SchemaField] | None
@@ -106,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     records: Count
     unreadable: Count
     splits: dict[str, tuple[Count, Count]] = {}
+    origins: list[tuple[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")], Count]] = []
     parts: list[Part]
     schema: list[SchemaField] | None = None
 
@@ -176,12 +180,14 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
     slots = _slots(file, committed)
     limit = {slot: count for slot, count in enumerate(committed)}
     written = 0
+    producers: set[int] = set()
     rows = undelivered_records(file, payload=True)
     runs = {run.extent: run.span << 32 | run.extent + 1 for run in file.runs()}
     for row in rows:
         if not row.moved and row.lane_number >= limit.get(row.slot, 0):
             continue  # committed after the beginning
         writer.add(read_record(file, row, written, runs.get(row.extent, 0)))
+        producers.add(row.producer_id)
         written += 1
     header = file.header
     return Manifest(
@@ -205,9 +211,21 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
             for number, row in enumerate(file.splits())
             if (label := file.split_label(number)) != f"#{number}"
         },
+        origins=_origins(file, producers, int(header["next_producer_id"])),
         parts=writer.finish(),
         schema=None if declared is None else list(fields_of(declared)),
     )
+
+
+def _origins(file: SegmentFile, producers: set[int], next_id: int) -> list[tuple[str, int]]:
+    """Name the buses that records of these producers are of; the last is this one."""
+    found = []
+    first = 0
+    for identity, bound in file.ancestors():
+        if any(first <= producer < bound for producer in producers):
+            found.append((identity, bound))
+        first = max(first, bound)
+    return [*found, (file.header["identity"].tobytes().hex(), next_id)]
 
 
 def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[ProducerSlot]:
@@ -422,6 +440,7 @@ def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_run
         if not fits:
             return False
     try:
+        restorer.ancestors([(bytes.fromhex(name), bound) for name, bound in manifest.origins])
         for label, (acknowledged, dropped) in manifest.splits.items():
             restorer.split(_core.split_number(segment, label), acknowledged, dropped)
         restorer.finish(

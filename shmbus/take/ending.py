@@ -12,6 +12,7 @@ from typing import Any
 
 from shmbus import errors
 from shmbus.group import Group, GroupState
+from shmbus.ledger import TrainedBefore
 from shmbus.source import Source
 from shmbus.take.attached import AttachedConsumer
 from shmbus_ext import _core
@@ -115,6 +116,94 @@ class LeaseEnds(AttachedConsumer):
                 source.give_back(self._leased(source, group, "give back"))
                 group.state = "given_back"
             source.flush()
+
+    # -- what was trained ------------------------------------------------------------------------
+
+    def note_trained(self, groups: Iterable[Group], step: int) -> None:
+        """Say that groups are trained, for the checkpoints of other ranks; without ranks a no-op.
+
+        Does not wait for an answer.
+
+        Parameters
+        ----------
+        groups : iterable of Group
+            Delivered by this consumer and still leased.
+        step : int
+            The trainer's own count of steps, alike on all ranks; -1 where they are not trained.
+
+        Raises
+        ------
+        ProtocolError, DaemonUnavailableError, BusClosedError
+            As for `ack`.
+        """
+        source = self._require_source()
+        leases = [self._leased(source, group, "note") for group in groups]
+        source.note_trained(leases, step)
+
+    def lasting_names(self, groups: Iterable[Group]) -> set[bytes]:
+        """Return what samples are known by for good, for a checkpoint.
+
+        Parameters
+        ----------
+        groups : iterable of Group
+            Delivered by this consumer.
+
+        Returns
+        -------
+        set of bytes
+            One or two a sample, of 32 bytes: the identity of the bus that it was put onto, its
+            producer id and sequence there. It is the same on a bus that is restored from a
+            snapshot; a sample that a relay has brought has that of its source, too.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        self._require_source()
+        return set().union(
+            *(name for group in groups for name in _core.lasting_origins(group.trajectories))
+        )
+
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what is trained and may come again, for a checkpoint.
+
+        Parameters
+        ----------
+        step : int
+            What was noted (`note_trained`), on any rank, as of an earlier step is trained.
+
+        Returns
+        -------
+        TrainedBefore
+            Of what was noted, and of what `end_trained` was told. What this consumer has trained
+            and not noted is not in it; without ranks nothing is noted.
+
+        Raises
+        ------
+        DaemonUnavailableError, BusClosedError
+            As for `stats`.
+        """
+        return self._require_source().trained_before(step)
+
+    def end_trained(self, names: Iterable[bytes]) -> None:
+        """Acknowledge samples that a checkpoint counts as trained, now and whenever they come.
+
+        No group has them any more. What comes late of a group with an epoch that has such a sample
+        is surplus. Groups that this consumer holds stay as they are; give them back first. A second
+        call takes the place of the first.
+
+        Parameters
+        ----------
+        names : iterable of bytes
+            Lasting names, as of `trained_before` and `lasting_names`.
+
+        Raises
+        ------
+        DaemonUnavailableError, BusClosedError
+            As for `stats`.
+        """
+        self._require_source().end_trained({*names})
 
     def _leased(self, source: Source, group: Group, verb: str) -> Any:
         """Return the lease of a group that this Consumer holds."""

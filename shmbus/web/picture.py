@@ -288,13 +288,17 @@ def _holders(status: BusStatus, now_s: float) -> list[Picture]:
             "groups": collector.leased_groups,
             "trajectories": collector.leased_records,
             "since": _since(collector.oldest_lease_s, now_s) if collector.leased_groups else None,
-            "now": "works" if collector.leased_groups else "has taken all",
+            "now": "stopped"
+            if collector.stopped
+            else "works"
+            if collector.leased_groups
+            else "has taken all",
         }
     ]
 
 
 def _holder(lease: LeaseStatus, steps: dict[int, int], now_s: float) -> Picture:
-    now = "waits" if lease.waiting else "works"
+    now = "stopped" if lease.stopped else "waits" if lease.waiting else "works"
     return {
         "name": lease.label,
         "pid": lease.pid,

@@ -94,14 +94,30 @@ enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
     return POOL_HELD;
 }
 
+/* The slot with the highest sequence below a limit, of those that have a version. A look without
+ * the lock, so that a slot which has another version is not disturbed. */
+static bool newest_of(struct pool *self, int64_t version, uint64_t below, uint32_t *at,
+                      struct slot_row *row) {
+    bool any = false;
+    for (uint32_t slot = 0; slot < self->max_slots; slot++) {
+        struct slot_row seen;
+        if (lease_peek(self, slot, &seen) && seen.version == version && seen.sequence < below &&
+            (!any || seen.sequence > row->sequence)) {
+            *at = slot;
+            *row = seen;
+            any = true;
+        }
+    }
+    return any;
+}
+
 enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
                                struct slot_row *row) {
     enum pool_status found = POOL_NOTHING;
-    for (uint32_t at = 0; at < self->max_slots; at++) {
-        /* A look without the lock, so that a slot which has another version is not disturbed. */
-        if (!lease_peek(self, at, row) || row->version != version) {
-            continue;
-        }
+    uint32_t at;
+    /* Of two lives' versions of one number, the newer one. */
+    for (uint64_t below = UINT64_MAX; newest_of(self, version, below, &at, row);) {
+        below = row->sequence;
         note_held(self, at, true);
         enum lock_status lock = self->leases[at] > 0
                                     ? LOCK_TAKEN

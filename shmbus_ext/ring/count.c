@@ -12,7 +12,7 @@ static bool is_unread(const struct reader *self, const struct record_place *plac
         return false;
     }
     *bytes = header.record_bytes;
-    return atomic_load_explicit(&header.state, memory_order_relaxed) == SHMBUS_COMMITTED &&
+    return shmbus_is_committed(atomic_load_explicit(&header.state, memory_order_relaxed)) &&
            (header.lane_number < below || (header.flags & SHMBUS_FLAG_MOVED) != 0);
 }
 

@@ -18,6 +18,17 @@ static inline void identity_text(char text[IDENTITY_TEXT_BYTES],
     }
 }
 
+/* Of the bus that a producer's records were put onto: this one, or one that it was restored from. */
+static inline const uint8_t *identity_of_producer(const struct bus_header *header,
+                                                  uint64_t producer_id) {
+    for (uint32_t i = 0; i < SHMBUS_ANCESTORS; i++) {
+        if (producer_id < header->ancestors[i].producers) {
+            return header->ancestors[i].identity;
+        }
+    }
+    return header->identity;
+}
+
 /* A new one, and its text; false with errno. */
 static inline bool identity_make(uint8_t identity[SHMBUS_IDENTITY_BYTES],
                                  char text[IDENTITY_TEXT_BYTES]) {

@@ -72,6 +72,15 @@ void intent_log_release(struct segment *segment, const struct record_ref *const 
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
 }
 
+/* Releases a record that is committed still: what is there may be another one since. */
+static void end_committed(struct record_header *record) {
+    uint32_t state = atomic_load_explicit(&record->state, memory_order_relaxed);
+    if (shmbus_is_committed(state)) {
+        atomic_compare_exchange_strong_explicit(&record->state, &state, SHMBUS_RELEASED,
+                                                memory_order_relaxed, memory_order_relaxed);
+    }
+}
+
 static void replay_release(struct segment *segment) {
     struct bus_header *header = segment->header;
     /* SYNC: release-intended. */
@@ -89,13 +98,11 @@ static void replay_release(struct segment *segment) {
         if (!unpack_ref(segment, ref, &place)) {
             continue;
         }
-        uint32_t committed = SHMBUS_COMMITTED;
         struct record_header *record = record_of(segment, &place);
         if (record->flags >> SHMBUS_FLAG_RELAY_SHIFT != 0) {
             relay_record_ended(segment, record, reason);
         }
-        atomic_compare_exchange_strong_explicit(&record->state, &committed, SHMBUS_RELEASED,
-                                                memory_order_relaxed, memory_order_relaxed);
+        end_committed(record);
     }
     count_release(segment, n, reason, split);
     atomic_store_explicit(&header->intent_count, 0, memory_order_release);
@@ -166,10 +173,7 @@ static void replay_move(struct segment *segment) {
         uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
         if (link_generation(word) == header->move_generation &&
             to.offset < atomic_load_explicit(&desc->used, memory_order_acquire)) {
-            uint32_t committed = SHMBUS_COMMITTED;
-            atomic_compare_exchange_strong_explicit(&record_of(segment, &from)->state, &committed,
-                                                    SHMBUS_RELEASED, memory_order_relaxed,
-                                                    memory_order_relaxed);
+            end_committed(record_of(segment, &from));
         }
     }
     intent_log_end_move(segment);

@@ -18,6 +18,7 @@
 #include <math.h>
 #include <stdalign.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -28,7 +29,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 5u
+#define SHMBUS_LAYOUT_VERSION 6u
 
 /* Records start on cache lines, so that two records never share one. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -56,6 +57,9 @@
 #define SHMBUS_LABEL_BYTES 48u
 /* Random bits enough that two buses, of whatever nodes and times, never share them. */
 #define SHMBUS_IDENTITY_BYTES 16u
+/* Buses that the records of a restored one may be of, from snapshot to snapshot: each is there for as
+ * long as a record of it was not trained, which is one restore, seldom two. */
+#define SHMBUS_ANCESTORS 3u
 #define SHMBUS_PAUSE_REASON_BYTES 120u
 /* A declared schema as text and sizes: 64 fields of 40 bytes of name and dtype and 8 dimensions
  * take 7 KiB. */
@@ -100,6 +104,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    264     4  attach_epoch     producers    reader      release / acquire
  *    320     8  policy_version   trainer      producers   relaxed
  *    328     4  consumer_packs   reader      producers   relaxed: 1 once the consumer packs batches
+ *    332     4  leased_in_part   reader      reader      relaxed: 1 once a record said so (SHMBUS_LEASED)
  *    384   ...  collector        reader       all         relaxed, for messages only
  *    512   104  released[]       reader       all         relaxed; exact through the intent
  *    640    60  intents          reader       reader      counts, move_from: release / acquire
@@ -111,7 +116,13 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    912     8  next_round       producers    producers   fetch_add: epochs that nobody else has
  *    920     8  cancelled_count  collector    producers   release / acquire: entries ever written
  *    928    16  identity         creator      all         before magic: random; no other bus has it
+ *    944    72  ancestors        restorer     all         before the bus has its name; the oldest first
  */
+struct bus_ancestor {
+    uint8_t identity[SHMBUS_IDENTITY_BYTES]; /* of a bus that this one is a restored snapshot of */
+    uint64_t producers; /* ids below this one, and not below the ancestor's before: its; 0: none */
+};
+
 struct bus_header {
     _Atomic uint64_t magic;
     uint32_t layout_version;
@@ -133,6 +144,7 @@ struct bus_header {
     _Atomic uint32_t attach_epoch;
     alignas(64) _Atomic int64_t policy_version;
     _Atomic uint32_t consumer_packs;
+    _Atomic uint32_t leased_in_part;
 
     alignas(64) _Atomic uint32_t collector_pid;
     _Atomic uint32_t collector_leased_groups;
@@ -175,6 +187,7 @@ struct bus_header {
     _Atomic uint64_t next_round;
     _Atomic uint64_t cancelled_count;
     alignas(16) uint8_t identity[SHMBUS_IDENTITY_BYTES];
+    struct bus_ancestor ancestors[SHMBUS_ANCESTORS];
 };
 
 #define SHMBUS_HEADER_BYTES 1024u
@@ -189,6 +202,7 @@ _Static_assert(offsetof(struct bus_header, space_bell) == 192, "layout");
 _Static_assert(offsetof(struct bus_header, next_producer_id) == 256, "layout");
 _Static_assert(offsetof(struct bus_header, policy_version) == 320, "layout");
 _Static_assert(offsetof(struct bus_header, consumer_packs) == 328, "layout");
+_Static_assert(offsetof(struct bus_header, leased_in_part) == 332, "layout");
 _Static_assert(offsetof(struct bus_header, collector_pid) == 384, "layout");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, intent_count) == 640, "layout");
@@ -202,6 +216,8 @@ _Static_assert(offsetof(struct bus_header, groups_failed) == 904, "layout");
 _Static_assert(offsetof(struct bus_header, next_round) == 912, "layout");
 _Static_assert(offsetof(struct bus_header, cancelled_count) == 920, "layout");
 _Static_assert(offsetof(struct bus_header, identity) == 928, "layout");
+_Static_assert(offsetof(struct bus_header, ancestors) == 944, "layout");
+_Static_assert(sizeof(struct bus_ancestor) == 24, "layout");
 
 /* A slot belongs to the process that holds the file lock on byte SHMBUS_LOCK_SLOT + index of the
  * segment; the kernel drops that lock when its owner dies, in whatever pid namespace it lived. */
@@ -294,6 +310,29 @@ enum shmbus_record_state {
     SHMBUS_RELEASED = 0x454C4552, /* "RELE" */
 };
 
+/* The state of a committed record that was leased in a group without all of its samples. This bit
+ * says so; the next 14 are the group's members, less 1; the last 17 are a hash of its first member.
+ * Members of one group have one such state, so that whoever collects next has the same group. */
+#define SHMBUS_LEASED 0x80000000u
+#define SHMBUS_LEASED_HASH_BITS 17
+
+static inline bool shmbus_is_committed(uint32_t state) {
+    return state == SHMBUS_COMMITTED || (state & SHMBUS_LEASED) != 0;
+}
+
+static inline uint32_t shmbus_leased_members(uint32_t state) {
+    return ((state & ~SHMBUS_LEASED) >> SHMBUS_LEASED_HASH_BITS) + 1;
+}
+
+/* Of 1 to SHMBUS_MAX_GROUP_SIZE members, of which the first is this one. */
+static inline uint32_t shmbus_leased_state(uint32_t members, uint64_t producer_id,
+                                           uint64_t sequence) {
+    uint64_t mixed = (producer_id * UINT64_C(0x9E3779B97F4A7C15) ^ sequence) *
+                     UINT64_C(0xD1B54A32D192ED03);
+    return SHMBUS_LEASED | (members - 1) << SHMBUS_LEASED_HASH_BITS |
+           (uint32_t)(mixed >> (64 - SHMBUS_LEASED_HASH_BITS));
+}
+
 #define SHMBUS_FLAG_PAYLOAD_CRC 1u /* payload_crc covers meta and payload */
 #define SHMBUS_FLAG_MOVED 2u       /* a straggler that the collector wrote again */
 /* Its sample failed: no fields; meta is the reason, and score counts the attempts before it. */
@@ -367,6 +406,8 @@ _Static_assert(offsetof(struct record_header, need) == 66, "layout");
 _Static_assert(offsetof(struct record_header, index) == 68, "layout");
 _Static_assert(offsetof(struct record_header, split) == 70, "layout");
 _Static_assert(SHMBUS_MAX_GROUP_SIZE <= UINT16_MAX, "a record says its group's size in two bytes");
+_Static_assert(SHMBUS_MAX_GROUP_SIZE - 1 <= (SHMBUS_LEASED - 1) >> SHMBUS_LEASED_HASH_BITS,
+               "a leased state has room for the members of any group");
 _Static_assert(offsetof(struct record_header, committed_ns) == 80, "layout");
 _Static_assert(offsetof(struct record_header, id_bytes) == 96, "layout");
 _Static_assert(offsetof(struct record_header, version_span) == 120, "layout");

@@ -173,8 +173,8 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
     }
     lane->cursor += self->copy.header.record_bytes;
     expect_next(lane, record, self->copy.header.record_bytes);
-    switch (atomic_load_explicit(&self->copy.header.state, memory_order_relaxed)) {
-    case SHMBUS_COMMITTED: {
+    const uint32_t state = atomic_load_explicit(&self->copy.header.state, memory_order_relaxed);
+    if (shmbus_is_committed(state)) {
         if (lane->pending_at < lane->pending_count) {
             /* Of a batch: those before it, seen open just now, were committed before it. */
             lane->cursor = place.offset;
@@ -187,6 +187,7 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
         }
         return delivered > 0 ? WALK_RECORD : WALK_ON;
     }
+    switch (state) {
     case SHMBUS_RESERVED:
         if (!remember_open(lane, &place, self->copy.header.producer_id)) {
             lane->cursor = place.offset;
@@ -268,7 +269,7 @@ static int take_ended(struct reader *self, struct lane *lane, struct record_ref 
         uint64_t room = self->runs[place.extent].span * self->segment->extent_bytes - place.offset;
         int delivered = 0;
         if (record_read_frame(shared, room, &place, &self->copy.header) == RECORD_OK &&
-            state == SHMBUS_COMMITTED) {
+            shmbus_is_committed(state)) {
             delivered = deliver(self, &place, ref);
         }
         if (delivered < 0) {

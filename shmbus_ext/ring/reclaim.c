@@ -267,7 +267,9 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
     record_copy_image(to.record, &to.place, from, ref->bytes, from->producer_id,
                       mover->slot_index, from->flags | SHMBUS_FLAG_MOVED);
     intent_log_begin_move(segment, &ref->place, &to.place);
-    writer_publish_moved(mover, &to);
+    /* Of a group that was leased it says so still. */
+    writer_publish_moved(mover, &to,
+                         atomic_load_explicit(&from->state, memory_order_relaxed));
     FAILPOINT("move-published");
     /* SYNC: record-moved. After the other copy is exposed: one of the two can always be read. */
     atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);

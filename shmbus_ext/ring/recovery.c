@@ -31,7 +31,7 @@ static bool commit_happened(const struct segment *segment, const struct producer
         (const void *)(segment_extent(segment, at.extent) + at.offset);
     uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
     return at.offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
-           (state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED);
+           (shmbus_is_committed(state) || state == SHMBUS_RELEASED);
 }
 
 /* Counts a commit that was under way if it took effect. The intent ends here in any case: left

@@ -226,6 +226,20 @@ void relay_reap(struct segment *segment, uint64_t producer_id, uint64_t committe
     atomic_store_explicit(&journal->writer, 0, memory_order_release);
 }
 
+bool relay_origin_of(const struct segment *segment, const struct record_header *record,
+                     struct relay_origin *origin) {
+    uint32_t entry = (record->flags >> SHMBUS_FLAG_RELAY_SHIFT) - 1;
+    struct relay_note note;
+    if (entry >= segment->relay_entry_count || !relay_read(segment, entry, &note)) {
+        return false;
+    }
+    /* Its source may have let it go since, and the entry be another record's. */
+    const struct relay_entry *from = &segment->relay_entries[entry];
+    *origin = note.origin;
+    return atomic_load_explicit(&from->writer, memory_order_relaxed) == record->producer_id &&
+           from->commit == record->lane_number + 1;
+}
+
 void relay_record_ended(struct segment *segment, const struct record_header *record,
                         uint32_t reason) {
     uint32_t entry = (record->flags >> SHMBUS_FLAG_RELAY_SHIFT) - 1;

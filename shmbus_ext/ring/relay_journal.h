@@ -56,6 +56,9 @@ bool relay_read(const struct segment *segment, uint32_t entry, struct relay_note
 
 /* A lane's owner has gone, which had committed so much. */
 void relay_reap(struct segment *segment, uint64_t producer_id, uint64_t committed);
+/* Where a record came from; false of one that no relay has put, or whose source has let it go. */
+bool relay_origin_of(const struct segment *segment, const struct record_header *record,
+                     struct relay_origin *origin);
 
 /* The collector ends a record for good. */
 void relay_record_ended(struct segment *segment, const struct record_header *record,

@@ -296,9 +296,9 @@ void writer_publish_all(struct writer *self, const struct reservation *at, uint3
     count_commits(self, at, n);
 }
 
-void writer_publish_moved(struct writer *self, const struct reservation *at) {
+void writer_publish_moved(struct writer *self, const struct reservation *at, uint32_t state) {
     record_reseal(at->record, at->bytes);
-    atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
+    atomic_store_explicit(&at->record->state, state, memory_order_release);
     make_visible(self, at);
 }
 

@@ -79,7 +79,7 @@ void writer_publish(struct writer *self, const struct reservation *at);
 void writer_publish_all(struct writer *self, const struct reservation *at, uint32_t n);
 
 /* The same for a record that was committed before, elsewhere: it keeps its numbers. */
-void writer_publish_moved(struct writer *self, const struct reservation *at);
+void writer_publish_moved(struct writer *self, const struct reservation *at, uint32_t state);
 
 /* Two steps for one that is filled later: expose it reserved, and then end it. */
 void writer_reserve(struct writer *self, const struct reservation *at);

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer_adapter.attention import (
+    arguments,
     attention_backend,
     dispatch,
     flash,
+    native,
     register_with_transformers,
     transformers_inputs,
     varlen_attention,
 )
+from trainer_adapter.attention import compiled as compiled_attention
 from trainer_adapter.batches.batch import Batch
 
 LENGTHS = [5, 1, 9, 9, 0, 30]
@@ -77,6 +81,187 @@ def test_it_compiles_without_a_graph_break_and_gives_the_same(
             torch.testing.assert_close(mine, theirs)
         with torch.no_grad():
             torch.testing.assert_close(compiled(*given, cu, longest), wanted)
+
+
+#: Batches as a run has them. The first two differ in all of lengths, sequences, tokens and longest:
+#: torch leaves a size open once it has seen two of it.
+MANY_BATCHES = [
+    [5, 2, 9], [4, 4, 4, 5], [30, 7], [11, 3, 0, 8, 2], [6, 6], [17, 2, 2], [3, 40, 5, 5],
+    [8, 9, 10, 11, 12], [2, 2, 2], [25, 1, 13], [7, 7, 7, 7, 7, 7], [50, 4], [19, 21, 5], [3, 14],
+]  # fmt: skip
+
+
+def native_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have an operator of the CPU, opaque as torch's own is, stand for the native kernel."""
+    calls: list[int] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, rest: list[Any]) -> tuple[Tensor, Tensor]:
+        cu_q, cu_k, max_q, max_k, scale, left, right = rest
+        calls.append(max_q)
+        call = arguments.Call(cu_q, cu_k, max_q, max_k, scale, (left, right))
+        found: Any = dispatch.run_backend("sdpa", q, k, v, call, True)
+        return found
+
+    # Its schema is read from the types, which have to be there.
+    @torch.library.custom_op("shmbus_tests::varlen_attn", mutates_args=())
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+        scale: float, left: int, right: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        with torch.no_grad():
+            out, lse = attend(q, k, v, [cu_q, cu_k, max_q, max_k, scale, left, right])
+        return out.contiguous(), lse.contiguous()
+
+    @kernel.register_fake
+    def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+    @torch.library.custom_op("shmbus_tests::varlen_attn_backward", mutates_args=())
+    def back(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
+        max_k: int, scale: float, left: int, right: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        with compiled_attention._recording():
+            given = [x.detach().requires_grad_() for x in (q, k, v)]
+            out, _ = attend(*given, [cu_q, cu_k, max_q, max_k, scale, left, right])
+            grads = torch.autograd.grad(out, given, grad)
+        return tuple(x.contiguous() for x in grads)  # type: ignore[return-value]
+
+    @back.register_fake
+    def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in (q, k, v))
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.facts = inputs[5:]
+
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        return (*back(grad, *ctx.saved_tensors, *ctx.facts), *(None,) * 7)
+
+    kernel.register_autograd(backward, setup_context=setup)
+
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+        *, return_aux: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, *window_size)
+
+    names = frozenset({"return_aux", "scale", "window_size", "enable_gqa"})
+    entry = native.NativeEntry(varlen_attn, None, names)
+    monkeypatch.setattr(native, "native_entry", lambda: entry)
+    monkeypatch.setattr(dispatch, "native_obstacle", lambda *args: None)
+    return calls
+
+
+def compile_counting(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, fullgraph=True, backend=counter), counter
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("kernel", ["sdpa", "native", "native, borders on the host"])
+def test_batches_of_any_lengths_share_two_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    window: tuple[int, int],
+    return_lse: bool,
+    seed: int,
+) -> None:
+    calls = [] if kernel == "sdpa" else native_on_the_host(monkeypatch)
+    backend: Any = "sdpa" if kernel == "sdpa" else "auto"
+    if kernel == "native":  # as if the borders lay on the device
+        monkeypatch.setattr(dispatch, "_is_readable", lambda borders: False)
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+        return attend_in_a_model(q, k, v, cu, longest, window, return_lse, backend)
+
+    compiled, counter = compile_counting(model)
+    for turn, lengths in enumerate(MANY_BATCHES):
+        given = operands(seed + turn, lengths)
+        cu, longest = borders(lengths), max(lengths)
+        wanted = attend_in_a_model(*given, cu, longest, window, return_lse, "sdpa")
+        upstream = torch.randn_like(wanted)
+        right = torch.autograd.grad(wanted, given, upstream)
+        before = len(calls)
+        got = compiled(*given, cu, longest)
+        torch.testing.assert_close(got, wanted)
+        for mine, theirs in zip(torch.autograd.grad(got, given, upstream), right, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        assert kernel == "sdpa" or len(calls) > before
+    assert counter.frame_count <= 2
+
+
+def attend_in_a_model(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, window: Any, return_lse: bool,
+    backend: Any,
+) -> Tensor:  # fmt: skip
+    found: Any = varlen_attention(
+        q * 2, k, v, cu, cu, longest, longest,
+        window_size=window, enable_gqa=True, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+    if not return_lse:
+        return found.sin()
+    out, lse = found
+    return out.sin() + torch.where(lse.isfinite(), lse, 0).t()[:, :, None]
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 1), (3, -1)], ids=str)
+def test_queries_and_keys_of_any_lengths_share_two_graphs(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], seed: int
+) -> None:
+    native_on_the_host(monkeypatch)
+    # The real one, but for the device: of some windows it goes by which side is longer.
+    monkeypatch.setattr(
+        dispatch, "native_obstacle", lambda q, k, a, b, *rest: "longer" if a > b else None
+    )
+
+    def model(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return varlen_attention(q, k, v, *rest, window_size=window, enable_gqa=True).sin()
+
+    compiled, counter = compile_counting(model)
+    for turn, (mine, theirs) in enumerate(itertools.pairwise(MANY_BATCHES)):
+        count = min(len(mine), len(theirs))
+        rows, keys = mine[:count], theirs[:count]
+        q, (_, k, v) = operands(seed + turn, rows)[0], operands(seed + turn, keys)
+        rest = borders(rows), borders(keys), max(rows), max(keys)
+        got = compiled(q, k, v, *rest)
+        wanted = varlen_attention(
+            q, k, v, *rest, window_size=window, enable_gqa=True, backend="sdpa"
+        ).sin()
+        torch.testing.assert_close(got, wanted)
+        got.sum().backward()
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("window", [*WINDOWS, (8, 0)], ids=str)
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_on_a_gpu_batches_of_any_lengths_share_two_graphs(
+    backend: Any, window: tuple[int, int], return_lse: bool, place: str, seed: int
+) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+        return attend_in_a_model(q, k, v, cu, longest, window, return_lse, backend)
+
+    compiled, counter = compile_counting(model)
+    for turn, lengths in enumerate(MANY_BATCHES):
+        given = [x.detach().cuda().bfloat16() for x in operands(seed + turn, lengths)]
+        exact = [x.double().requires_grad_() for x in given]
+        given = [x.requires_grad_() for x in given]
+        cu, longest = borders(lengths), max(lengths)
+        wanted = attend_in_a_model(*exact, cu, longest, window, return_lse, "sdpa")
+        upstream = torch.randn_like(wanted)
+        right = torch.autograd.grad(wanted, exact, upstream)
+        got = compiled(*given, cu.cuda() if place == "device" else cu, longest)
+        torch.testing.assert_close(got.double(), wanted, rtol=3e-2, atol=5e-2)
+        mine = torch.autograd.grad(got, given, upstream.to(got.dtype))
+        for one, other in zip(mine, right, strict=True):
+            assert (one - other).norm() <= 0.03 * other.norm()
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("word", "meant"),
     [("stats", "status"), ("Status", "status"), ("snapshoot", "snapshot"), ("ls", "list"),
-     ("rm", "gc"), ("serv", "serve"), ("doktor", "doctor")],
+     ("unlink", "rm"), ("delete", "rm"), ("clean", "gc"), ("serv", "serve"), ("doktor", "doctor")],
 )  # fmt: skip
 def test_a_mistyped_command_is_named_with_the_one_that_was_meant(word: str, meant: str) -> None:
     result = cli(word, "run1")

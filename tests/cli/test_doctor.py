@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from shmbus.cli import doctor_checks
 CHECKS = {
     "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
     "python", "shmbus", "numpy", "msgspec", "posix_ipc", "uvloop", "rich", "prometheus_client",
-    "safetensors", "round_trip", "leftovers", "pools", "torch", "flash_attn",
+    "safetensors", "logout", "round_trip", "leftovers", "pools", "torch", "flash_attn",
 }  # fmt: skip
 
 
@@ -86,3 +87,61 @@ def test_a_torch_that_cannot_be_imported_is_a_warning(
     finding = doctor_checks._check_torch(True)
     assert finding.level == "warn"
     assert "libcuda.so.1 is broken" in finding.found
+
+
+ORDINARY = pwd.struct_passwd(("ada", "x", 1234, 1234, "", "/", "/bin/sh"))
+SYSTEM = pwd.struct_passwd(("trainer", "x", 999, 999, "", "/", "/bin/sh"))
+
+
+@pytest.mark.parametrize(
+    ("user", "files", "level", "says"),
+    [
+        (ORDINARY, {}, "warn", "loginctl enable-linger ada; or RemoveIPC=no"),
+        (ORDINARY, {"var/lib/systemd/linger/ada": ""}, "ok", "ada lingers"),
+        (SYSTEM, {}, "ok", "trainer is a system user"),
+        (ORDINARY, {"etc/systemd/logind.conf": "[Login]\nRemoveIPC=no\n"}, "ok", "RemoveIPC=no"),
+        (ORDINARY, {"etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, "warn", "linger"),
+        (
+            ORDINARY,
+            {
+                "etc/systemd/logind.conf": "[Login]\nRemoveIPC=no\n",
+                "usr/lib/systemd/logind.conf.d/90-ipc.conf": "[Login]\nRemoveIPC=yes\n",
+            },
+            "warn",
+            "linger",
+        ),
+        (
+            ORDINARY,
+            {
+                "usr/lib/systemd/logind.conf.d/90-ipc.conf": "[Login]\nRemoveIPC=yes\n",
+                "etc/systemd/logind.conf.d/90-ipc.conf": "[Login]\nRemoveIPC = false\n",
+            },
+            "ok",
+            "RemoveIPC=no",
+        ),
+        (ORDINARY, {"etc/systemd/logind.conf": "no section\n\x00"}, "warn", "linger"),
+    ],
+)
+def test_what_a_logout_takes_is_told_with_its_cure(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    user: pwd.struct_passwd,
+    files: dict[str, str],
+    level: str,
+    says: str,
+) -> None:
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(doctor_checks, "_ROOT", tmp_path)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    (finding,) = [f for f in doctor_checks.diagnose(torch=False) if f.check == "logout"]
+    assert finding.level == level
+    assert says in f"{finding.found} {finding.hint}"
+
+
+def test_what_is_not_installed_is_not_among_what_is_in_order() -> None:
+    for line in cli("doctor", "--quick").out.splitlines():
+        assert not (line.startswith("ok") and "not installed" in line)

@@ -31,9 +31,8 @@ from shmbus import (
     source,
 )
 from shmbus.control import messages
-from shmbus.control.socket_path import socket_path
 from shmbus.daemon.service import MAX_WAITING
-from shmbus.segment.names import MAX_NAME_BYTES
+from shmbus.segment.names import MAX_NAME_BYTES, socket_path
 
 Served = Callable[..., Daemon]
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import Daemon, wait_until
 
 from shmbus import Consumer, Producer
-from shmbus.control.socket_path import socket_path
+from shmbus.segment.names import socket_path
 
 Served = Callable[..., Daemon]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -169,3 +170,22 @@ def test_what_a_daemon_granted_that_died_before_its_locks_were_there_is_the_next
         served.start()
         take_one(consumer).ack()
         wait_until(lambda: consumer.stats().acknowledged == 4)
+
+
+def test_what_is_acknowledged_while_no_daemon_is_there_is_told_by_close(
+    daemon: Served, bus_name: str, spawn: Spawner
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    with Producer(bus_name) as producer:
+        put(producer, "once", range(4))
+    consumer = Consumer(bus_name)
+    group = take_one(consumer)
+    served.kill()
+    group.ack()
+    closing = threading.Thread(target=consumer.close)
+    closing.start()
+    served.start()
+    closing.join()
+    with Consumer(bus_name) as successor:
+        wait_until(lambda: successor.stats().acknowledged + successor.stats().groups_ready)
+        assert successor.take(timeout=0) == [] and successor.stats().acknowledged == 4

@@ -11,7 +11,7 @@ from conftest import Daemon, wait_until
 
 import shmbus
 from shmbus import Consumer, Producer
-from shmbus.control.socket_path import socket_path
+from shmbus.segment.names import socket_path
 
 Served = Callable[..., Daemon]
 DATA = np.arange(8, dtype=np.int32)
@@ -77,3 +77,16 @@ def test_a_removed_bus_leaves_its_name_to_the_next_daemon(daemon: Served, bus_na
     new.stop()
     with pytest.raises(FileNotFoundError):
         open(socket_path(bus_name)).close()
+
+
+def test_a_bus_that_was_removed_after_its_daemon_died_leaves_its_name_to_an_embedded_reader(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "8MiB").child.kill()
+    shmbus.unlink(bus_name)
+    with shmbus.Bus.create(bus_name, "8MiB"), Producer(bus_name) as producer:
+        put(producer, "q")
+        with Consumer(bus_name) as consumer:
+            assert not consumer.served
+            (group,) = consumer.take(timeout=10)
+            group.ack()

@@ -197,6 +197,39 @@ def test_what_is_kept_is_bounded_and_groups_push_out_no_deaths(events: Events) -
     assert events.read(0, 10**6)[0][0].kind == "leased"
 
 
+def test_versions_that_follow_each_other_are_one_event_and_push_out_no_deaths(
+    events: Events,
+) -> None:
+    events.note("producer_died", "w0")
+    for version in range(1, OTHER_EVENTS + 100):
+        events.note_version(version)
+        events.note_group("leased", f"q{version}", "train.py", count=8)
+    told = [(e.kind, e.text) for e in events.read(0, 3, groups=False)[0]]
+    last = OTHER_EVENTS + 99
+    assert told == [("producer_died", ""), ("policy_version", f"1 to {last}")]
+    # A version that goes back begins a line of its own, and so does one behind another event.
+    events.note_version(7)
+    events.note("paused", text="weights")
+    events.note_version(8)
+    told = [(e.kind, e.text) for e in events.read(0, 5, groups=False)[0]]
+    assert told[1:] == [
+        ("policy_version", f"1 to {last}"), ("policy_version", "7"), ("paused", "weights"),
+        ("policy_version", "8"),
+    ]  # fmt: skip
+
+
+def test_who_follows_is_told_the_versions_that_are_new_and_misses_none(events: Events) -> None:
+    after, noted, told = 0, 0, []
+    for upto in (1, 2, 5, 6):
+        for version in range(noted + 1, upto + 1):
+            events.note_version(version)
+        noted = upto
+        found, after, missed = events.read(after, 10)
+        assert missed == 0
+        told += [event.text for event in found]
+    assert told == ["1", "2", "3 to 5", "6"]
+
+
 def test_a_number_of_an_earlier_daemon_begins_anew(events: Events) -> None:
     events.note("daemon_began")
     found, newest, missed = events.read(10**9, 10)

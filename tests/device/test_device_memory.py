@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from trainer_adapter.device import driver, memory
 from trainer_adapter.device.descriptors import fetch_descriptor
 from trainer_adapter.device.driver import CudaDriverError
 from trainer_adapter.device.handles import DeviceHandle, DeviceMismatchError, device_of, uuid_of
@@ -154,12 +156,13 @@ def test_a_thousand_cycles_leave_the_device_as_it_was(kind: Kind) -> None:
 @gpu
 @needs_gpu
 def test_opening_a_thousand_times_leaves_the_device_as_it_was(exporter: Exporter) -> None:
-    for _ in range(10):
-        exporter.open().tensor()
-    before = torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))
-    for _ in range(1000):
-        exporter.open().tensor()
-    assert (torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))) == before
+    found = []
+    # The driver takes a page of its own in the first thousand, in some runs.
+    for _ in range(2):
+        for _ in range(1000):
+            exporter.open().tensor()
+        found.append((torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))))
+    assert found[1] == found[0]
 
 
 @gpu
@@ -237,3 +240,25 @@ def test_without_a_driver_the_probe_says_so_for_each_kind() -> None:
 def test_an_empty_allocation_is_refused_before_the_driver_is_asked() -> None:
     with pytest.raises(ValueError, match="more than 0 bytes"):
         DeviceMemory.allocate(0, 0)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_memory_that_is_written_is_mapped_for_each_device_that_reaches_it(
+    monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    given: list[tuple[int, int]] = []
+
+    def call(name: str, *arguments: Any) -> None:
+        if name == "cuMemSetAccess":
+            _, _, access, count = arguments
+            assert len(access._obj) == count
+            given.extend((each.location.id, each.flags) for each in access._obj)
+
+    monkeypatch.setattr(memory, "call", call)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one != 2)
+    mapping = memory._Mapping(1, 2 << 20)
+    mapping.map_vmm(7, writable=writable)
+    mapping.reserved = mapping.address = mapping.handle = 0  # nothing to unmap
+    flags = driver.ACCESS_READ_WRITE if writable else driver.ACCESS_READ
+    assert given == [(device, flags) for device in ((1, 0, 3) if writable else (1,))]

@@ -15,7 +15,7 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from endings import Held, Task
@@ -23,7 +23,7 @@ from endings import Held, Task
 import shmbus
 from shmbus.inspect.status import read_status
 
-__all__ = ["BUS_PARTIES", "Party", "all_of", "press"]
+__all__ = ["BUS_PARTIES", "GROUPS", "Party", "all_of", "press"]
 
 CAPACITY, EXTENT_BYTES = "128KiB", 4096
 #: Samples of a group, and groups that the other side puts before a life begins.
@@ -286,7 +286,8 @@ class TakerParty(Party):
     """Whoever takes groups; its other side puts them."""
 
     ALONE = True
-    OPTIONS: dict[str, Any] = {}
+    #: Of the Consumer that is the third life.
+    OPTIONS: ClassVar[dict[str, Any]] = {}
 
     def meet(self, task: Task) -> Any:
         producer = shmbus.Producer(task.name)
@@ -380,6 +381,25 @@ class TakerParty(Party):
 
 class ConsumerParty(TakerParty):
     """A Consumer that reads the ring itself."""
+
+
+class LeaserParty(TakerParty):
+    """A Consumer that leases from a daemon, which is its other side (test_ends.py runs it)."""
+
+    ALONE = False
+    OPTIONS: ClassVar = {"daemon": True}
+
+    def prepare(self, task: Task) -> None:
+        super().prepare(task)
+        super().meet(task._replace(life=0)).close()
+
+    def open(self, task: Task) -> Any:
+        return shmbus.Consumer(task.name, daemon=True, wait=TAKEN_S)
+
+    def touch(self, held: Held) -> None:
+        # Nothing is asked of a daemon that has gone: that would wait for its successor.
+        if held.task.other == "open":
+            super().touch(held)
 
 
 class HandlerParty(TakerParty):
@@ -521,6 +541,7 @@ class FeederParty(Party):
 BUS_PARTIES: dict[str, type[Party]] = {
     "producer": ProducerParty,
     "consumer": ConsumerParty,
+    "leaser": LeaserParty,
     "feeder": FeederParty,
     "handler": HandlerParty,
     "prefetch": PrefetchParty,

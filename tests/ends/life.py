@@ -23,7 +23,7 @@ from endings import ENDINGS, Task
 __all__ = ["main"]
 
 #: Seconds of a whole life, and that it waits for its test.
-LIFE_S, DEADLINE_S = 100, 60.0
+LIFE_S, DEADLINE_S = 50, 60.0
 
 
 def await_file(path: Path, work: Any = None) -> None:
@@ -76,7 +76,7 @@ def be_peer(parties: dict[str, Any], tasks: list[Task], directory: Path) -> None
 
     def meet(later: bool) -> None:
         for task in tasks:
-            if parties[task.who].MEETS_LATER == later:
+            if later == parties[task.who].MEETS_LATER:
                 handles[task] = parties[task.who].meet(task)
 
     def attend() -> None:
@@ -97,4 +97,5 @@ def be_peer(parties: dict[str, Any], tasks: list[Task], directory: Path) -> None
         time.sleep(0.003)
     for handle in handles.values():
         handle.close()
-    print(f"pid {os.getpid()} is done", flush=True)
+    print("done", flush=True)
+    os._exit(0)  # torch takes its time to go, and everything is closed

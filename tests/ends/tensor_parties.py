@@ -5,6 +5,7 @@ Invariant: a version's elements are its number, and a step's its number, so that
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,8 @@ class PublisherParty(TensorParty):
             self._publish(held)
 
     def wait(self, held: Held) -> None:
-        while held.task.held == "version":
+        # torch itself aborts a process that ends while a daemon thread is in it.
+        while held.task.held == "version" and self.how != "teardown":
             self._publish(held)
         signal.pause()
 
@@ -134,14 +136,14 @@ class PublisherParty(TensorParty):
                 # A publisher that ends in order takes its weights along.
                 self._is_gone(subscriber)
             else:
-                with subscriber.latest(timeout=WAIT_S) as weights:
+                with subscriber.latest(timeout=0.5) as weights:
                     found = check_weights(weights)
                     assert newest <= found, f"version {found} is there, and not {newest}"
         with WeightSubscriber(task.name) as subscriber:
             after = Publishing(task.name, slots=SLOTS)
             for version in range(10_000, 10_000 + 2 * SLOTS):
                 after.publish(version)
-            with subscriber.latest(timeout=WAIT_S) as weights:
+            with subscriber.latest(timeout=0.5) as weights:
                 assert check_weights(weights) == version
             after.publisher.close()
 
@@ -273,22 +275,26 @@ class SenderParty(TensorParty):
             self._send(held)
         return held
 
-    def _send(self, held: Held) -> None:
+    def _send(self, held: Held) -> bool:
         number = held.handle.next_step
-        held.handle.send(step_of(number))
+        try:
+            held.handle.send(step_of(number), timeout=0.0)
+        except (ChannelTimeoutError, ChannelClosedError, PeerGoneError):
+            return False  # no slot is free, or the other side has ended
         held.sent.append(number)  # type: ignore[attr-defined]
         held.task.say(sent=held.sent)  # type: ignore[attr-defined]
+        return True
 
     def touch(self, held: Held) -> None:
-        if held.task.held == "step" and held.task.life == 1:
+        if held.task.held == "step":
             self._send(held)
 
     def wait(self, held: Held) -> None:
-        try:
-            while held.task.held == "step":
-                self._send(held)
-        except (ChannelClosedError, PeerGoneError):
-            pass  # as is to be, where the other side has ended
+        while held.task.held == "step" and self._send(held):
+            pass
+        # Its errors are as they have to be where the other side has ended.
+        with contextlib.suppress(ChannelClosedError, PeerGoneError):
+            held.handle.send(step_of(held.handle.next_step))
         signal.pause()
 
     def call_for(self, held: Held) -> Callable[[], Any]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SHM_DIR, Child, Spawner, segments_named, wait_until
+from conftest import SHM_DIR, Child, Daemon, Spawner, segments_named, wait_until
 
 pytest.importorskip("torch")
 
-from bus_parties import BUS_PARTIES, Party
-from cells import HELD, HOLDS, HOWS, OTHERS, PROGRAMS, WHOS, Cell, cells, why_not
+from bus_parties import BUS_PARTIES, GROUPS, Party
+from cells import HELD, HOLDS, HOWS, PROGRAMS, WHOS, Cell, cells, why_not
 from endings import ENDINGS, LIVES_ON, STATUS, Task
 from tensor_parties import TENSOR_PARTIES
 
@@ -38,9 +38,13 @@ main(globals())
 PARTIES: dict[str, type[Party]] = {**BUS_PARTIES, **TENSOR_PARTIES}
 #: Who ends in one process together: those that need torch, and those that do not.
 TOGETHER = {
+    "daemon": ("leaser",),
     "bus": ("producer", "consumer", "feeder"),
     "torch": ("handler", "prefetch", *TENSOR_PARTIES),
 }
+#: Those all of whose cells are in the short form, and which share of the others' is.
+WHOLE = ("producer", "consumer", "feeder", "handler")
+SOME = 3
 POSSIBLE = [cell for cell in cells() if not why_not(cell)]
 RUNS = {
     (how, room): [cell for cell in POSSIBLE if cell.how == how and cell.who in whos]
@@ -65,13 +69,18 @@ class Lives:
         self._spawn, self._directory = spawn, directory
         self._seed, self._fresh = seed, fresh
         self._children: list[Child] = []
+        self._daemons: dict[Task, Daemon] = {}
 
     def run(self) -> None:
         """Live all lives but the last, and judge."""
         for task in self.tasks:
             self.parties[task.who].prepare(task)
-        peers = self._peer([task for task in self.tasks if task.other != "dead"])
-        doomed = self._peer([task for task in self.tasks if task.other == "dead"])
+            if task.who == "leaser":
+                self._put(task, [f"group{number}" for number in range(GROUPS)])
+                self._daemons[task] = Daemon(self._spawn, task.name, ("--drain-timeout", 0))
+        met = [task for task in self.tasks if task not in self._daemons]
+        peers = self._peer([task for task in met if task.other != "dead"])
+        doomed = self._peer([task for task in met if task.other == "dead"])
         first = self._begin(1)
         (self._directory / "held").touch()
         for peer in (peers, doomed):
@@ -82,7 +91,15 @@ class Lives:
             doomed.kill()
         if peers is not None:
             peers.expect("closed")
+        for task, daemon in self._daemons.items():
+            if task.other == "dead":
+                daemon.kill()
+            elif task.other == "closed":
+                daemon.stop()
         self._end(first, 1)
+        for task, daemon in self._daemons.items():
+            if task.other != "open":
+                daemon.start()
         if self.how != "again":
             self._press("between")
             self._end(self._begin(2), 2)
@@ -145,7 +162,10 @@ class Lives:
 
     def _press(self, label: str) -> None:
         for task in self.tasks:
-            self.facts[task.number].append({"put": self.parties[task.who].press(task, label)})
+            self._put(task, self.parties[task.who].press(task, label))
+
+    def _put(self, task: Task, groups: list[str]) -> None:
+        self.facts[task.number].append({"put": groups})
 
     def _judge(self) -> None:
         faults = []
@@ -176,6 +196,8 @@ class Lives:
         for child in self._children:
             if child.running:
                 child.kill()
+        for daemon in self._daemons.values():
+            daemon.stop()
 
     def _nothing_is_left(self, task: Task) -> None:
         """Every file is known to `shmbus gc`, and used by nobody."""
@@ -190,7 +212,17 @@ def batches(how: str, room: str) -> list[tuple[list[Cell], bool]]:
     """Cells that run in one process each time, and whether by fresh interpreters."""
     together = RUNS[how, room]
     if not LONG:
-        return [(together, False)]
+        # All cells of who reads and writes a bus; of the others some, and in all ends together all.
+        # A daemon serves one bus: one cell.
+        at = [*HOWS].index(how)
+        if room == "daemon":
+            return [([together[at % len(together)]], False)]
+        some = [
+            cell
+            for number, cell in enumerate(together)
+            if cell.who in WHOLE or (number + at) % SOME == 0
+        ]
+        return [(some, False)]
     return [(together, True), *(([cell], False) for cell in together)]
 
 

@@ -161,8 +161,15 @@ async def test_threads_take_turns_at_one_fleet(bus: Bus, trainer: Trainer) -> No
         fleet = fleet_of(bus, server)
         done: list[int] = []
 
+        class InAnyOrder:
+            """Their turns come in no order, so each begins a life."""
+
+            def publish(self, version: int) -> None:
+                trainer.publisher.new_life()
+                trainer.publish(version)
+
         def update(version: int) -> None:
-            done.append(fleet.update_sync(trainer, version).version)
+            done.append(fleet.update_sync(InAnyOrder(), version).version)
 
         threads = [threading.Thread(target=update, args=(n,), daemon=True) for n in range(4)]
         for each in threads:

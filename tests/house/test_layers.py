@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus_ext",),
     # Words, numbers and bytes.
     (
+        "shmbus._backoff",
         "shmbus._version",
         "shmbus._format",
         "shmbus._loop_waits",
@@ -116,6 +117,7 @@ OPEN_TO_TRAINERS = (
     "shmbus._programs.",
     "shmbus.channel.",
     "shmbus.device_calls.",
+    "shmbus.inspect.stall_report.wait_sentence",
     "shmbus.tensor_forms.",
     "shmbus.peers.",
     "shmbus.pool.",

@@ -15,8 +15,8 @@ import pytest
 
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
 from shmbus.channel.lifecycle import channel_path, open_handle
-from shmbus.daemon.paused_servers import _was_left
 from shmbus.gateway.handover import Handover
+from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.relay.sockets import SocketMailbox
 from shmbus.segment.names import companion_name, shm_path
@@ -161,7 +161,7 @@ def test_a_daemon_resumes_nothing_for_a_planted_note(
     victim.write_bytes(SECRET)
     plant(path, victim)
     try:
-        assert not _was_left(path)
+        assert not servers_left(bus.name)
     finally:
         (os.rmdir if plant is plant_folder else os.unlink)(path)
 

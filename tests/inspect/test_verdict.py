@@ -15,6 +15,7 @@ from conftest import Daemon, Spawner, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.inspect.groups import read_groups
+from shmbus.inspect.groups_text import groups_text
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
@@ -371,6 +372,17 @@ def test_the_command_line_says_it_too(bus_name: str) -> None:
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         assert json.loads(status)["verdict"]["findings"][0]["kind"] == "nobody_reads"
+
+
+def test_failures_alike_are_one_line(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        for number in range(5):
+            producer.put(f"p{number}", group_size=8, index=0, score=1.0, tokens=[1])
+            for index in range(1, 7):
+                producer.fail(f"p{number}", index, "timed out", group_size=8)
+        for text in (groups_text(read_groups(bus_name)), status_text(read_status(bus_name))):
+            (line,) = [line for line in text.splitlines() if "failed: " in line]
+            assert line == "  failed: p0[1], p0[2], p0[3] and 27 more, once: timed out"
 
 
 def test_the_time_that_a_trainer_waits_is_counted(

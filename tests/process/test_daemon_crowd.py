@@ -24,10 +24,10 @@ from conftest import Child, Daemon, Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
 from shmbus.control import messages
-from shmbus.control.socket_path import socket_path
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment import lifecycle
+from shmbus.segment.names import socket_path
 from shmbus_ext import _core
 
 Served = Callable[..., Daemon]

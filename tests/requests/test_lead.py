@@ -64,7 +64,7 @@ def put(producer: Producer, key: str, index: int, size: int = 2, timeout: float 
 def test_a_sample_that_would_begin_a_group_waits_until_one_is_delivered(one: Bus) -> None:
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
         put(producer, "a", 0)
-        with pytest.raises(shmbus.BusFullError, match=r"1 groups are begun .* at most 1 .max_lead"):
+        with pytest.raises(shmbus.BusFullError, match=r"1 group is begun .* at most 1 .max_lead"):
             put(producer, "b", 0, timeout=0.05)
         put(producer, "a", 1)
         (group,) = consumer.take(timeout=10)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -597,3 +598,29 @@ def survive_forged_records(name: str, seed: int) -> None:
 
 def test_records_forged_under_right_checksums_never_crash_their_reader(bus: Bus, seed: int) -> None:
     in_child("spawn", survive_forged_records, bus.name, seed)
+
+
+HOLDER = """
+import mmap, sys, time
+import shmbus
+with open(sys.argv[1], "rb") as file:
+    kept = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("at", "value"), [(8, b"\x63\0\0\0"), (12, b"\1\2\3\4")])
+def test_a_segment_of_another_layout_is_told_with_who_has_it_and_what_to_do(
+    bus_name: str, spawn: Spawner, at: int, value: bytes
+) -> None:
+    Bus.create(bus_name, "1MiB").close()
+    path = Path(f"/dev/shm/shmbus.{bus_name}")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(value)
+    assert_refused(bus_name, rf"no process that .* has it open.* `shmbus snapshot {bus_name} DIR`")
+    holder = spawn.script(HOLDER, path)
+    holder.expect("ready")
+    version = re.escape(shmbus.__version__)
+    assert_refused(bus_name, rf"pid {holder.pid} \(shmbus {version}\) has it open: use that shmbus")

@@ -193,6 +193,15 @@ def test_other_programs_can_read_the_parts(bus_name: str, tmp_path: Path) -> Non
     assert manifest["parts"][0]["sha256"] == digest
 
 
+def test_a_directory_with_files_is_refused_in_words(bus_name: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("")
+    with shmbus.Bus.create(bus_name, "1MiB"):
+        result = cli("snapshot", bus_name, str(tmp_path))
+    assert result.status == 1 and [file.name for file in tmp_path.iterdir()] == ["kept"]
+    assert f"{tmp_path}: expected a directory that is empty or does not exist yet" in result.err
+    assert "Errno" not in result.err
+
+
 def test_a_bus_that_is_read_is_refused_and_nothing_is_left(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Consumer(bus_name, label="trainer"):
         result = cli("snapshot", bus_name, str(tmp_path / "snap"))

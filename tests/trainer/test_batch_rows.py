@@ -323,6 +323,7 @@ def test_a_kernels_table_says_that_a_sample_has_rows(
         assert table.has_rows is has_rows
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gets_rows_by_way_of_the_host(
     consumer: Consumer, groups: list[list[dict[str, Any]]]

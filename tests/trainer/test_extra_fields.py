@@ -278,6 +278,7 @@ def test_the_kernel_copies_what_the_host_copies(bus: Bus, spawn: Spawner, seed: 
     assert child.finish(100).splitlines()[-1] == "equal"
 
 
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -294,6 +295,7 @@ def test_each_way_to_a_gpu_brings_the_same(
         packer.close()
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
     dtypes = ["u1", "i2", "f4", "f8"]
@@ -318,6 +320,7 @@ def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
             packer.close()
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_a_loader_pins_a_batch_with_its_extra_fields(
     bus: Bus, samples: list[dict[str, Any]]

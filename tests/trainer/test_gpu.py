@@ -6,13 +6,15 @@ Whatever the transport, a batch is what `pack` makes of the same groups on the h
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -26,6 +28,8 @@ from shmbus.batch.gather import members
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, mapping_of, plan_gather
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
 from trainer_adapter.advantages import advantages_for_groups, baseline_of
+from trainer_adapter.gpu import memory as gpu_memory
+from trainer_adapter.gpu import packer as gpu_packer
 from trainer_adapter.gpu.packer import GpuPacker
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -528,3 +532,88 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
         batch = packer.pack(groups)
         assert not busy.query()
         assert_same(packer.deliver(batch), pack(groups))
+
+
+# --- the ring, as it is registered
+
+
+class Registered:
+    """Stands for what CUDA is told; says whether the memory was still there when it is told off."""
+
+    seen: ClassVar[list[str]] = []
+    device_shift = 0
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+
+    def close(self) -> None:
+        there = f"{self.address:x}-" in Path("/proc/self/maps").read_text()
+        Registered.seen.append("mapped" if there else "gone")
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_ring_stays_mapped_until_it_is_unregistered(
+    monkeypatch: pytest.MonkeyPatch, bus: Bus, producer: Producer, how: str
+) -> None:
+    monkeypatch.setattr(gpu_memory, "Registration", Registered)
+    Registered.seen.clear()
+    stream: Any = SimpleNamespace(synchronize=lambda: None)
+    consumer = Consumer(bus.name)
+    producer.put("q", group_size=1, index=0, tokens=np.arange(3), timeout=10)
+    (group,) = consumer.take(1, 10)
+    address, nbytes, owner = mapping_of(group.trajectories[0])
+    ring = gpu_memory.RegisteredRing(address, nbytes, owner, stream)
+    consumer.ack([group])
+    consumer.close()
+    del consumer, group, owner
+    with Consumer(bus.name):  # its successor has another mapping
+        if how == "close":
+            ring.close()
+            assert Registered.seen == ["mapped"]
+        del ring
+        gc.collect()
+        assert Registered.seen == ["mapped"]
+        assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_packer_reads_the_ring_of_the_consumer_whose_groups_come(
+    monkeypatch: pytest.MonkeyPatch, bus: Bus, producer: Producer
+) -> None:
+    monkeypatch.setattr(gpu_memory, "Registration", Registered)
+    monkeypatch.setattr(gpu_packer, "_on", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_packer, "begin_gather", lambda *args, **options: "begun")
+    Registered.seen.clear()
+    packer: Any = object.__new__(GpuPacker)
+    packer._ring = packer._staging = packer.device = packer._layout = None
+    packer._options = {}
+    packer._stream = SimpleNamespace(synchronize=lambda: None)
+    owners = []
+    for turn in range(2):
+        with Consumer(bus.name) as consumer:
+            for sample in range(2):
+                producer.put(f"{turn}.{sample}", group_size=1, index=0, tokens=[3], timeout=10)
+                groups = consumer.take(1, 10)
+                assert packer._gather(groups) == "begun"
+                owners.append(packer._ring.owner)
+                assert mapping_of(groups[0].trajectories[0])[2] is owners[-1]
+                consumer.ack(groups)
+    assert owners[0] is owners[1] is not owners[2] is owners[3]
+    assert Registered.seen == ["mapped"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_packer_goes_on_with_the_next_consumer_and_may_be_dropped_after_it(
+    bus: Bus, seed: int
+) -> None:
+    packer = GpuPacker("cuda", transport="gather")
+    with Producer(bus.name) as producer:
+        for turn in range(4):
+            with Consumer(bus.name) as consumer:
+                put_random(producer, seed + turn, 8, 300)
+                groups = consumer.take(64, 10)
+                assert_same(packer.deliver(packer.pack(groups)), pack(groups))
+                consumer.ack(groups)
+                del groups
+    del consumer, packer
+    assert torch.zeros(1 << 28, dtype=torch.uint8, device="cuda").sum().item() == 0

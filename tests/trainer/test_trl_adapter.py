@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,13 @@ class _Model:
     training = True
 
 
+class _RowsOf:
+    """A data set of TRL, as far as its columns go."""
+
+    def __init__(self, *names: str) -> None:
+        self.column_names = list(names)
+
+
 class _SyncTrainer:
     """What ShmbusRollouts reads of a GRPOTrainer of one rank."""
 
@@ -232,12 +240,23 @@ class _SyncTrainer:
         self.model.training = training
         self.num_generations, self.num_generations_eval = 2, 4
         self.max_completion_length = 8
-        self.accelerator = type("Accelerator", (), {"num_processes": 1})
+        self.accelerator = SimpleNamespace(num_processes=1, is_main_process=True)
         self.processing_class = None
+        self.temperature, self.top_p, self.top_k, self.min_p = 0.7, 0.9, 20, None
+        self.repetition_penalty = 1.1
+        self.args = SimpleNamespace(generation_kwargs={"top_k": 5, "stop": ["</a>"]})
+        self.use_vllm, self.vllm_importance_sampling_correction = False, True
+        self.rollout_func: ShmbusRollouts | None = None
+        self.train_dataset = _RowsOf("prompt")
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        """Do as TRL does: a rollout function gets the prompts, and no other column."""
+        assert self.rollout_func is not None
+        return self.rollout_func([row["prompt"] for row in inputs], self)
 
 
 @contextmanager
-def answers(bus: str, rows: int = 1) -> Iterator[list[str]]:
+def answers(bus: str, rows: int = 1, metas: list[Any] | None = None) -> Iterator[list[str]]:
     """Answer requests until the block ends; yields the splits that were asked for."""
     asked: list[str] = []
     over = threading.Event()
@@ -250,6 +269,8 @@ def answers(bus: str, rows: int = 1) -> Iterator[list[str]]:
                 if request is None:
                     continue
                 asked.append(request.split)
+                if metas is not None:
+                    metas.append(request.meta)
                 fields: dict[str, Any] = good if rows == 1 else {"rows": [good] * rows}
                 producer.requests.answer(request, score=request.index, **fields)
 
@@ -280,6 +301,72 @@ def test_an_evaluation_is_a_split_of_its_own(
         with shmbus.Consumer(bus_name) as consumer:
             splits = consumer.stats().splits
         assert (splits["train"].acknowledged, splits["eval"].acknowledged) == (4, 4)
+
+
+def sample_rows(bus: str, trainer: _SyncTrainer, *rows: dict[str, Any]) -> list[Any]:
+    """Sample rows of a data set, each as often as TRL does; returns what workers were told."""
+    metas: list[Any] = []
+    with answers(bus, metas=metas):
+        assert trainer.rollout_func is not None
+        trainer._generate_and_score_completions(
+            [dict(row) for row in rows for _ in range(trainer.num_generations)]
+        )
+        trainer.rollout_func.close()
+    return metas
+
+
+def test_workers_are_told_how_the_trainer_samples(bus: str) -> None:
+    trainer = _SyncTrainer(True)
+    trainer.rollout_func = ShmbusRollouts(bus, timeout=20.0, tokenize=False)
+    for meta in sample_rows(bus, trainer, {"prompt": "a"}):
+        assert meta["prompt"] == "a" and meta["split"] == "train"
+        assert meta["sampling"] == {
+            "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
+            "max_completion_length": 8, "stop": ["</a>"],
+        }  # fmt: skip
+
+
+def test_workers_are_told_the_other_columns_of_each_prompts_own_row(bus: str) -> None:
+    trainer = _SyncTrainer(True)
+    trainer.rollout_func = ShmbusRollouts(bus, timeout=20.0, tokenize=False)
+    trainer.rollout_func.attach(trainer)
+    # Equal prompts of two rows, and what TRL has written into a row that it gives again.
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "answer": "4", "levels": np.arange(2), "bus_score": 1.0},
+        {"prompt": "a", "answer": "5", "levels": np.arange(3), "split": "hard"},
+    ]
+    metas = sample_rows(bus, trainer, *rows)
+    told = sorted((meta["answer"], meta["levels"]) for meta in metas)
+    assert told == [("4", [0, 1])] * 2 + [("5", [0, 1, 2])] * 2
+    assert all(meta["split"] == "train" and "bus_score" not in meta for meta in metas)
+
+
+def test_a_column_that_cannot_go_along_is_named_once_and_holds_up_nothing(
+    bus: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"image of {bus}"
+    for _ in range(2):
+        trainer = _SyncTrainer(True)
+        trainer.rollout_func = ShmbusRollouts(bus, timeout=20.0, tokenize=False)
+        trainer.rollout_func.attach(trainer)
+        for meta in sample_rows(bus, trainer, {"prompt": "a", "answer": 4, name: object()}):
+            assert meta["answer"] == 4 and name not in meta
+    [said] = [record.message for record in caplog.records if name in record.message]
+    assert "does not go to workers" in said and "object" in said
+
+
+def test_columns_that_nobody_can_see_are_named_with_what_to_call(
+    bus: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        trainer = _SyncTrainer(True)
+        trainer.train_dataset = _RowsOf("prompt", "answer", "level")
+        rollouts = trainer.rollout_func = ShmbusRollouts(bus, timeout=20.0, tokenize=False)
+        sample_rows(bus, trainer, {"prompt": "a", "answer": 4})
+        rollouts.close()
+    said = [r.message for r in caplog.records if "do not go to workers" in r.message]
+    assert len(said) == 2, "once an object"
+    assert "'answer', 'level'" in said[0] and "rollouts.attach(trainer)" in said[0]
 
 
 def test_forks_are_refused_by_the_rollout_function(bus: str) -> None:

@@ -37,6 +37,8 @@ def test_every_bit_arrives_by_files_and_old_ones_go(tmp_path: Path) -> None:
         for version in (7, 3, 9, 10):
             with torch.no_grad():
                 model.turned.add_(1)
+            if version == 3:
+                publisher.new_life()
             publisher.publish(version=version, text="x")
             with reader.latest(timeout=5) as weights:
                 assert (weights.version, weights.text) == (version, "x")

@@ -351,3 +351,65 @@ def test_the_probe_says_what_the_device_carriers_take() -> None:
     assert "ask for it by name" in refused["cuda_vmm"]
     assert "ask for it by name" in refused["cuda_ipc"]
     assert "not that of cuda:0" in refused["memfd"]
+
+
+@pytest.mark.parametrize("size", [1 << 20, 8 << 20, 64 << 20])
+def test_lazy_negatives_and_conjugates_arrive_over_host_memory(
+    bus_name: str, publishers: MakePublisher, size: int
+) -> None:
+    real = torch.randn(size // 4, device=DEVICE)
+    pairs = torch.randn(size // 8, dtype=torch.complex64, device=DEVICE)
+    model = torch.nn.Module()
+    model.negative = torch.nn.Parameter(torch._neg_view(real), requires_grad=False)
+    model.conjugate = torch.nn.Parameter(torch.conj(pairs), requires_grad=False)
+    publisher = publishers(model, carrier="shm")
+    target = {"negative": torch.zeros_like(real), "conjugate": torch.zeros_like(pairs)}
+    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+        for version in range(6):
+            real.normal_()
+            pairs.normal_()
+            publisher.publish(version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(target)
+            assert torch.equal(target["negative"], -real)
+            assert torch.equal(target["conjugate"], torch.conj(pairs).resolve_conj())
+
+
+@pytest.mark.parametrize("reader", [DEVICE, "cpu"])
+def test_a_model_with_a_tensor_without_elements_follows_by_patches(
+    bus_name: str, publishers: MakePublisher, reader: str
+) -> None:
+    model = torch.nn.Linear(500, 500, device=DEVICE)
+    model.empty = torch.nn.Parameter(torch.empty(0, 3, device=DEVICE))
+    publisher = publishers(model, carrier="shm", patches=True)
+    target = {name: torch.zeros_like(t, device=reader) for name, t in model.state_dict().items()}
+    with WeightSubscriber(bus_name, device=reader, patches=True) as subscriber:
+        for version in range(4):
+            with torch.no_grad():
+                model.bias[version] = version
+            publisher.publish(version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(target)
+            assert torch.equal(target["bias"].to(DEVICE), model.bias)
+
+
+@needs_two
+@pytest.mark.parametrize("reader", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_model_over_two_devices_arrives(
+    bus_name: str, publishers: MakePublisher, carrier: str, reader: str
+) -> None:
+    first, second = torch.nn.Linear(700, 700, device="cuda:0"), torch.nn.Linear(3, 3000)
+    model = torch.nn.Sequential(first, second.to("cuda:1"))
+    publisher = publishers(model, carrier=carrier)
+    target = {name: torch.zeros_like(t, device=reader) for name, t in model.state_dict().items()}
+    with WeightSubscriber(bus_name, device=reader) as subscriber:
+        for version in range(6):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            publisher.publish(version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(target)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor.cpu(), target[name].cpu()), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -125,9 +126,10 @@ def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
     module, live = model().to(device), model().to(device)
     other = {name: torch.zeros(5, device=device) for name in module.state_dict()}
     with both_sides(bus, module, carrier, device) as (publisher, subscriber):
+        numbers = itertools.count()
         for version in range(6):
             change_values(module)
-            publisher.publish(version)
+            publisher.publish(next(numbers))
             if version % 2:
                 continue  # each of those that are loaded is in the same slot
             with subscriber.latest(timeout=5) as weights:
@@ -135,8 +137,8 @@ def test_after_a_model_that_does_not_fit_the_next_one_gets_what_is_newest(
                     with pytest.raises(ManifestError, match="nothing of it was changed"):
                         weights.load_into(other)
             change_values(module)
-            publisher.publish(version)
-            publisher.publish(version)
+            publisher.publish(next(numbers))
+            publisher.publish(next(numbers))
             with subscriber.latest(timeout=5) as weights:
                 weights.load_into(live)
             expected = module.state_dict()

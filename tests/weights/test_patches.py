@@ -76,6 +76,26 @@ def test_every_bit_follows_by_patches(publishers: MakePublisher, bus_name: str, 
     assert how["patch"] > VERSIONS // 4 and how["whole"] >= 1
 
 
+def test_models_with_lazy_tensors_without_elements_follow_by_patches(
+    publishers: MakePublisher, bus_name: str
+) -> None:
+    model = torch.nn.Linear(9, 9)
+    # As an empty one of a device, it has no bytes in host memory to compare.
+    empty = torch.conj(torch.empty(0, 3, dtype=torch.complex64))
+    model.empty = torch.nn.Parameter(empty, requires_grad=False)
+    publisher = publishers(model)
+    target = {name: torch.zeros_like(t.resolve_conj()) for name, t in model.state_dict().items()}
+    with WeightSubscriber(bus_name, patches=True) as subscriber:
+        for version in range(4):
+            with torch.no_grad():
+                model.bias[version] = version
+            publisher.publish(version)
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(target)
+                assert weights.loaded == ("patch" if version else "whole")
+            assert torch.equal(target["bias"], model.bias)
+
+
 @pytest.mark.parametrize("count", [300, 1000])
 def test_models_of_many_tensors_follow_by_patches(
     count: int, publishers: MakePublisher, bus_name: str, seed: int

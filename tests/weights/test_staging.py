@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
+import pytest
 import torch
 
 from trainer_adapter.weights.copies import from_host_to_device
 from trainer_adapter.weights.manifest import Manifest, ParamMeta
-from trainer_adapter.weights.staging import plan
+from trainer_adapter.weights.staging import HostBatch, plan
 
 MOST = 40 * 256
 
@@ -88,3 +90,11 @@ def test_nothing_crosses_where_there_is_no_device() -> None:
 
 def test_no_tensors_make_no_run() -> None:
     assert plan([]) == []
+
+
+@pytest.mark.parametrize("lazy", [torch._neg_view, torch.conj])
+def test_a_lazy_tensor_of_any_size_is_resolved_once_its_bytes_are_there(lazy: Any) -> None:
+    source = lazy(torch.ones(1 << 20, dtype=torch.complex64))
+    target = torch.zeros(1 << 20, dtype=torch.complex64)
+    way: Any = None
+    assert HostBatch(way, [(target, source)])._odd == [(target, source)]

@@ -8,7 +8,15 @@ import pytest
 import torch
 from weight_models import bits, many
 
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber, attach, share
+from trainer_adapter.weights import (
+    ManifestError,
+    ModuleSource,
+    Slice,
+    WeightPublisher,
+    WeightSubscriber,
+    attach,
+    share,
+)
 
 
 class Twice(torch.nn.Module):
@@ -88,3 +96,78 @@ def test_one_element_of_any_stride_is_shared(bus_name: str) -> None:
     model.register_buffer("scale", torch.arange(8.0)[3::2][:1])
     with share(bus_name, model) as shared:
         assert shared["scale"].item() == model.scale.item() == 3
+
+
+def memory_in_one(kind: str) -> dict[str, torch.Tensor]:
+    """Return destinations of "a" [4, 6] and "b" [4, 6] that lie in one memory somehow."""
+    whole = torch.zeros(8, 12)
+    if kind == "one tensor":
+        return {"a": whole[:4, :6], "b": whole[:4, :6]}
+    if kind == "one row":
+        return {"a": whole.view(-1)[:24].view(4, 6), "b": whole.view(-1)[23:47].view(4, 6)}
+    if kind == "one column":
+        return {"a": whole[:4, :6], "b": whole[:4, 5:11]}
+    assert kind == "columns apart"
+    return {"a": whole[:4, :6], "b": whole[:4, 6:]}
+
+
+@pytest.mark.parametrize("carrier", ["shm", "memfd"])
+@pytest.mark.parametrize("kind", ["one tensor", "one row", "one column", "columns apart"])
+def test_values_apart_do_not_go_into_one_memory(bus_name: str, kind: str, carrier: Any) -> None:
+    source = torch.nn.ParameterDict({"a": torch.ones(4, 6), "b": torch.full((4, 6), 2.0)})
+    target = memory_in_one(kind)
+    with (
+        WeightPublisher(bus_name, ModuleSource(source), carrier=carrier) as publisher,
+        WeightSubscriber(bus_name) as subscriber,
+    ):
+        publisher.publish(1)
+        with subscriber.latest(timeout=5) as weights:
+            if kind != "columns apart":
+                with pytest.raises(ManifestError, match="'a' and 'b' of the model share memory"):
+                    weights.load_into(target)
+                assert not any(tensor.any() for tensor in target.values())
+                return
+            weights.load_into(target)
+        assert (target["a"] == 1).all() and (target["b"] == 2).all()
+
+
+def test_a_model_that_ties_what_is_published_apart_is_told_both_names(bus_name: str) -> None:
+    model, server = Twice(tied=False), Twice()
+    before = bits(server.head.weight)
+    with (
+        WeightPublisher(bus_name, ModuleSource(model)) as publisher,
+        WeightSubscriber(bus_name) as subscriber,
+    ):
+        publisher.publish(1)
+        with subscriber.latest(timeout=5) as weights:
+            with pytest.raises(ManifestError, match=r"'(embed|head).weight' and '(embed|head)\."):
+                weights.load_into(server)
+            assert bits(server.head.weight) == before
+            free = Twice(tied=False)
+            weights.load_into(free)
+            assert bits(free.head.weight) == bits(model.head.weight)
+
+
+def test_what_is_published_as_one_goes_into_models_that_tie_it_or_its_parts(bus_name: str) -> None:
+    model = Twice()
+    parts = {
+        "up": Slice("layer.weight", dim=0, start=0, length=4),
+        "down": Slice("layer.weight", dim=0, start=4, length=4),
+    }
+    with (
+        WeightPublisher(bus_name, ModuleSource(model, slices=parts)) as publisher,
+        WeightSubscriber(bus_name) as subscriber,
+    ):
+        publisher.publish(1)
+        with subscriber.latest(timeout=5) as weights:
+            for tied in (True, False):
+                server = Twice(tied=tied)
+                weights.load_into(server)
+                assert bits(server.head.weight) == bits(model.head.weight)
+            whole = torch.zeros(8, 8)
+            targets = {"layer.weight": whole, "up": whole[:4], "down": whole[4:]}
+            weights.load_into(targets, strict=False)
+            assert bits(whole) == bits(model.layer.weight)
+            wrong = {"layer.weight": whole, "up": whole[4:]}
+            with pytest.raises(ManifestError, match="share memory"):
+                weights.load_into(wrong, strict=False)

@@ -264,11 +264,11 @@ def test_parts_are_loaded_into_a_fused_tensor_of_the_model(
             weights.load_into(fused, slices=slices)
 
 
-def test_versions_may_be_zero_negative_and_go_back(
+def test_versions_may_be_zero_and_negative(
     publishers: MakePublisher, subscriber: WeightSubscriber
 ) -> None:
     publisher = publishers(many(2))
-    for version in (-5, 0, 7, 3):
+    for version in (-5, 0, 7):
         publisher.publish(version=version, text=f"step {version}")
         assert subscriber.wait(timeout=5) == version
         with subscriber.latest(timeout=5) as weights:

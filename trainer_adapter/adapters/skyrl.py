@@ -25,12 +25,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 import shmbus
 from trainer_adapter._checks import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.parted import Parted, experts_of, part_row
+from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.splits import SplitConsumer, check_options
 from trainer_adapter.adapters.stack import Stack
 
@@ -181,18 +180,17 @@ class GenerateByBus:
         deadline: float,
     ) -> None:
         first = places[0]
-        extras = batch.get("env_extras")
+        extras, sampling = batch.get("env_extras"), batch.get("sampling_params")
         meta = {
             "prompt": batch["prompts"][first],
             "env_class": batch["env_classes"][first],
-            "env_extras": extras[first] if extras else None,
-            "sampling_params": batch.get("sampling_params"),
+            "env_extras": columns_for("SkyRL", extras[first]) if extras and extras[first] else None,
+            "sampling_params": columns_for("SkyRL", sampling) if sampling else None,
         }
-        plain = msgspec.msgpack.decode(msgspec.msgpack.encode(meta, enc_hook=_plain))
         while True:
             try:
                 self._attached().consumer.request(
-                    key[0], group_size=len(places), epoch=key[1], split=split, meta=plain,
+                    key[0], group_size=len(places), epoch=key[1], split=split, meta=meta,
                     timeout=0,
                 )  # fmt: skip
                 return
@@ -289,10 +287,6 @@ def _read(t: shmbus.Trajectory, logprobs: bool) -> _Output:
         float(t.score),
         str(meta.get("finish_reason", "stop")),
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def make_generator(bus: str, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -162,10 +162,12 @@ def checked_window(window_size: tuple[int, int]) -> Window:
     return left, right
 
 
-def checked_max(value: int, name: str) -> int:
+def checked_max(value: SupportsIndex, name: str) -> int:
     """Return a longest length as an integer."""
     try:
-        length = operator.index(value)
+        # A length that torch.compile leaves open stays so: `index` would make a graph for each.
+        is_open = isinstance(value, torch.SymInt)
+        length: Any = value if is_open or isinstance(value, int) else operator.index(value)
     except TypeError:
         raise TypeError(
             f"{name}: expected an integer, got {type(value).__name__}; "
@@ -175,7 +177,7 @@ def checked_max(value: int, name: str) -> int:
         raise ValueError(
             f"{name}: expected 0 to {MOST_TOKENS} tokens, got {length}; pass the longest length"
         )
-    return length
+    return cast("int", length)
 
 
 def check_borders(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

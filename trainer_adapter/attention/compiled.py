@@ -1,7 +1,8 @@
 """`varlen_attention` as one operator of torch, which compiled models run without a graph break.
 
-The SDPA path decides by the values of the borders, which no tracer can follow. As an operator it
-is opaque: the graph has one node for forward and one for backward.
+SDPA's path decides by the values of the borders, and the choice of a backend by the longest
+lengths: no tracer can follow the first, and makes a graph for each outcome of the second. As an
+operator both are opaque: the graph has one node for forward and one for backward.
 
 Invariants:
 
@@ -20,17 +21,20 @@ import torch
 from torch import Tensor
 
 from trainer_adapter.attention.arguments import Call
-from trainer_adapter.attention.dispatch import run_backend
+from trainer_adapter.attention.dispatch import attention_backend, run_backend
 
 __all__ = ["varlen_operator"]
 
 
 def _eager(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
-    max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
+    max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     call = Call(cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, (left, right))
-    result = run_backend(backend, q, k, v, call, return_lse)
+    chosen = attention_backend(
+        q, k, max_q, max_k, scale=scale, window_size=call.window, backend=backend
+    )
+    result = run_backend(chosen, q, k, v, call, return_lse)
     return (result, _no_lse(q)) if isinstance(result, Tensor) else result
 
 
@@ -43,7 +47,7 @@ def varlen_operator(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend, as `run_backend`.
+    """Attend, by the backend that an eager call takes.
 
     Returns
     -------

@@ -24,11 +24,15 @@ from trainer_adapter._checks import check_choice
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
 from trainer_adapter.attention.jagged import attend_jagged, is_less_work_jagged, may_be_jagged
-from trainer_adapter.attention.native import call_native, native_obstacle
+from trainer_adapter.attention.native import (
+    call_native,
+    is_for_lengths_to_decide,
+    native_obstacle,
+)
 from trainer_adapter.attention.plan import IntArray, make_plan
 from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, log_sum_exp
 
-__all__ = ["Backend", "attention_backend", "run_backend"]
+__all__ = ["Backend", "attention_backend", "is_native_of_any_length", "run_backend"]
 
 Backend = Literal["auto", "native", "flash", "sdpa"]
 _BACKENDS: Final = get_args(Backend)
@@ -89,6 +93,32 @@ def attention_backend(
     return "sdpa"
 
 
+def is_native_of_any_length(q: Tensor, k: Tensor, call: Call, backend: Backend) -> bool:
+    """Whether the native kernel takes calls like this whatever their lengths, borders unread.
+
+    Then a compiled model has the kernel's own nodes, and one graph serves all batches.
+
+    Parameters
+    ----------
+    q : Tensor [T_q, H_q, D]
+    k : Tensor [T_k, H_kv, D]
+    call : Call
+        Of it, the lengths are not looked at.
+    backend : {"auto", "native", "flash", "sdpa"}
+        As for `varlen_attention`.
+
+    Returns
+    -------
+    bool
+    """
+    return (
+        backend in ("auto", "native")
+        and not is_for_lengths_to_decide(call.window)
+        and not (_is_readable(call.cu_seqlens_q) or _is_readable(call.cu_seqlens_k))
+        and native_obstacle(q, k, 0, 0, call.scale == q.shape[-1] ** -0.5, call.window) is None
+    )
+
+
 def run_backend(
     chosen: str, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -137,8 +167,7 @@ def _run_kernel(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     for borders, rows, longest, name in call.sides(q, k):
-        # Borders on the device stay unread, since the host would have to wait for them.
-        if borders.device.type == "cpu":
+        if _is_readable(borders):
             _checked_lengths(borders, len(rows), longest, name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,6 +175,11 @@ def _run_kernel(
 
     out, lse = run(q, k, v, call)
     return (out, differentiable_lse(q, k, lse, call.scale, attend)) if return_lse else out
+
+
+def _is_readable(borders: Tensor) -> bool:
+    """Whether the host reads the borders; it would have to wait for those on the device."""
+    return borders.device.type == "cpu"
 
 
 def _call_flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

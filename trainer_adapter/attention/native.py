@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.plan import UNLIMITED
 
-__all__ = ["call_native", "native_entry", "native_obstacle"]
+__all__ = ["call_native", "is_for_lengths_to_decide", "native_entry", "native_obstacle"]
 
 NATIVE_DTYPES: Final = (torch.float16, torch.bfloat16)
 NATIVE_MAX_HEAD_DIM: Final = 256
@@ -95,12 +95,19 @@ def native_obstacle(
         return f"windows need torch 2.11, this is {torch.__version__}"
     if "scale" not in entry.parameters and not default_scale:
         return f"a scale of one's own needs torch 2.11, this is {torch.__version__}"
-    # The kernel reads a right limit of max_k or more as no limit, and sets max_k where only the
-    # left is limited. For a row far above its first key, neither has the same meaning.
-    left, right = window
-    if max_q > max_k and (right >= max_k or (left != UNLIMITED and right == UNLIMITED)):
+    if is_for_lengths_to_decide(window) and max_q > max_k and not 0 < window[1] < max_k:
         return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"
     return None
+
+
+def is_for_lengths_to_decide(window: tuple[int, ...]) -> bool:
+    """Whether the longest lengths decide if the native kernel is right for a window.
+
+    The kernel reads a right limit of max_k or more as no limit, and sets max_k where only the left
+    is limited. For a row far above its first key, neither has the same meaning.
+    """
+    left, right = window
+    return right > 0 or (left != UNLIMITED and right == UNLIMITED)
 
 
 def call_native(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

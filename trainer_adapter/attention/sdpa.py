@@ -84,7 +84,7 @@ def _attend(
     bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
 ) -> Tensor:
     """Attend in one bucket, in the layout of SDPA: q [B, H, R, D], k and v [B, H, K, D]."""
-    attention = functools.partial(F.scaled_dot_product_attention, scale=scale)
+    attention = functools.partial(_sdpa, scale=scale)
     if bucket.kind == "causal":
         return attention(q, k, v, is_causal=True)
     if bucket.kind == "full":
@@ -108,6 +108,27 @@ def _attend(
             attention(q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], attn_mask=mask)
         )
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """Attend by torch; the gradient of the result comes in the result's own layout.
+
+    cuDNN keeps one backward plan for the shapes and strides of a call, whatever those of the
+    gradient are: after a gradient of another layout, as that of a log-sum-exp, it would read beside
+    it (seen with torch 2.11 on an H200).
+    """
+    out = F.scaled_dot_product_attention(q, k, v, **given)
+    if out.requires_grad and out.device.type == "cuda":
+        out.register_hook(  # type: ignore[no-untyped-call]
+            functools.partial(_in_layout, strides=out.stride())
+        )
+    return out
+
+
+def _in_layout(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if grad.stride() == strides:
+        return grad
+    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
 def _key_range(bucket: Bucket, first: int, last: int, window: Window) -> tuple[int, int]:

@@ -34,7 +34,12 @@ from trainer_adapter.attention.arguments import (
     checked_window,
 )
 from trainer_adapter.attention.compiled import varlen_operator
-from trainer_adapter.attention.dispatch import Backend, attention_backend, run_backend
+from trainer_adapter.attention.dispatch import (
+    Backend,
+    attention_backend,
+    is_native_of_any_length,
+    run_backend,
+)
 
 __all__ = ["varlen_attention"]
 
@@ -127,7 +132,9 @@ def varlen_attention(
     -----
     The meaning is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691), version 2.1 and later.
 
-    Under `torch.compile` there is no graph break; by SDPA, backward then runs forward once more.
+    Under `torch.compile` there is no graph break, and batches of any lengths share a graph. By
+    SDPA, with `return_lse`, with borders on the host and with windows that reach to the right,
+    backward then runs forward once more.
     """
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
@@ -142,13 +149,16 @@ def varlen_attention(
         checked_window(window_size),
     )
     check_borders(cu_seqlens_q, cu_seqlens_k)
+    if torch.compiler.is_compiling() and (
+        return_lse or not is_native_of_any_length(q, k, call, backend)
+    ):
+        # What lengths and borders decide is decided when it runs: no graph depends on them.
+        out, lse = varlen_operator(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, call.max_q, call.max_k, call.scale, *call.window,
+            return_lse, backend,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     chosen = attention_backend(
         q, k, call.max_q, call.max_k, scale=scale, window_size=call.window, backend=backend
     )
-    if torch.compiler.is_compiling() and chosen != "native":
-        out, lse = varlen_operator(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, call.max_q, call.max_k, call.scale, *call.window,
-            return_lse, chosen,
-        )  # fmt: skip
-        return (out, lse) if return_lse else out
     return run_backend(chosen, q, k, v, call, return_lse)

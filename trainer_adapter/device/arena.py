@@ -169,7 +169,16 @@ class Arena:
         # Far enough apart from the predecessor's, which nobody can ask any more.
         self.owner = int.from_bytes(os.urandom(5), "little") << 16
         self._next = self.owner
-        self._server = DescriptorServer(path, self._give)
+        # Weakly: an arena that nobody has any more goes at once, and its server and memory with it.
+        give = weakref.WeakMethod(self._give)
+
+        def answer(question: bytes) -> tuple[bytes, int | None]:
+            found = give()
+            if found is None:
+                raise ValueError("expected a buffer that is here; its owner has let go of it")
+            return found(question)
+
+        self._server = DescriptorServer(path, answer)
 
     def _give(self, question: bytes) -> tuple[bytes, int | None]:
         try:

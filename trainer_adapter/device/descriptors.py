@@ -1,7 +1,8 @@
 """File descriptors from one process to others, over a Unix socket: who shares device memory.
 
 Invariants: both sides ask the kernel who is at the other end, and nothing goes to, or is taken
-from, another user; what cannot be sent costs its asker only; a wait has a deadline.
+from, another user; what cannot be sent costs its asker only; a wait has a deadline; a server that
+nobody has any more ends as a closed one does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -64,17 +66,13 @@ class DescriptorServer:
         except BaseException:
             self._socket.close()
             raise
-        self._thread = threading.Thread(target=self._serve, name="shmbus-descriptors", daemon=True)
+        # Who drops a server without a close has it ended too: its thread knows it weakly.
+        self._end = weakref.finalize(self, _stop_listening, self._socket, path, self._pid)
+        arguments = (weakref.ref(self), self._socket)
+        self._thread = threading.Thread(
+            target=_serve, args=arguments, name="shmbus-descriptors", daemon=True
+        )
         self._thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            self._slots.acquire()
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -98,14 +96,35 @@ class DescriptorServer:
 
     def close(self) -> None:
         """Stop listening and remove the socket; may be called twice."""
-        if os.getpid() != self._pid or self._socket.fileno() < 0:
+        if os.getpid() == self._pid:
+            self._end()
+            self._thread.join()
+
+
+def _serve(found: weakref.ref[DescriptorServer], listening: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listening.accept()
+        except OSError:  # closed
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-        self._socket.close()
-        self._thread.join()
+        server = found()
+        if server is None:
+            connection.close()
+            return
+        server._slots.acquire()
+        threading.Thread(target=server._answer, args=(connection,), daemon=True).start()
+        del server
+
+
+def _stop_listening(listening: socket.socket, path: str, pid: int) -> None:
+    """Remove a socket and wake who waits for it, in the process that listens."""
+    if os.getpid() != pid:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with contextlib.suppress(OSError):
+        listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+    listening.close()
 
 
 def fetch_descriptor(

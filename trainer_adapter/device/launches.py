@@ -5,6 +5,10 @@ Triton's way to a launch takes 17 us of the host, and up to 60 behind a pause; t
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import threading
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,7 +16,7 @@ import torch
 from shmbus.device_calls import device_launch
 from trainer_adapter.device.driver import address, check, missing
 
-__all__ = ["Direct"]
+__all__ = ["Direct", "import_kernels"]
 
 #: Threads of a warp.
 THREADS: Final = 32
@@ -80,3 +84,26 @@ class Direct(NamedTuple):
             status = device_launch(*arguments)
         if status:
             check("cuLaunchKernel", status)
+
+
+def import_kernels(module: str) -> None:
+    """Import a module of kernels, and Triton with it, before it is needed; nothing without Triton.
+
+    In a thread, where no signal's handler runs: an import of Triton that Ctrl-C ends half-way
+    leaves it broken for the life of the process.
+
+    Parameters
+    ----------
+    module : str
+        Its name. Where it cannot be imported, who uses it gets the error.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=run, name="shmbus-kernels")
+    thread.start()
+    thread.join()

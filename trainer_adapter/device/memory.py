@@ -79,8 +79,13 @@ class _Mapping:
         self.reserved = address.value
         call("cuMemMap", self.reserved, self.nbytes, 0, handle, 0)
         self.address = self.reserved
-        access = driver.AccessDescription.of(self.device, writable=writable)
-        call("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(access), 1)
+        # A copy between devices runs on the source's: whoever has tensors on several devices writes
+        # from each of them.
+        devices = [self.device, *(_peers_of(self.device) if writable else ())]
+        access = (driver.AccessDescription * len(devices))(
+            *(driver.AccessDescription.of(device, writable=writable) for device in devices)
+        )
+        call("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(access), len(devices))
 
     def __del__(self) -> None:
         # A forked child has no context, and its parent has the mapping.
@@ -107,6 +112,12 @@ class _Mapping:
             handle, self.handle = self.handle, 0
             if handle:
                 call("cuMemRelease", handle)
+
+
+def _peers_of(device: int) -> list[int]:
+    """Return the devices of this process that can reach a device's memory by themselves."""
+    others = (other for other in range(torch.cuda.device_count()) if other != device)
+    return [other for other in others if torch.cuda.can_device_access_peer(other, device)]
 
 
 #: Memory of kind "ipc" that this process has allocated, by its handle: the driver opens a handle in

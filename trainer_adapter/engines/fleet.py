@@ -196,6 +196,10 @@ class EngineFleet(SharedSteps, Reloads):
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
                     before = None if previous is None else previous.version
+                elif getattr(publisher, "version", version) != version:
+                    # A number of another life: by it, there is no way back to what it was.
+                    await asyncio.to_thread(publisher.publish, version=version)
+                    before = None
                 else:
                     before = version  # the servers may run an older one; nothing older is leased
                 report = self._begin(note, version, before)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from shmbus import BusNotFoundError
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.status import ReaderStatus, read_pool
+from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
 from trainer_adapter.engines.errors import EngineError
 from trainer_adapter.engines.report import ServerReport
 from trainer_adapter.weights.errors import LOADING_CODE, MANIFEST_CODE
@@ -130,9 +130,9 @@ class RankRows:
     def whole_version(self, server: Addressed, ranks: int) -> int | None:
         """Return what all ranks run; None where they differ, or one may have a part of another."""
         rows = self.of(server)
-        versions = {row.applied_version for row in rows}
+        versions = {(row.applied_sequence, row.applied_version) for row in rows}
         whole = len(rows) >= ranks and not any(row.error_code for row in rows)
-        return versions.pop() if whole and len(versions) == 1 else None
+        return versions.pop()[1] if whole and len(versions) == 1 else None
 
     async def require_version(
         self,
@@ -176,11 +176,22 @@ class RankRows:
                 )
             await asyncio.sleep(POLL_S)
 
+    def _are_of_newest(self, rows: list[ReaderStatus], version: int) -> bool:
+        """Whether ranks run the last publication of a number, and no older life's."""
+        there = [s.sequence for s in self._slots() if s.version == version and s.state == "ready"]
+        return not there or all(row.applied_sequence == max(there) for row in rows)
+
+    def _slots(self) -> list[SlotStatus]:
+        try:
+            return read_pool(self._bus, WEIGHTS).slots
+        except BusNotFoundError:
+            return []
+
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
         """Say what keeps a server's ranks from all running a version; None where they do."""
         rows = self.of(server)
-        runs = [row.applied_version for row in rows if not row.error_code]
-        if len(rows) >= ranks and runs == [version] * len(rows):
+        runs = [row for row in rows if not row.error_code and row.applied_version == version]
+        if len(rows) >= ranks and len(runs) == len(rows) and self._are_of_newest(runs, version):
             return None
         refused = [
             f"{row.label}: {row.error}"

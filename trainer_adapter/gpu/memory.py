@@ -1,10 +1,9 @@
-"""Host memory that CUDA reads directly: pinned blocks for batches and tables.
-
-The ring itself is registered: `trainer_adapter.device.registration`.
-"""
+"""Host memory that CUDA reads directly: pinned blocks for batches and tables, and the ring."""
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Final
 
 import numpy as np
@@ -12,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.device.registration import Registration
 
-__all__ = ["PinnedMemory", "Staging", "StagingBlock"]
+__all__ = ["PinnedMemory", "RegisteredRing", "Staging", "StagingBlock"]
 
 #: Bytes that a block of `Staging` is rounded up to: the table of half a million tokens.
 STAGING_BYTES: Final = 1 << 16
@@ -108,3 +108,45 @@ class Staging:
             No copy from or to it is in flight.
         """
         self._idle.append(block)
+
+
+class RegisteredRing:
+    """A ring that CUDA reads, until `close` or the last reference to this.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        Its mapping.
+    owner : object
+        What keeps that: it is not unmapped while it is registered, as the driver would go on to
+        take the addresses for its own.
+    stream : torch.cuda.Stream
+        Whose kernels read it.
+
+    Attributes
+    ----------
+    device_shift : int
+        The device's address of it, minus this process's.
+    """
+
+    _registration: Registration | None = None
+
+    def __init__(self, address: int, nbytes: int, owner: object, stream: torch.cuda.Stream) -> None:
+        self.owner = owner
+        self._stream = stream
+        self._pid = os.getpid()
+        self._registration = Registration(address, nbytes)
+        self.device_shift = self._registration.device_shift
+
+    def close(self) -> None:
+        """Unregister it, once nothing reads it; may be called twice."""
+        registration = self._registration
+        if registration is not None and os.getpid() == self._pid:
+            self._stream.synchronize()
+            registration.close()
+        self._registration = self.owner = None
+
+    def __del__(self) -> None:
+        # The end of the process unregisters it.
+        if not sys.is_finalizing():
+            self.close()

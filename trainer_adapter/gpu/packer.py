@@ -14,7 +14,8 @@ Invariants:
   any more, so it may be acknowledged. The waiting thread sleeps.
 - Packing runs on a stream of its own, and does not wait for training on other streams.
 - One thread at a time makes batches; a second one gets an error.
-- The ring is unregistered before the mapping may go away.
+- The ring is unregistered before its mapping goes away, whichever of packer and Consumer ends
+  first; groups of another Consumer are read from that one's ring.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
-from trainer_adapter.device.registration import Registration
+from trainer_adapter.device.launches import import_kernels
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
-from trainer_adapter.gpu.memory import PinnedMemory, Staging
+from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
 from trainer_adapter.gpu.one_thread import OneThread
 
 __all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]
@@ -127,7 +128,9 @@ class GpuPacker:
         self._layout: Layout = layout
         self._memory: BatchMemory = BatchMemory()
         self._pinned: PinnedMemory | None = None
-        self._registration: Registration | None = None
+        self._ring: RegisteredRing | None = None
+        if transport in ("auto", "gather"):
+            import_kernels("trainer_adapter.gpu.kernel")
         self._staging = Staging(self.device)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._one_thread = OneThread("GpuPacker", "give each thread a packer of its own")
@@ -140,7 +143,7 @@ class GpuPacker:
         Parameters
         ----------
         groups : list[shmbus.Group]
-            Leased, of one Consumer; at least one.
+            Leased, of one Consumer, which may be another one's than before; at least one.
 
         Returns
         -------
@@ -230,24 +233,27 @@ class GpuPacker:
         return batch
 
     def close(self) -> None:
-        """Unregister the ring; call it before the Consumer closes."""
+        """Unregister the ring, which keeps the memory of its Consumer until then."""
         self._host.close()
-        if self._registration is not None:
-            self._stream.synchronize()
-            self._registration.close()
-            self._registration = None
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def _gather(self, groups: list[shmbus.Group]) -> Pending | None:
         """Run the kernel; None if it cannot run here, from now on."""
         if not groups:
             raise ValueError("pack: expected at least one group, got none")
-        if self._registration is None and importlib.util.find_spec("triton") is None:
+        if self._ring is None and importlib.util.find_spec("triton") is None:
             self._fall_back("pinned", "Triton is not installed")
             return None
         with _on(self._stream):
-            if self._registration is None:
+            address, nbytes, owner = mapping_of(groups[0].trajectories[0])
+            if self._ring is None or self._ring.owner is not owner:
+                ring, self._ring = self._ring, None
+                if ring is not None:
+                    ring.close()
                 try:
-                    self._registration = Registration(*mapping_of(groups[0].trajectories[0]))
+                    self._ring = RegisteredRing(address, nbytes, owner, self._stream)
                 except (OSError, RuntimeError) as error:
                     self._fall_back("pinned", f"the ring cannot be registered: {error}")
                     return None
@@ -255,7 +261,7 @@ class GpuPacker:
                 groups,
                 self.device,
                 stream=self._stream,
-                device_shift=self._registration.device_shift,
+                device_shift=self._ring.device_shift,
                 staging=self._staging,
                 layout=self._layout,
                 **self._options,

@@ -2,9 +2,10 @@
 
 Invariants:
 
-- A group that a checkpoint had trained is acknowledged; a truncated one (under "drop"), a malformed
-  one and one that the filter refuses are dropped. Each costs itself only: all others wait for their
-  batches.
+- A truncated group (under "drop"), a malformed one and one that the filter refuses are dropped.
+  Each costs itself only: all others wait for their batches.
+- A group with a sample that a checkpoint had trained goes back: whoever reads the bus ends that
+  sample, and no group has it any more.
 - Every group ends here, or waits in the planner, even if an error is raised. Where a signal's
   handler raises, it stays in the inbox, and is admitted by the next call.
 - Once a group with logprobs was admitted, one without them is malformed. A batch of both kinds has
@@ -29,7 +30,6 @@ from trainer_adapter._arguments import check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Truncated, is_truncated
-from trainer_adapter.handler.checkpoint import identities
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.unread_fields import UnreadFields
 from trainer_adapter.scored_group import ScoredGroup
@@ -61,8 +61,8 @@ class Admission:
 
     Attributes
     ----------
-    trained : set of (int, int)
-        Identities of trajectories that a checkpoint had trained, and that were not delivered since.
+    trained : set of bytes
+        Lasting names of samples that a loaded checkpoint had trained.
     truncated_groups : int
         Groups that were dropped because a sample of theirs is truncated.
     """
@@ -91,7 +91,7 @@ class Admission:
         self._keep_group = keep_group
         self._unread = UnreadFields(fields, [] if extra_fields is None else extra_fields.sources)
         self._with_logprobs = False
-        self.trained: set[tuple[int, int]] = set()
+        self.trained: set[bytes] = set()
         self.truncated_groups = 0
 
     def admit(self) -> None:
@@ -172,20 +172,19 @@ class Admission:
                 group.give_back()
             self._planner.keep_leased()
 
-    def end_trained(self) -> None:
-        """Acknowledge waiting groups that a checkpoint had trained."""
+    def return_trained(self) -> None:
+        """Give back waiting groups that a checkpoint had trained."""
         self._planner.unsettled = True
         self._without_trained(_leased(self._planner.groups))
         self._planner.keep_leased()
 
     def _without_trained(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        """Acknowledge groups that a checkpoint had trained; return the others."""
+        """Give back groups with samples that a checkpoint had trained; return the others."""
         if not self.trained:
             return groups
-        trained = [group for group in groups if identities([group]) <= self.trained]
-        samples = identities(trained)
-        self._consumer.ack(trained)
-        self.trained -= samples
+        for group in groups:
+            if not self.trained.isdisjoint(self._consumer.lasting_names([group])):
+                group.give_back()
         return _leased(groups)
 
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:

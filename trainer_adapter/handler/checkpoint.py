@@ -2,38 +2,27 @@
 
 Invariants:
 
-- A trajectory is identified by its producer and its sequence number, unique on one bus only.
+- A sample is known by its lasting name: the identity of the bus that it was put onto, its producer
+  and its sequence number there. No two samples share one, and a restored bus keeps it.
 - A state is plain ints, strs and lists, for any serialiser.
+- It names what all ranks had trained when it was saved. So any rank's state is the job's, whatever
+  its world size is; those of several ranks together are, too.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
-import shmbus
+__all__ = ["HandlerState"]
 
-__all__ = ["HandlerState", "identities"]
+STATE_VERSION: Final = 2
 
-STATE_VERSION: Final = 1
-
-Identity = tuple[int, int]
-
-
-def identities(groups: Iterable[shmbus.Group]) -> set[Identity]:
-    """Return the identity of each trajectory: its producer and its sequence number there.
-
-    Parameters
-    ----------
-    groups : iterable of shmbus.Group
-
-    Returns
-    -------
-    set of (int, int)
-    """
-    return {(t.producer_id, t.sequence) for group in groups for t in group}
+#: A lasting name: identity, producer and sequence.
+_NAME: Final = struct.Struct(">16sQQ")
 
 
 class HandlerState(msgspec.Struct, frozen=True):
@@ -41,21 +30,23 @@ class HandlerState(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    step, policy_version : int
-    bus_created_unix_ns : int
-        Creation time of its bus.
-    trained : set of (int, int)
-        Identities of the trajectories of all batches that were yielded, acknowledged or not.
+    rank, step, policy_version : int
+    bus : str
+        The identity of its bus.
+    trained : set of bytes
+        Lasting names of the samples of all batches that were yielded, on any rank, and that may
+        come again.
     requests : dict | None
         Requests that were offered and not trained, as `shmbus.Consumer.requests_state` has them.
     offer : dict | None
         Where it stands in the prompts of `OnlineDataHandler.offer`.
     """
 
+    rank: int
     step: int
     policy_version: int
-    bus_created_unix_ns: int
-    trained: set[Identity]
+    bus: str
+    trained: set[bytes]
     requests: Any = None
     offer: Any = None
 
@@ -66,12 +57,17 @@ class HandlerState(msgspec.Struct, frozen=True):
         -------
         dict
         """
+        trained: dict[str, list[list[int]]] = {}
+        for identity, producer, sequence in map(_NAME.unpack, sorted(self.trained)):
+            trained.setdefault(identity.hex(), []).append([producer, sequence])
         state = {
             "version": STATE_VERSION,
+            "rank": self.rank,
             "step": self.step,
             "policy_version": self.policy_version,
-            "bus_created_unix_ns": self.bus_created_unix_ns,
-            "trained": sorted(map(list, self.trained)),
+            "bus": self.bus,
+            # No dict: a distributed checkpoint loads only keys that the handler has already.
+            "trained": [[identity, rows] for identity, rows in trained.items()],
         }
         if self.requests is not None:
             state["requests"] = self.requests
@@ -81,37 +77,62 @@ class HandlerState(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, state: Any) -> HandlerState:
-        """Read a dict of `as_dict`.
+        """Read a dict of `as_dict`, or a list of those that the ranks of one job saved.
 
         Parameters
         ----------
-        state : dict
+        state : dict or list of dict
 
         Returns
         -------
         HandlerState
+            Of a list, what all of them have trained, and the requests of rank 0.
 
         Raises
         ------
         ValueError
-            It is not a handler's state, or of another version.
+            It is not a handler's state, of another version, or of several steps.
         """
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-            version = state.get("version") if isinstance(state, dict) else type(state).__name__
+        if not isinstance(state, (list, tuple)):
+            return cls._parse_one(state)
+        if not state:
+            raise ValueError("state_dict: expected one state or more, got none")
+        parsed = sorted(map(cls._parse_one, state), key=lambda each: each.rank)
+        steps = sorted({each.step for each in parsed})
+        if len(steps) > 1:
             raise ValueError(
-                f"state_dict: expected version {STATE_VERSION}, got {version!r}; it is not a "
-                "handler's state, or was saved by another version of shmbus"
+                "state_dict: expected states of one step, got steps "
+                f"{' and '.join(map(str, steps))}; load those that the ranks saved together, or "
+                "one rank's alone"
             )
+        return msgspec.structs.replace(
+            parsed[0], trained=set().union(*(each.trained for each in parsed))
+        )
+
+    @classmethod
+    def _parse_one(cls, state: Any) -> HandlerState:
+        version = state.get("version") if isinstance(state, dict) else type(state).__name__
+        if version != STATE_VERSION:
+            newer = isinstance(version, int) and version > STATE_VERSION
+            raise ValueError(
+                f"state_dict: expected version {STATE_VERSION}, got {version!r}; it "
+                + ("was saved by a newer shmbus: load it with that one" if newer else
+                   "is not a handler's state, or was saved by an older version of shmbus")
+            )  # fmt: skip
         try:
             parsed = cls(
+                int(state["rank"]),
                 int(state["step"]),
                 int(state["policy_version"]),
-                int(state["bus_created_unix_ns"]),
-                _pairs(state["trained"]),
+                str(state["bus"]),
+                _names(state["trained"]),
                 state.get("requests"),
                 state.get("offer"),
             )
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        except (
+            KeyError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError,
+            struct.error,
+        ) as error:  # fmt: skip
             # OverflowError: of an infinite number; RuntimeError: PyTorch's, of a tensor.
             raise ValueError(
                 f"state_dict: expected what state_dict() returned, got {sorted(state)}: {error!r}"
@@ -123,10 +144,13 @@ class HandlerState(msgspec.Struct, frozen=True):
         return parsed
 
 
-def _pairs(rows: Iterable[Iterable[Any]]) -> set[Identity]:
-    """Return rows of two numbers as a set of pairs; there may be very many."""
-    columns = list(zip(*rows, strict=True))
-    if not columns:
-        return set()
-    producers, sequences = columns
-    return set(zip(map(int, producers), map(int, sequences), strict=True))
+def _names(trained: Iterable[tuple[str, Iterable[Iterable[Any]]]]) -> set[bytes]:
+    """Return the names in a state; there may be very many."""
+    pack = _NAME.pack
+    found = set()
+    for identity, rows in trained:
+        bus = bytes.fromhex(identity)
+        if len(bus) != 16:
+            raise ValueError(f"trained: expected the identity of a bus, got {identity!r}")
+        found |= {pack(bus, int(producer), int(sequence)) for producer, sequence in rows}
+    return found

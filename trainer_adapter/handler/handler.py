@@ -7,7 +7,7 @@ Invariants:
 - A group that was taken is in exactly one place, which the planner keeps, until it ends.
 - An exception of a signal's handler, which may come between any two steps, loses no group and
   leaves nothing half done: the same call, or the next one, finishes what was cut short.
-- After `load_state_dict`, groups that the checkpoint had trained are acknowledged and not yielded.
+- After `load_state_dict`, samples that the checkpoint had trained are acknowledged and not yielded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -43,7 +44,7 @@ from trainer_adapter.batches.pack import FieldNames
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.packer import GpuPacker, packer_on
 from trainer_adapter.handler.admission import Admission
-from trainer_adapter.handler.checkpoint import HandlerState, identities
+from trainer_adapter.handler.checkpoint import HandlerState
 from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.drops import DropNotes
 from trainer_adapter.handler.evaluation import EvaluatingHandler
@@ -145,8 +146,8 @@ class OnlineDataHandler(
         raises is raised by `next_batch`, and the groups wait for the next call.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
-        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
-        daemon, on_stall, stall_timeout, prompt_schema.
+        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, retry_backoff,
+        on_failure, label, daemon, on_stall, stall_timeout, prompt_schema.
 
     Raises
     ------
@@ -246,7 +247,7 @@ class OnlineDataHandler(
         )
         self._drops = DropNotes(self._consumer.stats(), max_policy_lag)
         with shmbus.Bus.open(self._consumer.name) as handle:
-            self._created_unix_ns = handle.created_unix_ns
+            self._identity = handle.identity
 
     def _taking(self, world_size: int) -> Take:
         if world_size == 1:
@@ -392,6 +393,10 @@ class OnlineDataHandler(
                 self._gpu.deliver(first.batch)
             self.progress.note(first.batch, time.monotonic() - began_s, self._consumer)
             first.batch = UnseenBatch.of(first.batch)
+            if self._world_size > 1:
+                self._consumer.note_trained(
+                    [one.group for one in first.planned], self._planner.step
+                )
         if self._prefetcher is not None:
             self._prefetcher.wake()
         return self._planner.hand_out(self._planner.step)
@@ -491,6 +496,8 @@ class OnlineDataHandler(
             As for `ack`.
         """
         self._require_out(batch, "give back")
+        if self._world_size > 1:
+            self._consumer.note_trained(batch.groups, -1)
         # Not to the consumer: groups that wait here would be delivered before them.
         with self._locked():
             self._planner.give_back(batch.step, time.monotonic())
@@ -553,16 +560,18 @@ class OnlineDataHandler(
         """
         self._take_back_unseen()
         self._settle_offer()
-        with self._locked():
-            trained = set(self._admission.trained)
+        # Behind what is left of a checkpoint, since that may end while this goes on.
+        known = self._consumer.trained_before(self.step)
+        trained = set(known.names)
         for made in self._planner.out.values():
-            trained |= identities(one.group for one in made.planned)
+            trained |= self._consumer.lasting_names(one.group for one in made.planned)
         return HandlerState(
+            self._rank,
             self.step,
             self._consumer.policy_version,
-            self._created_unix_ns,
+            self._identity,
             trained,
-            self._requests_to_save(),
+            self._requests_to_save(Counter(known.groups)),
             self._offer_to_save(),
         ).as_dict()
 
@@ -574,27 +583,28 @@ class OnlineDataHandler(
 
         Parameters
         ----------
-        state : dict
-            From `state_dict`.
+        state : dict or list of dict
+            From `state_dict` of any rank, of a job of any world size; or those of several of its
+            ranks, saved at one step.
 
         Raises
         ------
         ValueError
-            It is not a handler's state, or of another version; or it is of another data set than
-            `offer` was given, or of another rank.
+            It is not a handler's state, or of another version, or a list of several steps; or it is
+            of another data set than `offer` was given, or of another rank.
         """
         saved = HandlerState.parse(state)
         self._restore_offer(saved.offer)
         self._consumer.reset_policy_version(saved.policy_version)
         self._take_back_unseen()
-        here = saved.bus_created_unix_ns == self._created_unix_ns
         with self._locked():
-            self._admission.trained = saved.trained if here else set()
+            self._admission.trained = saved.trained
             self._planner.begin_at(saved.step, time.monotonic())
-            self._admission.end_trained()
+            self._admission.return_trained()
+            self._consumer.end_trained(saved.trained)
             if self._prefetcher is not None:
                 self._prefetcher.wake()
-        self._restore_requests(saved.requests, here)
+        self._restore_requests(saved.requests, saved.bus == self._identity)
 
     def close(self) -> None:
         """Leave the bus. Groups that are not acknowledged are delivered to the next reader.

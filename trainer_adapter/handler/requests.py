@@ -382,13 +382,20 @@ class RequestingHandler:
         self._offering = None
         self._planner.last = False
 
-    def _requests_to_save(self) -> Any:
-        """Return the requests that are not trained, and what a restart must know of others."""
+    def _requests_to_save(self, on_ranks: Counter[_Key]) -> Any:
+        """Return the requests that are not trained, and what a restart must know of others.
+
+        Parameters
+        ----------
+        on_ranks : Counter of (str, int or None, str)
+            Groups that the ranks have trained, those of this one too; empty without ranks.
+        """
         if not self._saves_requests:
             return None
         state: Any = self._consumer.requests_state()
-        trained = self._trained_open + _keys_of(
-            one.group for made in self._planner.out.values() for one in made.planned
+        trained = self._trained_open + (
+            on_ranks
+            | _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
         )
         found: list[_Key] = []
         opened = []

@@ -9,6 +9,7 @@
           +-- PatchBaseError         a patch for another version than the one that is there
           +-- DeviceMismatchError    a device that is not here
           +-- PeerGoneError          another rank of the publisher has ended
+          +-- VersionOrderError      a number that this publisher has used, or one below
           +-- WeightsBusyError       a second publisher, or no place for another reader
           +-- StaleBridgeError       a bridge file whose writer has ended
           +-- WeightsTimeoutError    a deadline passed; a TimeoutError too
@@ -34,6 +35,7 @@ __all__ = [
     "PeerGoneError",
     "StaleBridgeError",
     "TornWeightsError",
+    "VersionOrderError",
     "WeightsBusyError",
     "WeightsError",
     "WeightsTimeoutError",
@@ -115,6 +117,10 @@ class PeerGoneError(WeightsError):
 
     def __reduce__(self) -> tuple[type[PeerGoneError], tuple[str, int]]:
         return type(self), (str(self), self.rank)
+
+
+class VersionOrderError(WeightsError):
+    """A number of a version that is not above the one before; nothing was published."""
 
 
 class WeightsBusyError(WeightsError):

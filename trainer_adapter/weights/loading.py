@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer_adapter.device.driver import CudaDriverError
@@ -130,11 +131,19 @@ def paired(
             f"version {version} does not fit the model, and nothing of it was changed", faults
         )
     names = set(manifest.names())
-    return {
+    pairs = {
         name: _pair(name, view_of(tensors, manifest, name), target)
         for name, target in destinations.items()
         if name in names
     }
+    faults = _tied(manifest, pairs)
+    if faults:
+        raise ManifestError(
+            f"version {version} has values apart that the model has in one memory, and nothing of "
+            "it was changed: untie them there, or tie them in what is published",
+            faults,
+        )
+    return pairs
 
 
 class Loading:
@@ -296,13 +305,76 @@ def _faults(
 
 def _covered(manifest: Manifest, destinations: Mapping[str, torch.Tensor]) -> set[str]:
     """Tensors of which the model takes something, by itself, an alias or a slice."""
-    taken = set()
-    for name in destinations:
-        at = name
-        while at in manifest.slices:
-            at = manifest.slices[at].of
-        taken.add(manifest.aliases.get(at, at))
-    return taken
+    return {_root(manifest, name) for name in destinations}
+
+
+def _root(manifest: Manifest, name: str) -> str:
+    """Return the tensor that has what a name stands for."""
+    while name in manifest.slices:
+        name = manifest.slices[name].of
+    return manifest.aliases.get(name, name)
+
+
+def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:
+    """Destinations that overlap, and do not get the same bytes of one published tensor."""
+    spans = sorted(
+        (str(target.device), target.data_ptr(), _end_of(target), name)
+        for name, (target, _) in pairs.items()
+        if target.numel()
+    )
+    faults = []
+    reach: list[tuple[str, int, int, str]] = []  # those that may overlap what follows
+    for span in spans:
+        device, start, _, name = span
+        reach = [other for other in reach if other[0] == device and other[2] > start]
+        faults += [
+            f"{other[3]!r} and {name!r} of the model share memory, and are published apart"
+            for other in reach
+            if _overlap(pairs[other[3]][0], pairs[name][0])
+            and not _is_one(manifest, other[3], name, pairs)
+        ]
+        reach.append(span)
+    return faults
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.data_ptr()) + (last + 1) * tensor.element_size()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether any byte belongs to both, whose spans overlap."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # By addresses alone: nothing is read, and a device's are as good.
+    return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)))
+
+
+class _Addresses:
+    """A tensor's addresses as numpy takes them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair]) -> bool:
+    """Whether two destinations lie to each other as their sources in one published tensor do."""
+    (target, source), (target2, source2) = pairs[one], pairs[other]
+    there = (target2.data_ptr() - target.data_ptr()) // target.element_size()
+    here = (source2.data_ptr() - source.data_ptr()) // source.element_size()
+    return (
+        _root(manifest, one) == _root(manifest, other)
+        and target.dtype == target2.dtype
+        and there == here
+        and (target.stride(), source.stride()) == (target2.stride(), source2.stride())
+    )
 
 
 def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:

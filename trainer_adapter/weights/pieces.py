@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer_adapter.device.launches import import_kernels
 from trainer_adapter.device.streams import stream_number
 
 if TYPE_CHECKING:
     from trainer_adapter.weights.copy_kernel import Launch
 
-__all__ = ["PIECE_BYTES", "CopyTable", "Cut", "cut", "is_alike", "may_cut"]
+__all__ = ["PIECE_BYTES", "CopyTable", "Cut", "cut", "is_alike", "may_cut", "prepare_copies"]
 
 #: Bytes of a piece, which a program of the kernel moves at once.
 PIECE_BYTES: Final = 32 << 10
@@ -84,6 +85,12 @@ def _table(to: Table, of: Table, count: Table) -> Table:
 def may_cut() -> bool:
     """Whether there is what the kernel needs."""
     return importlib.util.find_spec("triton") is not None
+
+
+def prepare_copies(device: torch.device) -> None:
+    """Import what copies on a device, where this process may have tensors on one."""
+    if device.type == "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        import_kernels("trainer_adapter.weights.copy_kernel")
 
 
 def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:

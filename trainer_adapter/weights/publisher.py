@@ -5,6 +5,8 @@ Invariants:
 - A version is published whole or not at all: an error names what failed, and which one is in force.
 - What `publish` has returned for is copied: the parameters may change from then on.
 - One version at a time: a second call waits for the one under way.
+- Numbers rise within a life; a life begins with a publisher, or where `new_life` says so. Readers
+  follow the order of publications, so a life may begin with any number.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from trainer_adapter.weights.carriers.checkpoint import CheckpointWriter
 from trainer_adapter.weights.carriers.exported import KIND_OF, ExportedWriter
 from trainer_adapter.weights.carriers.patched import PatchingSink
 from trainer_adapter.weights.carriers.shm import ShmWriter
-from trainer_adapter.weights.errors import ManifestError, WeightsTimeoutError
+from trainer_adapter.weights.errors import ManifestError, VersionOrderError, WeightsTimeoutError
 from trainer_adapter.weights.manifest import Manifest
+from trainer_adapter.weights.pieces import prepare_copies
 from trainer_adapter.weights.probe import CarrierName, choose
 from trainer_adapter.weights.publisher_options import (
     DEFAULT_SLOTS,
@@ -181,7 +184,8 @@ class WeightPublisher:
     directory : path, optional
         Carrier "checkpoint": where files go.
     keep : bool
-        Whether the weights stay when this publisher is closed. A death always leaves them.
+        Whether the weights stay when this publisher is closed. A death always leaves them, and so
+        does an exception that leaves its ``with`` block.
     label : str
         For messages, and for `shmbus weights`.
 
@@ -236,12 +240,15 @@ class WeightPublisher:
         self._keep = keep
         self._lock = threading.Lock()
         self._closed, self._pid = False, os.getpid()
+        #: The number that was published last in this life; None before the first.
+        self.version: int | None = None
         self.manifest: Final = Manifest.plan(
             source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
         )
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
         share = checked_patches(self.carrier.name, patches)
+        prepare_copies(torch.device(device))
         self._writer: WriterCarrier
         if self.carrier.name == "checkpoint":
             require_plain(slots, max_slots, when_held)
@@ -283,7 +290,8 @@ class WeightPublisher:
         Parameters
         ----------
         version : int
-            An int64; 0 and negative ones are versions too.
+            An int64, above the one before; 0 and negative ones are versions too. A publisher's
+            first may be any, as after a restart from a checkpoint: see `new_life`.
         text : str
             A name for it.
 
@@ -299,6 +307,8 @@ class WeightPublisher:
             Readers or ranks took too long; names them.
         ManifestError
             The model is not the one that this publisher was made for.
+        VersionOrderError
+            The version is not above the one before.
         WeightsError
             Another rank could not write its pieces.
         BusClosedError
@@ -310,6 +320,14 @@ class WeightPublisher:
         """
         check_text("text", text)
         return self._publish(check_int64("version", version), text, threading.Event())
+
+    def new_life(self) -> None:
+        """Say that training went back, as to a checkpoint: the next version may have any number.
+
+        Readers that wait for a newer version get the next one, though its number may be lower. A
+        new publisher begins a life by itself. Where there are ranks, each says so.
+        """
+        self.version = None
 
     def publish_async(self, version: int, *, text: str = "") -> Publication:
         """Publish in a thread, beside the next step's forward pass.
@@ -345,7 +363,8 @@ class WeightPublisher:
             else:
                 publication._end(result, None)
 
-        threading.Thread(target=run, name=f"publish {version}", daemon=True).start()
+        # No daemon: at the interpreter's end it is waited for, as a device's work cannot be ended.
+        threading.Thread(target=run, name=f"publish {version}").start()
         return publication
 
     def _require_open(self) -> None:
@@ -362,6 +381,12 @@ class WeightPublisher:
         self._require_open()
         with self._lock:
             self._require_open()
+            if self.version is not None and version <= self.version:
+                raise VersionOrderError(
+                    f"weights of bus {self.bus!r}: expected a version above {self.version}, which "
+                    f"this publisher has published, got {version}; nothing was published. Number "
+                    "each version higher, or call new_life() where training went back"
+                )
             began = time.monotonic()
             sink = self._writer.begin(version, text)
             if sink is None:
@@ -377,6 +402,7 @@ class WeightPublisher:
             except BaseException as error:
                 sink.give_up(f"{type(error).__name__}: {error}")
                 raise
+            self.version = version
             return Published(
                 version=version,
                 skipped=False,
@@ -439,13 +465,16 @@ class WeightPublisher:
 
         In a forked child nothing goes but what the child has: its parent publishes.
         """
+        self._close(keep=self._keep)
+
+    def _close(self, *, keep: bool) -> None:
         if os.getpid() != self._pid:
             self._closed = True
             self._writer.close(remove=False)
             return
         with self._lock:
             if not self._closed:
-                self._writer.close(remove=self.rank == 0 and not self._keep)
+                self._writer.close(remove=self.rank == 0 and not keep)
                 self._closed = True  # last: who was interrupted here may call it again
 
     def __repr__(self) -> str:
@@ -461,7 +490,8 @@ class WeightPublisher:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        # Readers go on with what was published where its trainer fails, as where it dies.
+        self._close(keep=self._keep or error is not None)
 
 
 def _uses_cuda() -> bool:

@@ -201,7 +201,7 @@ class HostBatch:
             plain = pair[host].is_contiguous() and target.numel() > 0
             if plain and (_size(pair[host]) < LARGE_BYTES or _may_be_cut(pair, host)):
                 together.append(pair)
-            elif plain and source.is_contiguous() and target.dtype == source.dtype:
+            elif plain and source.is_contiguous() and _is_one_of_bytes(pair):
                 self._alone.append(pair)
             else:
                 self._odd.append(pair)
@@ -338,6 +338,13 @@ def _may_be_cut(pair: Pair, host: int) -> bool:
         and not (there.is_conj() or there.is_neg())
         and (there.data_ptr() | _offset(pair[host])) % ADDRESS_BYTES == 0
     )
+
+
+def _is_one_of_bytes(pair: Pair) -> bool:
+    """Whether a contiguous copy is one of bytes: torch would resolve a lazy one too early."""
+    target, source = pair
+    lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in pair)
+    return target.dtype == source.dtype and not lazy
 
 
 def _offset(tensor: torch.Tensor) -> int:

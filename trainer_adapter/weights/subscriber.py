@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -47,6 +47,7 @@ from trainer_adapter.weights.loading import Loading, Targets, named_of, paired, 
 from trainer_adapter.weights.manifest import Slice, require_slices
 from trainer_adapter.weights.memory import view_of
 from trainer_adapter.weights.patched_load import LoadedModel
+from trainer_adapter.weights.pieces import prepare_copies
 from trainer_adapter.weights.probe import CarrierName, choose
 
 if TYPE_CHECKING:
@@ -57,6 +58,51 @@ __all__ = ["Verify", "WeightSubscriber", "Weights"]
 _FOR_EVER: Final = "waits for ever"
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
+
+
+#: Versions of which a subscriber knows when it got them: more than anybody has behind the newest.
+MET: Final = 64
+
+
+class _Place(NamedTuple):
+    """Where a version is in the order of publications.
+
+    Attributes
+    ----------
+    origin : object
+        Of what that order is.
+    sequence : int
+        Publications before it, and one.
+    """
+
+    origin: object
+    sequence: int
+
+
+def _is_newer(
+    version: int,
+    place: _Place,
+    newer_than: int,
+    known: _Place | None,
+    before: tuple[int, _Place] | None,
+) -> bool:
+    """Whether the newest version follows one that has a number.
+
+    Parameters
+    ----------
+    version, place : int, _Place
+        Of the newest.
+    newer_than, known : int, _Place or None
+        Of the other one.
+    before : (int, _Place) or None
+        Of what was the newest when the wait began.
+    """
+    if known is not None:
+        return place.origin != known.origin or place.sequence > known.sequence
+    if version > newer_than:
+        return True
+    # Within a life numbers rise.
+    return before is not None and (place.origin != before[1].origin or version <= before[0])
 
 
 class WeightSubscriber:
@@ -115,8 +161,11 @@ class WeightSubscriber:
         check_text("label", label)
         self.bus: Final = bus
         self.carrier: Final = choose(carrier, device, directory=directory)
+        prepare_copies(torch.device(device))
         self._verify: Final[Verify] = verify
         self._loaded = LoadedModel() if patches else None
+        #: The place of each of the last versions that this subscriber got, by number.
+        self._met: dict[int, _Place] = {}
         self._closed = False
         self._reader: ReaderCarrier
         if self.carrier.name == "checkpoint" and directory is not None:
@@ -159,7 +208,10 @@ class WeightSubscriber:
         Parameters
         ----------
         newer_than : int, optional
-            Any version with a larger number; None takes any.
+            The number of the version that the caller has: one that this subscriber got after it
+            counts whatever its number, as training may have gone back. Of a version that this
+            subscriber never got, one with a larger number counts, and one that begins a new life
+            while this waits. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.
 
@@ -180,17 +232,20 @@ class WeightSubscriber:
             newer_than = check_int64("newer_than", newer_than)
         deadline = None if timeout is None else time.monotonic() + timeout
         after = 0
+        known = None if newer_than is None else self._met.get(newer_than)
+        before: tuple[int, _Place] | None = None
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with self._open(after, left) as found:
-                if newer_than is None or found.version > newer_than:
-                    return found.version
-                after = found.sequence
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise WeightsTimeoutError(
-                        f"weights of bus {self.bus!r}: no version above {newer_than} in "
-                        f"{timeout:g} s; the newest is {found.version}"
-                    )
+                version, place = found.version, found.place
+            if newer_than is None or _is_newer(version, place, newer_than, known, before):
+                return version
+            before, after = (version, place), place.sequence
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WeightsTimeoutError(
+                    f"weights of bus {self.bus!r}: no version newer than {newer_than} in "
+                    f"{timeout:g} s; the newest is {version}"
+                )
 
     def at(self, version: int) -> Weights:
         """Lease a version that need not be the newest: the way back after a failed update.
@@ -242,7 +297,11 @@ class WeightSubscriber:
                 version.refused(code, str(error))
                 version.close()
                 raise
-        return Weights(version, loaded=self._loaded, verify=self._verify)
+        weights = Weights(version, loaded=self._loaded, verify=self._verify)
+        self._met[weights.version] = weights.place
+        for number in list(self._met)[:-MET]:
+            self._met.pop(number, None)
+        return weights
 
     def close(self) -> None:
         """Leave; weights that are out keep what they need."""
@@ -284,6 +343,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         self._tensors: dict[str, torch.Tensor] | None = None
         self.version = version.version
         self.sequence = version.sequence
+        self.place = _Place(version.origin, version.sequence)
         self.text: Final = version.text
         self.manifest = version.manifest
 

@@ -9,7 +9,29 @@ const DASH = { in: [], out: [6, 3], late: [3, 3] };
 
 export function mark(name) { performance.mark(`shmbus-${name}`); }
 
-const ago = (s) => (s === 0 ? "now" : Math.abs(s) < 60 ? `${s} s` : `${+(s / 60).toFixed(1)} min`);
+// Ticks at times that people say, all in seconds or all in minutes.
+const TICKS = [10, 20, 60, 120, 300];
+export function said(ticks) {
+  const seconds = ticks.some((s) => s % 60);
+  return ticks.map((s) => (s === 0 ? "now" : seconds ? `${s} s` : `${s / 60} min`));
+}
+
+// Marks on an axis: at the most, and where versions come evenly.
+const MARKS = 10, EVEN = 7;
+const step = (range) => { for (let size = 1; ; size *= 10) for (const n of [1, 2, 5]) if (range / (n * size) <= EVEN) return n * size; };
+// The versions to be marked, as times and numbers: round ones, so that a mark stays with its version
+// as time goes on, and never two within a tenth of the axis.
+export function marks(points, version) {
+  if (points.length < 2) return [];
+  const found = points.map((point) => point[version]), every = step(Math.max(...found) - Math.min(...found));
+  const now = points[points.length - 1][0], gap = Math.max(60, now - points[0][0]) / MARKS, chosen = [];
+  for (let i = 1; i < points.length; i++) {
+    const round = Math.floor(found[i] / every), t = points[i][0] - now;
+    if (round === Math.floor(found[i - 1] / every) || (chosen.length && t - chosen[chosen.length - 1].t < gap)) continue;
+    chosen.push({ t, v: found[i] < found[i - 1] ? found[i] : round * every });
+  }
+  return chosen;
+}
 
 export class Chart extends Component {
   data({ points, lines }) {
@@ -27,20 +49,14 @@ export class Chart extends Component {
     return found;
   }
   versions(plot) {
-    const { points, version } = this.props;
-    if (!version || points.length < 2) return;
-    const { ctx, bbox } = plot, now = points[points.length - 1][0];
-    const jumps = points.filter((point, i) => i && point[version] !== points[i - 1][version]);
-    if (jumps.length > 60) return; // more marks than gaps between them
+    const { points, version } = this.props, { ctx, bbox } = plot;
     ctx.save(); ctx.textAlign = "left"; ctx.textBaseline = "alphabetic"; ctx.lineWidth = 1; ctx.fillStyle = ctx.strokeStyle = colour("--dim");
     ctx.font = `${10 * devicePixelRatio}px system-ui`; ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
-    let free = bbox.left; // where the last label ends
-    for (const point of jumps) {
-      const x = Math.round(plot.valToPos(point[0] - now, "x", true));
+    for (const { t, v } of marks(points, version)) {
+      const x = Math.round(plot.valToPos(t, "x", true)), text = `v${v}`;
       if (x < bbox.left) continue;
       ctx.beginPath(); ctx.moveTo(x + .5, bbox.top); ctx.lineTo(x + .5, bbox.top + bbox.height); ctx.stroke();
-      const text = `v${point[version]}`, width = ctx.measureText(text).width;
-      if (x >= free && x + width + 4 < bbox.left + bbox.width) { ctx.fillText(text, x + 3 * devicePixelRatio, bbox.top + 9 * devicePixelRatio); free = x + width + 8 * devicePixelRatio; }
+      if (x + ctx.measureText(text).width + 4 < bbox.left + bbox.width) ctx.fillText(text, x + 3 * devicePixelRatio, bbox.top + 9 * devicePixelRatio);
     }
     ctx.restore();
   }
@@ -51,7 +67,7 @@ export class Chart extends Component {
     this.plot = new uPlot({
       width: Math.max(120, this.box.clientWidth), height: 130, legend: { show: false }, cursor: { show: false }, padding: [6, 14, 0, 0],
       scales: { x: { time: false, range: (_, low) => [Math.min(-60, low ?? -60), 0] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.1 : low < 0 ? 0 : 1] } },
-      axes: [{ ...axis, size: 22, values: (_, ticks) => ticks.map(ago) }, { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((v) => form(v)) }],
+      axes: [{ ...axis, size: 22, incrs: TICKS, values: (_, ticks) => said(ticks) }, { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((v) => form(v)) }],
       series: [{}, ...lines.map((line) => ({ label: line.label, stroke: () => colour(`--${line.kind}`), width: 1.6, dash: DASH[line.kind], points: { show: false } }))],
       hooks: { draw: [(plot) => this.versions(plot)] },
     }, this.data(this.props), this.box);

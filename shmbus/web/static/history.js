@@ -15,7 +15,8 @@ const BUS = {
   producer_died: (e) => `${e.who} died`, producer_gone: (e) => `${e.who} left or died`,
   trainer_came: (e) => `${e.who} came to take groups`, trainer_left: (e) => `${e.who} left`,
   trainer_lost: (e) => `${e.who} lost its connection`,
-  paused: (e) => `producers were paused: ${e.text || "no reason given"}`, policy_version: (e) => `policy version ${e.text}`,
+  requests_paused: (e) => `requests are given out one at a time: ${e.text}`, requests_resumed: () => "requests are given out again",
+  paused: (e) => `producers were paused: ${e.text || "no reason given"}`, policy_version: (e) => `policy version${e.text.includes(" ") ? "s" : ""} ${e.text}`,
 };
 const GROUP = {
   leased: (e) => `leased to ${e.who}`, given_back: () => "given back, to be delivered again",
@@ -29,7 +30,7 @@ const BAD = new Set(["producer_died", "trainer_lost", "failed"]);
 
 export function Events({ events, daemon, now }) {
   if (!daemon || !daemon.answers) return "";
-  return html`<section class="card" aria-label="what happened"><h2>What happened <small>newest first, of groups not</small></h2>
+  return html`<section class="card fills" aria-label="what happened"><h2>What happened <small>newest first, of groups not</small></h2>
     ${events.length === 0 ? html`<p class="dim">Nothing that is remembered.</p>` : html`<ul class="events">${[...events].reverse().map((event) =>
     html`<li><span class="dim">${at(event.t)}</span> <span class=${BAD.has(event.kind) ? "no" : ""}>${told(BUS, event)}</span></li>`)}</ul>`}</section>`;
 }

@@ -139,20 +139,20 @@ function Producers({ producers, now }) {
   const shown = rows.slice(0, 40);
   const hidden = rows.length - shown.length + producers.omitted;
   return html`<section class="card" aria-label="producers"><h2>Producers <small>${count(rows.length + producers.omitted)} of ${count(producers.max)} places</small></h2>
-    ${rows.length === 0 ? html`<p class="dim">None has ever attached.</p>` : html`<div class="scroll"><table><thead><tr><th>who</th><th>state</th><th class="n">a second</th><th class="n">committed</th><th class="n">idle</th><th class="n">waited<br/><small>last minute</small></th><th class="n">holds</th><th class="n">groups wait for it alone</th></tr></thead><tbody>
-    ${shown.map(([id, row]) => html`<tr key=${id}><td class="who">${row.name} <span class="dim">pid ${row.pid}</span></td><td><span class=${`chip ${row.state}`}>${row.state}</span></td>
-      <td class="n">${each(row.rate)}</td><td class="n">${count(row.committed)}</td><td class="n">${row.since === undefined || row.state === "closed" ? "–" : time(now - row.since)}</td><td class="n">${row.waited ? time(row.waited) : "–"}</td><td class="n">${size(row.held)}</td>
-      <td class="n">${row.waits ? html`<i class="blame" style=${{ "--w": `${Math.round(64 * row.waits / most)}px` }}></i>${count(row.waits)}` : "–"}</td></tr>`)}
+    ${rows.length === 0 ? html`<p class="dim">None has ever attached.</p>` : html`<div class="scroll"><table class="facts"><thead><tr><th>who</th><th>state</th><th class="n">a second</th><th class="n">committed</th><th class="n">idle</th><th class="n">waited<small> last minute</small></th><th class="n">holds</th><th class="n folds">groups wait for it alone</th></tr></thead><tbody>
+    ${shown.map(([id, row]) => html`<tr key=${id}><td class="who">${row.name} <span class="dim pid">pid ${row.pid}</span></td><td><span class=${`chip ${row.state}`}>${row.state}</span></td>
+      <td class="n" data-is="a second">${each(row.rate)}</td><td class="n" data-is="committed">${count(row.committed)}</td><td class="n" data-is="idle">${row.since === undefined || row.state === "closed" ? "–" : time(now - row.since)}</td><td class=${`n ${row.waited ? "" : "nil"}`} data-is="waited">${row.waited ? time(row.waited) : "–"}</td><td class="n" data-is="holds">${size(row.held)}</td>
+      <td class=${`n ${row.waits ? "" : "nil"}`} data-is="groups wait for it alone">${row.waits ? html`<i class="blame" style=${{ "--w": `${Math.round(64 * row.waits / most)}px` }}></i>${count(row.waits)}` : "–"}</td></tr>`)}
     </tbody></table></div>`}${hidden > 0 ? html`<p class="dim">and ${count(hidden)} more</p>` : ""}</section>`;
 }
 
 function Holders({ holders, collector, daemon, waited, now }) {
-  const shown = holders.slice(0, 40);
+  const shown = holders.slice(0, 40), ranks = shown.some((row) => row.rank !== undefined);
   return html`<section class="card" aria-label="holders"><h2>Held by <small>${daemon && daemon.answers ? `a daemon, pid ${daemon.pid}, leases to` : ""}</small></h2>
     ${shown.length === 0 ? html`<p class="dim">${collector.alive ? "No trainer is attached." : collector.name ? `Nobody; the last was ${collector.name}${collector.pid ? ` (pid ${collector.pid})` : ", which closed"}.` : "Nobody has ever read this bus."}</p>`
-    : html`<div class="scroll"><table><thead><tr><th>trainer</th><th>rank</th><th class="n">step</th><th class="n">groups</th><th class="n">samples</th><th class="n">since</th><th class="n">waited</th><th>now</th></tr></thead><tbody>
-    ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim">pid ${row.pid}${row.split ? `, for ${row.split}` : ""}</span></td><td>${row.rank || "–"}</td><td class="n">${row.step ?? "–"}</td><td class="n">${count(row.groups)}</td><td class="n">${count(row.trajectories)}</td>
-      <td class="n">${row.since === undefined ? "–" : time(now - row.since)}</td><td class="n">${row.waited_s === undefined ? "–" : time(row.waited_s)}</td><td><span class=${`chip ${row.now.split(" ")[0]}`}>${row.now}</span></td></tr>`)}
+    : html`<div class="scroll"><table class="facts"><thead><tr><th>trainer</th><th>now</th>${ranks ? html`<th>rank</th><th class="n">step</th>` : ""}<th class="n">groups</th><th class="n">samples</th><th class="n">since</th><th class="n">waited in all</th></tr></thead><tbody>
+    ${shown.map((row) => html`<tr><td class="who">${row.name} <span class="dim pid">pid ${row.pid}${row.split ? `, for ${row.split}` : ""}</span></td><td><span class=${`chip ${row.now.split(" ")[0]}`}>${row.now}</span></td>${ranks ? html`<td data-is="rank">${row.rank || "–"}</td><td class="n" data-is="step">${row.step ?? "–"}</td>` : ""}<td class="n" data-is="groups">${count(row.groups)}</td><td class="n" data-is="samples">${count(row.trajectories)}</td>
+      <td class=${`n ${row.since === undefined ? "nil" : ""}`} data-is="since">${row.since === undefined ? "–" : time(now - row.since)}</td><td class="n" data-is="waited">${row.waited_s === undefined ? "–" : time(row.waited_s)}</td></tr>`)}
     </tbody></table></div>`}${holders.length > shown.length ? html`<p class="dim">and ${holders.length - shown.length} more</p>` : ""}
     <p class="dim">Waited in the last minute, all together: producers ${time(waited.producers)}, trainers with nothing in hand ${time(waited.trainers)}.</p></section>`;
 }
@@ -202,16 +202,16 @@ function Bus({ picture, points, names: columns, open, told, onOpen, connected, h
   const chart = (title, lines, form, note) => html`<${Chart} title=${title} points=${points} form=${form} version=${at("version")} note=${note}
     lines=${lines.map(([label, column, kind]) => ({ label, at: at(column), kind, now: last[at(column)] }))}/>`;
   return html`${head}<${Flow} picture=${picture}/>
-    <div class="two"><div class="stack"><${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} told=${told} onOpen=${onOpen} given=${picture.given_up}/>
-      <${Producers} producers=${picture.producers} now=${now}/></div>
+    <div class="two"><div class="stack"><${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} waited=${picture.waited} now=${now}/>
+      <${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} told=${told} onOpen=${onOpen} given=${picture.given_up}/>
+      <${Producers} producers=${picture.producers} now=${now}/>
+      <${Events} events=${picture.events} daemon=${daemon} now=${now}/></div>
     <div class="stack">
       ${chart("Trajectories a second", [["committed", "committed", "in"], ["acknowledged", "acknowledged", "out"]], each)}
       ${picture.delivered && picture.delivered.score ? chart("Reward of delivered samples", [["mean", "reward", "out"]], (v) => (v === null || v === undefined ? "–" : v.toPrecision(3))) : ""}
       ${picture.delivered && picture.delivered.age ? chart("Age at delivery", [["p50", "age50", "in"], ["p99", "age99", "late"]], (v) => (v === null || v === undefined ? "–" : `${+v.toPrecision(2)} s`)) : ""}
       ${chart("Fill of the ring", [["in use", "fill", "in"]], (v) => (v === undefined ? "–" : `${Math.round(100 * v)}%`))}
-      ${chart("Tokens a second", [["tokens", "tokens", "in"]], each, `${size(picture.rates.bytes || 0)}/s`)}
-      <${Holders} holders=${picture.holders} collector=${picture.collector} daemon=${daemon} waited=${picture.waited} now=${now}/>
-      <${Events} events=${picture.events} daemon=${daemon} now=${now}/></div></div>
+      ${chart("Tokens a second", [["tokens", "tokens", "in"]], each, `${size(picture.rates.bytes || 0)}/s`)}</div></div>
     ${delivered.length ? html`<div class="three">${delivered.map(([name, found]) => html`<${Distribution} key=${name} name=${name} found=${found}/>`)}</div>` : ""}
     <footer class="foot">What you see is what <code>shmbus status ${picture.name} --json</code> <code>inspect --groups</code> and <code>events</code> say. Read-only. <code>space</code> holds still, <code>esc</code> closes a group.</footer>`;
 }

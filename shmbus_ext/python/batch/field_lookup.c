@@ -173,16 +173,17 @@ bool py_batch_fits(uint64_t tokens) {
     return tokens <= INT32_MAX;
 }
 
-/* mapping_of(trajectory) -> (address, bytes) of the mapping that it lies in. */
+/* mapping_of(trajectory) -> (address, bytes, segment) of the mapping that it lies in. The segment
+ * keeps it. */
 static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
     (void)module;
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
                             Py_TYPE(item)->tp_name);
     }
-    const SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
-    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)segment->c.base,
-                         (unsigned long long)segment->c.bytes);
+    SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
+    return Py_BuildValue("KKO", (unsigned long long)(uintptr_t)segment->c.base,
+                         (unsigned long long)segment->c.bytes, (PyObject *)segment);
 }
 
 static PyMethodDef functions[] = {

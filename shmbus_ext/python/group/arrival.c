@@ -81,6 +81,7 @@ PyObject *py_key_of(PyObject *sample) {
 
 bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes) {
     to->sample = sample;
+    to->leased = false;
     to->key = py_key_of(sample);
     if (to->key == NULL) {
         return false;
@@ -92,6 +93,7 @@ bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes) {
         to->cell = (uint32_t)PyLong_AsUnsignedLong(t->index);
         to->nbytes = t->ref.bytes;
         to->failed = t->failed;
+        to->leased = t->leased != 0;
         if (!hash_key(&to->at, t->instance_id, t->epoch, t->split)) {
             Py_CLEAR(to->key);
             return false;

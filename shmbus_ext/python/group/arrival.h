@@ -14,6 +14,7 @@ struct arrival {
     uint32_t cell;
     uint64_t nbytes;
     bool failed;
+    bool leased; /* by an earlier collector, in a group without all of its samples */
 };
 
 /* False with an exception; then there is no key to let go. */

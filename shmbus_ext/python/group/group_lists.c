@@ -6,7 +6,10 @@
  * - Entries are leased in the order in which they became ready; one given back is the next. */
 #include "python/group/group_lists.h"
 
+#include "python/record/trajectory.h"
 #include "ring/clock.h"
+#include "ring/failpoints.h"
+#include "ring/lane.h"
 
 GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {
     GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
@@ -109,6 +112,27 @@ void py_group_lists_push_ready(GroupListsObject *self, GroupEntryObject *entry) 
     enter(self, ENTRY_READY, &self->ready[entry->split].entries, entry);
 }
 
+/* Of a group that lacks samples, which may come yet: each member says in the ring that it is one, so
+ * that whoever collects next has the same group. */
+static void mark_members(const GroupEntryObject *entry) {
+    uint32_t state = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entry->samples); i++) {
+        PyObject *item = PyList_GET_ITEM(entry->samples, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            return;
+        }
+        const TrajectoryObject *t = (const TrajectoryObject *)item;
+        struct segment *segment = &t->holder->segment->c;
+        if (state == 0) {
+            state = shmbus_leased_state((uint32_t)samples_of(entry), t->producer_id, t->sequence);
+            atomic_store_explicit(&segment->header->leased_in_part, 1, memory_order_relaxed);
+        }
+        atomic_store_explicit(&record_of(segment, &t->ref.place)->state, state,
+                              memory_order_relaxed);
+        FAILPOINT("lease-marking");
+    }
+}
+
 PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_ssize_t limit,
                                      uint64_t now_ns) {
     struct entry_list *from = &self->ready[split];
@@ -120,6 +144,9 @@ PyObject *py_group_lists_lease_ready(GroupListsObject *self, uint32_t split, Py_
         leave(entry);
         entry->leased_ns = now_ns;
         entry->leases++;
+        if (samples_of(entry) < entry->size) {
+            mark_members(entry);
+        }
         enter(self, ENTRY_LEASED, &self->leased.entries, entry);
         PyList_SET_ITEM(leased, i, Py_NewRef((PyObject *)entry));
     }
@@ -214,6 +241,18 @@ PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *object) {
         return NULL;
     }
     py_group_entry_give_back(entry);
+    Py_RETURN_NONE;
+}
+
+/* withdraw(entry): a ready one is in no list any more. */
+PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *object) {
+    GroupEntryObject *entry = (GroupEntryObject *)object;
+    if (!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self ||
+        entry->place != ENTRY_READY) {
+        PyErr_Format(PyExc_ValueError, "expected an entry that is ready here, got %R", object);
+        return NULL;
+    }
+    py_group_entry_end(entry);
     Py_RETURN_NONE;
 }
 

@@ -80,6 +80,7 @@ PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args);
 PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *split);
 PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *entry);
 PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *entry);
+PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *entry);
 PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *entry);
 PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *ignored);
 PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key);

@@ -81,7 +81,8 @@ enum {
     REFUSED_DUPLICATE,
     REFUSED_GROUP_SIZE,
     REFUSED_SURPLUS,
-    REFUSED_FAILING
+    REFUSED_FAILING,
+    REFUSED_LEASED
 };
 
 /* Whether the sample's group is failing, and so kept elsewhere; from a failure on, it is. -1 with
@@ -96,6 +97,9 @@ static int is_failing(const GroupTableObject *self, const struct arrival *from) 
 /* Puts one sample into its cell; returns what became of it. */
 static int arrive(GroupTableObject *self, const struct arrival *from, double now_s,
                   struct group_entry **at) {
+    if (from->leased) {
+        return REFUSED_LEASED;
+    }
     int elsewhere = is_failing(self, from);
     if (elsewhere != 0) {
         return elsewhere < 0 ? REFUSED_MEMORY : REFUSED_FAILING;
@@ -124,6 +128,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     }
     *cell = Py_NewRef(from->sample);
     entry->missing--;
+    self->accepted++;
     count_cells(self, py_entry_split(entry), 1, 0);
     self->nbytes += self->count_bytes ? from->nbytes : 0;
     *at = entry;
@@ -259,6 +264,41 @@ static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     }
     struct group_entry *entry = group_table_find(&self->c, &at);
     return entry == NULL ? Py_NewRef(Py_None) : (PyObject *)take_entry(self, entry, at.hash, key);
+}
+
+/* gather(samples, now_s) -> GroupEntry: a group of these samples, by index, that was never in the
+ * table; it is in no list. */
+static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
+    PyObject *samples;
+    struct arrival first = {.key = NULL};
+    struct group_entry entry = {0};
+    if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &samples, &entry.born_s)) {
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(samples);
+    if (count == 0) {
+        PyErr_SetString(PyExc_ValueError, "gather: expected samples, got none");
+        return NULL;
+    }
+    uint64_t nbytes = 0;
+    if (!py_arrival_read(&first, PyList_GET_ITEM(samples, 0), false) ||
+        (self->count_bytes && !py_sum_bytes(samples, &nbytes))) {
+        Py_XDECREF(first.key);
+        return NULL;
+    }
+    entry.width = (uint16_t)first.width;
+    entry.need = (uint16_t)Py_MAX(first.need, (uint32_t)count);
+    entry.missing = entry.need - (uint32_t)count;
+    entry.key_kind = first.at.kind;
+    GroupEntryObject *made = py_group_entry_new(&entry, first.key);
+    Py_DECREF(first.key);
+    for (Py_ssize_t i = 0; made != NULL && i < count; i++) {
+        PyList_SET_ITEM(made->samples, i, Py_NewRef(PyList_GET_ITEM(samples, i)));
+    }
+    if (made != NULL) {
+        made->nbytes = (long long)nbytes;
+    }
+    return (PyObject *)made;
 }
 
 /* find(key) -> GroupEntry or None: a copy of the entry of a key. */
@@ -404,6 +444,8 @@ static PyMethodDef group_table_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_group_table_put, METH_VARARGS, NULL},
     {"take_oldest", (PyCFunction)(void (*)(void))py_group_table_take_oldest, METH_NOARGS, NULL},
     {"take", (PyCFunction)(void (*)(void))py_group_table_take, METH_O, NULL},
+    {"gather", (PyCFunction)(void (*)(void))py_group_table_gather, METH_VARARGS, NULL},
+    {"withdraw", (PyCFunction)(void (*)(void))py_group_lists_withdraw, METH_O, NULL},
     {"find", (PyCFunction)(void (*)(void))py_group_table_find, METH_O, NULL},
     {"counts", (PyCFunction)(void (*)(void))py_group_table_counts, METH_O, NULL},
     {"full", (PyCFunction)(void (*)(void))py_group_lists_full, METH_O, NULL},
@@ -429,6 +471,8 @@ static PyGetSetDef group_table_getset[] = {
 
 static PyMemberDef group_table_members[] = {
     {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all cells."},
+    {"accepted", T_ULONGLONG, offsetof(GroupTableObject, accepted), READONLY,
+     "Samples that were ever put into a cell."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
     {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready_groups), READONLY,
@@ -473,5 +517,6 @@ bool py_group_table_add_constants(PyObject *module) {
            PyModule_AddIntConstant(module, "REFUSED_DUPLICATE", REFUSED_DUPLICATE) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_GROUP_SIZE", REFUSED_GROUP_SIZE) == 0 &&
            PyModule_AddIntConstant(module, "REFUSED_SURPLUS", REFUSED_SURPLUS) == 0 &&
-           PyModule_AddIntConstant(module, "REFUSED_FAILING", REFUSED_FAILING) == 0;
+           PyModule_AddIntConstant(module, "REFUSED_FAILING", REFUSED_FAILING) == 0 &&
+           PyModule_AddIntConstant(module, "REFUSED_LEASED", REFUSED_LEASED) == 0;
 }

@@ -218,7 +218,7 @@ static enum writer_status write_record(RestorerObject *self, struct put_argument
         return WRITER_SYSTEM_ERROR; /* not exposed: the next record takes its place */
     }
     record_close(to.record, to.bytes, sequence, 0);
-    writer_publish_moved(&self->lane, &to);
+    writer_publish_moved(&self->lane, &to, SHMBUS_COMMITTED);
     return WRITER_OK;
 }
 
@@ -372,6 +372,37 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* ancestors(rows): (identity, producers) of the buses that the records are of, the oldest first; of
+ * more than there is room for, the newest. */
+static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
+    if (!py_restorer_usable(self)) {
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_Check(rows) ? PyList_GET_SIZE(rows) : -1;
+    if (count < 0) {
+        PyErr_SetString(PyExc_TypeError, "ancestors: expected a list");
+        return NULL;
+    }
+    const Py_ssize_t skipped = Py_MAX(count - (Py_ssize_t)SHMBUS_ANCESTORS, 0);
+    for (Py_ssize_t i = skipped; i < count; i++) {
+        const char *identity;
+        Py_ssize_t size;
+        unsigned long long producers;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "y#K", &identity, &size, &producers)) {
+            return NULL;
+        }
+        if (size != SHMBUS_IDENTITY_BYTES) {
+            PyErr_Format(PyExc_ValueError, "identity: expected %u bytes, got %zd",
+                         SHMBUS_IDENTITY_BYTES, size);
+            return NULL;
+        }
+        struct bus_ancestor *to = &self->segment->c.header->ancestors[i - skipped];
+        memcpy(to->identity, identity, SHMBUS_IDENTITY_BYTES);
+        to->producers = producers;
+    }
+    Py_RETURN_NONE;
+}
+
 /* split(number, acknowledged, dropped): its counters. */
 static PyObject *py_restorer_split(RestorerObject *self, PyObject *args) {
     unsigned int number;
@@ -402,6 +433,7 @@ static void py_restorer_dealloc(RestorerObject *self) {
 
 static PyMethodDef restorer_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_restorer_put, METH_VARARGS, NULL},
+    {"ancestors", (PyCFunction)(void (*)(void))py_restorer_ancestors, METH_O, NULL},
     {"split", (PyCFunction)(void (*)(void))py_restorer_split, METH_VARARGS, NULL},
     {"finish", (PyCFunction)(void (*)(void))py_restorer_finish, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

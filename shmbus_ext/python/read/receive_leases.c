@@ -26,7 +26,7 @@ static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_re
     struct record_copy *copy = &self->copy;
     if (record_read_frame(shared, ref->bytes, &ref->place, &copy->header) != RECORD_OK ||
         copy->header.record_bytes != ref->bytes ||
-        atomic_load_explicit(&copy->header.state, memory_order_relaxed) != SHMBUS_COMMITTED ||
+        !shmbus_is_committed(atomic_load_explicit(&copy->header.state, memory_order_relaxed)) ||
         record_read_body(shared, copy) != RECORD_OK) {
         return NULL;
     }

@@ -1,5 +1,5 @@
-/* export_block, record_checks and record_origins: records of a reader as a block, what tells their
- * heads, and what tells them among all buses.
+/* export_block, record_checks, record_origins and lasting_origins: records of a reader as a block, what
+ * tells their heads, and what tells them among all buses, and through restores and relays.
  *
  * Invariant: each trajectory is under lease while its bytes are read: the interpreter lock is held
  * from the check to the copy. */
@@ -7,7 +7,9 @@
 
 #include "python/record/trajectory.h"
 #include "ring/block.h"
+#include "ring/identity.h"
 #include "ring/origin.h"
+#include "ring/relay_journal.h"
 
 /* A trajectory that can be read; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
@@ -132,7 +134,143 @@ static PyObject *py_record_origins(PyObject *module, PyObject *items) {
     return origins;
 }
 
+static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint64_t sequence) {
+    PyObject *origin = PyBytes_FromStringAndSize(NULL, RELAY_ORIGIN_BYTES);
+    if (origin != NULL) {
+        origin_pack(PyBytes_AS_STRING(origin), identity, producer_id, sequence);
+    }
+    return origin;
+}
+
+/* What one sample is known by for good: on the bus that it was put onto; and, of one that a relay
+ * has put, at its source. */
+static PyObject *lasting_of(const TrajectoryObject *t) {
+    const struct segment *segment = &t->holder->segment->c;
+    struct record_header head;
+    struct relay_origin from;
+    PyObject *own = pack_origin(identity_of_producer(segment->header, t->producer_id),
+                                t->producer_id, t->sequence);
+    if (own == NULL || t->released) {
+        return own == NULL ? NULL : Py_BuildValue("(N)", own);
+    }
+    memcpy(&head, py_trajectory_bytes(t), sizeof head);
+    if (head.producer_id != t->producer_id || head.sequence != t->sequence ||
+        !relay_origin_of(segment, &head, &from)) {
+        return Py_BuildValue("(N)", own);
+    }
+    PyObject *source = pack_origin(from.identity, from.producer_id, from.sequence);
+    if (source == NULL) {
+        Py_DECREF(own);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", own, source);
+}
+
+/* lasting_origins(trajectories) -> list[tuple[bytes, ...]] */
+static PyObject *py_lasting_origins(PyObject *module, PyObject *items) {
+    (void)module;
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
+        return NULL;
+    }
+    PyObject *origins = PyList_New(PyList_GET_SIZE(items));
+    for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i), *found = NULL;
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
+        } else if (py_segment_usable(((TrajectoryObject *)item)->holder->segment, "Consumer")) {
+            found = lasting_of((TrajectoryObject *)item);
+        }
+        if (found == NULL) {
+            Py_CLEAR(origins);
+        } else {
+            PyList_SET_ITEM(origins, i, found);
+        }
+    }
+    return origins;
+}
+
+/* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
+static PyObject *py_lineage(PyObject *module, PyObject *object) {
+    (void)module;
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return NULL;
+    }
+    if (!py_segment_usable((SegmentObject *)object, "handle")) {
+        return NULL;
+    }
+    const struct bus_header *header = ((SegmentObject *)object)->c.header;
+    PyObject *found = PyList_New(0);
+    for (uint32_t i = 0; found != NULL && i <= SHMBUS_ANCESTORS; i++) {
+        if (i > 0 && header->ancestors[i - 1].producers == 0) {
+            continue;
+        }
+        PyObject *identity = PyBytes_FromStringAndSize(
+            (const char *)(i == 0 ? header->identity : header->ancestors[i - 1].identity),
+            SHMBUS_IDENTITY_BYTES);
+        if (identity == NULL || PyList_Append(found, identity) < 0) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(identity);
+    }
+    return found;
+}
+
+/* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
+static PyObject *py_leased_in_part(PyObject *module, PyObject *object) {
+    (void)module;
+    if (!PyObject_TypeCheck(object, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+        return NULL;
+    }
+    if (!py_segment_usable((SegmentObject *)object, "handle")) {
+        return NULL;
+    }
+    const struct bus_header *header = ((SegmentObject *)object)->c.header;
+    return PyBool_FromLong(
+        (long)atomic_load_explicit(&header->leased_in_part, memory_order_relaxed));
+}
+
+/* leased_state(sample) -> int: what it says of an earlier collector's lease; 0 for nothing. */
+static PyObject *py_leased_state(PyObject *module, PyObject *item) {
+    (void)module;
+    return PyLong_FromUnsignedLong(
+        Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0);
+}
+
+/* leased_members(state) -> int: the members of that lease. */
+static PyObject *py_leased_members(PyObject *module, PyObject *argument) {
+    (void)module;
+    unsigned long state = PyLong_AsUnsignedLong(argument);
+    return PyErr_Occurred() ? NULL
+                            : PyLong_FromUnsignedLong(shmbus_leased_members((uint32_t)state));
+}
+
+/* forget_leased(samples): they are samples as any other from here on. */
+static PyObject *py_forget_leased(PyObject *module, PyObject *items) {
+    (void)module;
+    if (!PyList_Check(items)) {
+        PyErr_SetString(PyExc_TypeError, "forget_leased: expected a list of samples");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (Py_IS_TYPE(item, &TrajectoryType)) {
+            ((TrajectoryObject *)item)->leased = 0;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"lasting_origins", py_lasting_origins, METH_O, NULL},
+    {"lineage", py_lineage, METH_O, NULL},
+    {"leased_in_part", py_leased_in_part, METH_O, NULL},
+    {"leased_state", py_leased_state, METH_O, NULL},
+    {"leased_members", py_leased_members, METH_O, NULL},
+    {"forget_leased", py_forget_leased, METH_O, NULL},
     {"record_origins", py_record_origins, METH_O, NULL},
     {"export_block", py_export_block, METH_VARARGS, NULL},
     {"record_checks", py_record_checks, METH_O, NULL},

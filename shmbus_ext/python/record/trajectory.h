@@ -36,6 +36,7 @@ typedef struct {
     uint64_t producer_id;
     uint64_t committed_ns;
     uint64_t payload_bytes;
+    uint32_t leased; /* its state where an earlier collector had leased its group; or 0 */
 } TrajectoryObject;
 extern PyTypeObject TrajectoryType;
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,

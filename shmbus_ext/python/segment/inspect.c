@@ -103,7 +103,7 @@ struct scan {
 
 static void count_record(struct scan *scan, const struct record_header *header, uint64_t below) {
     uint32_t state = atomic_load_explicit(&header->state, memory_order_relaxed);
-    if ((state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED) &&
+    if ((shmbus_is_committed(state) || state == SHMBUS_RELEASED) &&
         header->committed_ns > scan->newest_ns) {
         scan->newest_ns = header->committed_ns;
     }
@@ -117,11 +117,11 @@ static void count_record(struct scan *scan, const struct record_header *header, 
     case SHMBUS_RELEASED:
         scan->released++;
         return;
-    case SHMBUS_COMMITTED:
-        break;
     default:
-        scan->other++;
-        return;
+        if (!shmbus_is_committed(state)) {
+            scan->other++;
+            return;
+        }
     }
     if (header->lane_number >= below && !(header->flags & SHMBUS_FLAG_MOVED)) {
         return; /* its owner has not counted it yet */
@@ -193,14 +193,12 @@ static const char *state_name(uint32_t state) {
     switch (state) {
     case SHMBUS_RESERVED:
         return "reserved";
-    case SHMBUS_COMMITTED:
-        return "committed";
     case SHMBUS_ABORTED:
         return "aborted";
     case SHMBUS_RELEASED:
         return "released";
     default:
-        return "unknown";
+        return shmbus_is_committed(state) ? "committed" : "unknown";
     }
 }
 
@@ -233,7 +231,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
     struct record_header *h = &copy->header;
     uint32_t state = atomic_load_explicit(&h->state, memory_order_relaxed);
     uint32_t flags = h->flags;
-    bool has_body = state == SHMBUS_COMMITTED || state == SHMBUS_RELEASED;
+    bool has_body = shmbus_is_committed(state) || state == SHMBUS_RELEASED;
     enum record_verdict verdict = RECORD_OK;
     PyObject *image = NULL;
     if (has_body) {
@@ -334,6 +332,7 @@ bool py_inspect_add_functions(PyObject *module) {
         {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
         {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
         {"RETRY_BUSY", SHMBUS_RETRY_BUSY},
+        {"RETRY_PAUSE", SHMBUS_RETRY_PAUSE},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);

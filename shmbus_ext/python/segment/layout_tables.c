@@ -57,7 +57,9 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, groups_failed, 'u'),
     FIELD(bus_header, next_round, 'u'),
     FIELD(bus_header, cancelled_count, 'u'),
+    FIELD(bus_header, leased_in_part, 'u'),
     FIELD(bus_header, identity, 'V'),
+    FIELD(bus_header, ancestors, 'V'),
     {NULL, 0, 0, 0},
 };
 

@@ -85,7 +85,8 @@ def answer(bus: str, root: Path) -> None:
     model = load(make_model(root / "model"))
     generator = torch.Generator().manual_seed(0)
 
-    def rollout(prompt: Any) -> tuple[Any, ...]:
+    def rollout(prompt: Any, sampling: dict[str, Any]) -> tuple[Any, ...]:
+        assert sampling["max_completion_length"] == COMPLETION_TOKENS
         tokens, logprobs, rewards = sample(model, int(prompt[-1]), 1, generator)
         mask = [0] + [1] * COMPLETION_TOKENS
         return tokens[0], mask, logprobs[0], rewards[0], producer.policy_version

@@ -41,7 +41,8 @@ def main() -> None:
         write_line(root / f"calls-{trainer.accelerator.process_index}.jsonl", line)
         return answer
 
-    prompts = Dataset.from_dict({"prompt": [f"w{word}" for word in range(2, 10)]})
+    words = range(2, 10)
+    prompts = Dataset.from_dict({"prompt": [f"w{word}" for word in words], "answer": list(words)})
     args = GRPOConfig(
         **{
             "output_dir": str(root / "out"),

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,6 +126,48 @@ def test_two_ranks_share_groups_that_straddle_them(bus_name: str, tmp_path: Path
         assert mine[2][4:] == its[2][:2], "the group straddles"
         check_slots(mine[2], mine[3])
         check_slots(its[2], its[3])
+
+
+def test_workers_of_two_ranks_are_told_how_to_sample_and_the_rows_columns(
+    bus_name: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "model")
+    metas: list[Any] = []
+    over = threading.Event()
+
+    def work(producer: shmbus.Producer) -> None:
+        while not over.is_set():
+            request = producer.requests.next(timeout=0.1)
+            if request is not None:
+                metas.append(request.meta)
+                tokens = [*request["prompt"].tolist(), 3, 4]
+                mask, logprobs = [0] * (len(tokens) - 2) + [1, 1], [0.0] * (len(tokens) - 2)
+                producer.requests.answer(
+                    request, score=request.index, tokens=tokens, loss_mask=mask,
+                    logprobs=[*logprobs, -1.0, -1.0],
+                )  # fmt: skip
+
+    with (
+        shmbus.Bus.create(bus_name, capacity="4MiB"),
+        shmbus.Producer(bus_name) as producer,
+    ):
+        worker = threading.Thread(target=work, args=(producer,))
+        worker.start()
+        try:
+            train(
+                bus_name, tmp_path, 1, ranks=2, per_device_train_batch_size=6, ddp_backend="gloo",
+                temperature=0.7, top_p=0.9, top_k=5, generation_kwargs={"min_p": 0.1},
+            )  # fmt: skip
+        finally:
+            over.set()
+            worker.join()
+    assert len(metas) == 12
+    for meta in metas:
+        assert meta["prompt"] == f"w{meta['answer']}", "the row is the prompt's own"
+        assert meta["sampling"] == {
+            "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.0,
+            "max_completion_length": 8,
+        }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -11,14 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
 import shmbus
 from trainer_adapter._checks import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups, still_leased
+from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.splits import SplitConsumer, check_options
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
@@ -29,6 +32,7 @@ from trainer_adapter.adapters.trl.slots import (
     lay_out,
     offer,
     one_row_each,
+    sampling_of,
 )
 from trainer_adapter.adapters.trl.stack import needed, versions
 
@@ -39,6 +43,9 @@ _TAKE_S: Final = 1.0
 _TAKE_GROUPS: Final = 64
 #: Default for `timeout`: groups that need longer have no worker.
 ROLLOUT_TIMEOUT_S: Final = 600.0
+#: TRL's method that has the rows of the data set, and calls the rollout function.
+_GENERATE: Final = "_generate_and_score_completions"
+_LOG: Final = logging.getLogger("shmbus.trl")
 _KEYS: Final = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "bus_score")
 
 
@@ -47,10 +54,12 @@ class ShmbusRollouts:
 
     Pass it as ``rollout_func=rollouts`` and ``reward_funcs=rollouts.reward``, and call
     `attach` once the trainer is made. Workers take the prompts by `shmbus.Producer.requests.next`
-    and answer by `requests.answer`. A request's ``prompt`` field has the prompt's token ids, its
-    ``meta["prompt"]`` TRL's prompt as it is in the data set, its split is "eval" for an evaluation,
-    else "train", so that the bus's ledger tells them apart and no trainer takes the one for the
-    other.
+    and answer by `requests.answer`. A request's ``prompt`` field has the prompt's token ids. Its
+    meta has "prompt", TRL's prompt as it is in the data set; "sampling", the trainer's temperature,
+    top_p, top_k, min_p, repetition_penalty, max_completion_length and generation_kwargs; and, once
+    attached, the other columns of the data set, such as "answer". Its split is "eval" for an
+    evaluation, else "train", so that the bus's ledger tells them apart and no trainer takes the one
+    for the other.
 
     Parameters
     ----------
@@ -97,6 +106,9 @@ class ShmbusRollouts:
         # never mix, whatever became of the process before.
         self._epochs = itertools.count(time.time_ns())
         self._publish: Callable[[int], object] | None = None
+        # The rows of the data set that the next call samples; None without `attach`.
+        self._rows: list[dict[str, Any]] | None = None
+        self._told_of_columns = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Sample the prompts of one generation step.
@@ -125,10 +137,11 @@ class ShmbusRollouts:
         train = bool(trainer.model.training)
         size = int(trainer.num_generations if train else trainer.num_generations_eval)
         accelerator = trainer.accelerator
+        slots = list(zip(prompts, self._columns(prompts, trainer), strict=True))
         if accelerator.num_processes == 1:
-            return self._sample(prompts, size, trainer, "train" if train else "eval")
+            return self._sample(slots, size, trainer, "train" if train else "eval")
         gather, broadcast = needed("accelerate.utils", "gather_object", "broadcast_object_list")
-        everyone = gather(prompts)
+        everyone = gather(slots)
         shared: list[Any] = [None, None]
         if accelerator.is_main_process:
             try:
@@ -174,7 +187,8 @@ class ShmbusRollouts:
 
         TRL compares the samplers' logprobs with its own (truncated importance sampling) only for
         vLLM: this says that there is one, and takes its place in the weight sync. Without it each
-        sample counts as if the present policy had made it.
+        sample counts as if the present policy had made it. And TRL gives a rollout function the
+        prompts alone: this notes the rows that they are of, whose other columns go to the workers.
 
         Parameters
         ----------
@@ -192,7 +206,7 @@ class ShmbusRollouts:
             This version of TRL has other names; says which are missing.
         """
         names = ("use_vllm", "num_generations", "num_generations_eval", "accelerator",
-                 "vllm_importance_sampling_correction", "rollout_func")  # fmt: skip
+                 "vllm_importance_sampling_correction", "rollout_func", _GENERATE)  # fmt: skip
         missing = [name for name in names if not hasattr(trainer, name)]
         if missing:
             raise ImportError(
@@ -206,12 +220,44 @@ class ShmbusRollouts:
             sync_weights=self._next_version if main else lambda: None
         )
         trainer._last_loaded_step = -1
+        setattr(trainer, _GENERATE, partial(self._note_rows, getattr(trainer, _GENERATE)))
 
     def close(self) -> None:
         """Leave the bus."""
         consumers, self._consumers = self._consumers, None
         if consumers is not None:
             consumers.close()
+
+    # -- what workers are told ------------------------------------------------------------------
+
+    def _columns(self, prompts: list[Any], trainer: Any) -> list[dict[str, Any]]:
+        """Return the data set's other columns of each slot, as far as a request can have them."""
+        rows, self._rows = self._rows, None
+        if rows is None or len(rows) != len(prompts):
+            self._tell_of_columns(trainer)
+            return [{}] * len(prompts)
+        # TRL writes what a rollout function answers into its rows.
+        others = [
+            {name: value for name, value in row.items() if name not in ("prompt", *_KEYS)}
+            for row in rows
+        ]
+        return [columns_for("TRL", row, ("split", "sampling")) for row in others]
+
+    def _tell_of_columns(self, trainer: Any) -> None:
+        names = getattr(getattr(trainer, "train_dataset", None), "column_names", None) or []
+        left_out = [name for name in names if name != "prompt"]
+        if left_out and not self._told_of_columns:
+            _LOG.warning(
+                "bus %r: the columns %s of the data set do not go to workers: TRL gives a rollout "
+                "function the prompts alone; call rollouts.attach(trainer)",
+                self.bus,
+                ", ".join(map(repr, left_out)),
+            )
+        self._told_of_columns = True
+
+    def _note_rows(self, generate: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
+        self._rows = rows
+        return generate(rows)
 
     # -- the main process's part ----------------------------------------------------------------
 
@@ -228,8 +274,9 @@ class ShmbusRollouts:
         consumer.policy_version = version
 
     def _sample(
-        self, prompts: list[Any], size: int, trainer: Any, split: str
+        self, slots: list[tuple[Any, dict[str, Any]]], size: int, trainer: Any, split: str
     ) -> dict[str, list[Any]]:
+        prompts = [prompt for prompt, _ in slots]
         if len(prompts) % size:
             raise ValueError(
                 f"rollouts: expected a multiple of {size} prompts, since each is sampled so often, "
@@ -241,11 +288,13 @@ class ShmbusRollouts:
         tokenizing = trainer if self._tokenize else None
         wanted: dict[tuple[str, int], int] = {}
         found: dict[int, list[tuple[RowArrays, float | None]]] = {}
+        own = {"split": split, "sampling": sampling_of(trainer)}
         for slot in range(0, len(prompts), size):
             check_equal(prompts, slot, size)
             key = key_of(prompts[slot]), next(self._epochs)
+            meta = {**slots[slot][1], **own}
             # A lane that is full is emptied by groups that are taken meanwhile.
-            while not offer(self._attached().consumer, key, prompts[slot], size, split, tokenizing):
+            while not offer(self._attached().consumer, key, prompts[slot], size, meta, tokenizing):
                 self._receive(split, wanted, found, expected, 0.1, deadline)
             wanted[key] = slot
         while wanted:

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 import shmbus
+from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.trl.rows import RowArrays
 
-__all__ = ["check_equal", "check_for_grpo", "key_of", "lay_out", "offer", "one_row_each"]
+__all__ = [
+    "check_equal",
+    "check_for_grpo",
+    "key_of",
+    "lay_out",
+    "offer",
+    "one_row_each",
+    "sampling_of",
+]
+
+_SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length",
+)  # fmt: skip
 
 
 def check_equal(prompts: list[Any], slot: int, size: int) -> None:
@@ -44,8 +57,8 @@ def offer(
     key: tuple[str, int],
     prompt: Any,
     size: int,
-    split: str,
-    trainer: Any,
+    meta: dict[str, Any],
+    tokenizing: Any,
 ) -> bool:
     """Ask workers for the samples of a slot.
 
@@ -57,9 +70,9 @@ def offer(
     prompt : str or list of messages
     size : int
         Samples.
-    split : str
-        "train" or "eval".
-    trainer : GRPOTrainer or None
+    meta : dict
+        Beside the prompt; its "split" is "train" or "eval".
+    tokenizing : GRPOTrainer or None
         Whose tokenizer makes the prompt's ids; None for no ids.
 
     Returns
@@ -67,15 +80,33 @@ def offer(
     bool
         False where the lane of requests is full.
     """
-    fields = {} if trainer is None else {"prompt": _token_ids(prompt, trainer)}
+    fields = {} if tokenizing is None else {"prompt": _token_ids(prompt, tokenizing)}
     try:
         consumer.request(
-            key[0], group_size=size, epoch=key[1], split=split,
-            meta={"prompt": prompt, "split": split}, timeout=0, **fields,
+            key[0], group_size=size, epoch=key[1], split=meta["split"],
+            meta={**meta, "prompt": prompt}, timeout=0, **fields,
         )  # fmt: skip
     except shmbus.BusFullError:
         return False
     return True
+
+
+def sampling_of(trainer: Any) -> dict[str, Any]:
+    """Return a trainer's parameters of sampling, by TRL's names.
+
+    Parameters
+    ----------
+    trainer : GRPOTrainer
+
+    Returns
+    -------
+    dict
+        Without those that are None; `generation_kwargs` go over the others, as in TRL.
+    """
+    own = {name: getattr(trainer, name, None) for name in _SAMPLING}
+    more = getattr(getattr(trainer, "args", None), "generation_kwargs", None) or {}
+    known = {name: value for name, value in {**own, **more}.items() if value is not None}
+    return columns_for("TRL's generation_kwargs", known)
 
 
 def one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:

@@ -83,6 +83,8 @@ class ShmbusWeights:
             self._publisher = WeightPublisher(self.bus, self._stream, **self._options)
         else:
             self._stream.tensors = iterator
+        if self._publisher.version is not None:  # whoever sets the bus's may not have done so yet
+            version = max(version, self._publisher.version + 1)
         self._publisher.publish(version)
 
     def resume(self) -> None:

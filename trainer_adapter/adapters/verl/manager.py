@@ -16,12 +16,10 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
 import shmbus
+from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
 
 __all__ = ["PROMPTS", "ShmbusAgentLoopManager"]
@@ -35,6 +33,10 @@ PROMPTS: Final[dict[str, dict[str, Any]]] = {}
 OFFERED: Final[set[str]] = set()
 #: verl's limits of tokens, by their names in its configuration, which the sampler does not get.
 LIMITS: Final[dict[str, int]] = {}
+#: How verl calls what a worker samples by.
+_SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "do_sample", "repetition_penalty", "response_length",
+)  # fmt: skip
 
 (kv_put,) = needed("transfer_queue", "kv_put")
 
@@ -134,10 +136,16 @@ class ShmbusAgentLoopManager:
             if name not in ("uid", "validate", "global_steps") and not name.startswith("__")
         }  # fmt: skip
         meta = {
-            "sampling": {name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},
+            "sampling": {
+                # An evaluation has its own of these, and the rest of the training's.
+                name: value
+                for name in _SAMPLING
+                if (value := sampling.get(name, config.get(name))) is not None
+            },
             "global_steps": prompt.get("global_steps"),
         }
-        meta |= _encodable({n: v for n, v in PROMPTS[uid].items() if n != "index"})
+        columns = {name: value for name, value in PROMPTS[uid].items() if name != "index"}
+        meta |= columns_for("verl", columns, meta)
         while True:
             try:
                 self._feeder.request(
@@ -157,20 +165,3 @@ def _value(batch: Any, name: Any, place: int) -> Any:
         return column.data
     value = column[place]
     return value.data if type(value).__name__ == "NonTensorData" else value
-
-
-def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what workers can be told: values that MessagePack has."""
-    found = {}
-    for name, value in values.items():
-        try:
-            found[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=_plain))
-        except (TypeError, NotImplementedError):
-            continue
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise NotImplementedError

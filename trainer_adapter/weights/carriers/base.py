@@ -103,10 +103,14 @@ class WriterCarrier(Protocol):
 
 
 class CarriedVersion(Protocol):
-    """A version that a reader has, until it is closed."""
+    """A version that a reader has, until it is closed.
+
+    `origin` says what its sequence counts: numbers of another origin mean other versions.
+    """
 
     version: int
     sequence: int
+    origin: object
     text: str
     manifest: Manifest
 

@@ -250,6 +250,7 @@ class CheckpointVersion:
             raise ManifestError(f"{path}: not published by shmbus", [str(error)]) from error
         self.text = metadata.get("text", "")
         self.sequence = sequence
+        self.origin: object = directory.parent
         self.manifest = Manifest.decode(said, _payload_bytes(said))
         self._check()
 

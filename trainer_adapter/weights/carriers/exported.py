@@ -9,9 +9,13 @@ only under the slot's lock, which its readers keep until their device has read i
 
 from __future__ import annotations
 
+import _thread
 import os
 import random
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
@@ -64,6 +68,9 @@ _SAID_BYTES: Final = 64
 
 #: Blocks that a sample compares, as with "shm".
 SAMPLED_BLOCKS: Final = 4
+
+#: Seconds until an interrupt comes again that came where it can stop nothing.
+AGAIN_S: Final = 0.01
 
 #: Bytes of tensors, made for this version only, that are kept until they are copied together.
 PENDING_BYTES: Final = 64 << 20
@@ -406,6 +413,7 @@ class ExportedVersion(PoolVersion):
         self._held: _Held | None = _Held(lease.buffer, memory.device)
         self.version = lease.version
         self.sequence = lease.sequence
+        self.origin: object = reader.identity
         self.text = lease.text
         self.manifest = manifest
 
@@ -454,16 +462,45 @@ class ExportedVersion(PoolVersion):
 
 
 class _Held:
-    """A slot's lock, dropped when the device has done what was asked of it on this stream."""
+    """A slot's lock, dropped when the device has done what was asked of it on this stream.
+
+    The lock is not in here but in `_locks`: where an interrupt ends what follows the death of this
+    object, the slot stays locked, and the next one lets go of it.
+    """
 
     def __init__(self, buffer: object, device: torch.device) -> None:
-        self._buffer = buffer
-        self._device = device
-        self._pid = os.getpid()
+        for dead in [known for known in _locks if known() is None]:
+            _let_go(dead)
+        _locks[weakref.ref(self, _let_go)] = buffer, device, os.getpid()
 
-    def __del__(self) -> None:
-        if not hasattr(self, "_pid"):  # its constructor was interrupted
-            return
+
+_locks: Final[dict[weakref.ref[_Held], tuple[object, torch.device, int]]] = {}
+
+
+def _let_go(dead: weakref.ref[_Held]) -> None:
+    known = _locks.get(dead)
+    if known is None:
+        return
+    _, device, pid = known
+    stream = None
+    try:
         # A forked child has no context, and its parent has the lease.
-        if self._device.type == "cuda" and os.getpid() == self._pid and not sys.is_finalizing():
-            torch.cuda.current_stream(self._device).synchronize()
+        if device.type == "cuda" and os.getpid() == pid and not sys.is_finalizing():
+            stream = torch.cuda.current_stream(device)
+            stream.synchronize()
+        _locks.pop(dead, None)
+    except KeyboardInterrupt:
+        # Nobody would get it from here, and the device may not be done: on both counts, later.
+        threading.Thread(target=_let_go_later, args=(dead, device, stream)).start()
+
+
+def _let_go_later(
+    dead: weakref.ref[_Held], device: torch.device, stream: torch.cuda.Stream | None
+) -> None:
+    if stream is not None:
+        stream.synchronize()
+    elif device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _locks.pop(dead, None)
+    time.sleep(AGAIN_S)
+    _thread.interrupt_main()

@@ -117,8 +117,12 @@ class ComparedPieces:
             own: torch.dtype = getattr(torch, place.dtype)
             tensor = piece.tensor
             self.nbytes += tensor.numel() * own.itemsize
-            plain = tensor.numel() == 0 or _is_plain(own, tensor)
-            self.parts.append([*placed_bytes(place, piece.start, tensor)] if plain else None)
+            if tensor.numel() == 0:
+                self.parts.append([])
+            elif _is_plain(own, tensor):
+                self.parts.append([*placed_bytes(place, piece.start, tensor)])
+            else:
+                self.parts.append(None)
 
 
 class ShmPatch:

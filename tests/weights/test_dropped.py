@@ -1,0 +1,125 @@
+"""What a dropped publisher, a script's end or an interrupt leaves: nothing in the way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Spawner, wait_until
+
+from shmbus.pool.lifecycle import pool_path
+from shmbus.segment.names import memory_socket
+from trainer_adapter.device import launches
+from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from trainer_adapter.weights.carriers import exported
+from trainer_adapter.weights.pieces import prepare_copies
+
+
+def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name: str) -> None:
+    threads = threading.active_count()
+    for version in range(3):
+        publisher = WeightPublisher(
+            bus_name, ModuleSource(torch.nn.Linear(3, 3)), carrier="memfd", slots=2
+        )
+        publisher.publish(version)
+        gone = weakref.ref(publisher._writer._buffers._arena)  # type: ignore[attr-defined]
+        assert os.path.exists(memory_socket("weights", bus_name))
+        del publisher
+        gc.collect()
+        assert gone() is None
+        assert not os.path.exists(memory_socket("weights", bus_name))
+    wait_until(lambda: threading.active_count() == threads)
+    Path(pool_path(bus_name, "weights")).unlink()
+
+
+ENDS = """
+import sys, time, torch
+from trainer_adapter.weights import LocalPiece, ModuleSource, WeightPublisher
+
+class Slow(ModuleSource):
+    def iter_local(self, rank, world_size):
+        for piece in super().iter_local(rank, world_size):
+            print("copies", flush=True)
+            time.sleep(0.5)
+            yield piece
+
+publisher = WeightPublisher(sys.argv[1], Slow(torch.nn.Linear(3, 3)), keep=True)
+publisher.publish_async(7)
+"""
+
+
+def test_a_script_that_ends_publishes_what_it_has_begun(bus_name: str, spawn: Spawner) -> None:
+    spawn.script(ENDS, bus_name).finish(60)
+    with WeightSubscriber(bus_name) as subscriber, subscriber.latest(timeout=0) as weights:
+        assert weights.version == 7
+    Path(pool_path(bus_name, "weights")).unlink()
+
+
+def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slow_kernels.py").write_text(
+        "import signal, threading, time\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+        "time.sleep(0.2)\n"
+        "whole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(KeyboardInterrupt):
+        launches.import_kernels("slow_kernels")
+        signal.raise_signal(0)
+    import slow_kernels  # type: ignore[import-not-found]
+
+    assert slow_kernels.whole
+
+
+def test_who_may_use_a_device_imports_its_kernels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr("trainer_adapter.weights.pieces.import_kernels", imported.append)
+    prepare_copies(torch.device("cpu"))
+    assert not imported
+    prepare_copies(torch.device("cuda"))
+    assert imported == ["trainer_adapter.weights.copy_kernel"]
+
+
+def test_an_interrupt_while_a_slot_is_let_go_of_is_raised_and_leaves_no_slot_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stream:
+        """One whose device is not done when Ctrl-C comes."""
+
+        waited = 0
+
+        def synchronize(self) -> None:
+            Stream.waited += 1
+            if Stream.waited == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    lock: Any = type("Lock", (), {})()
+    gone = weakref.ref(lock)
+    held = exported._Held(lock, torch.device("cuda", 0))
+    del lock
+    with pytest.raises(KeyboardInterrupt):
+        del held
+        wait_until(lambda: gone() is None)
+        threading.Event().wait(10)
+    assert Stream.waited == 2 and gone() is None
+
+
+def test_a_slot_whose_end_was_interrupted_at_once_is_let_go_of_by_the_next() -> None:
+    lock: Any = type("Lock", (), {})()
+    gone = weakref.ref(lock)
+    known = weakref.ref(other := type("Held", (), {})())
+    exported._locks[known] = lock, torch.device("cpu"), os.getpid()  # type: ignore[index]
+    del lock, other
+    exported._Held(object(), torch.device("cpu"))
+    assert gone() is None

@@ -1,0 +1,205 @@
+"""Numbers of versions: they rise within a life, and readers follow from one life to the next."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Spawner
+
+from shmbus.pool import read_pool
+from shmbus.pool.lifecycle import pool_path
+from trainer_adapter.engines.rows import RankRows
+from trainer_adapter.weights import (
+    ModuleSource,
+    VersionOrderError,
+    WeightPublisher,
+    WeightsTimeoutError,
+    WeightSubscriber,
+)
+
+MakePublisher = Callable[..., WeightPublisher]
+CARRIERS = ["shm", "memfd"]
+
+
+class Trainer:
+    """Publishes a model of which every element is what it was told."""
+
+    def __init__(self, bus: str, **options: object) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.publisher = WeightPublisher(bus, ModuleSource(self.model), **options)  # type: ignore[arg-type]
+
+    def publish(self, version: int, value: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(value)
+        self.publisher.publish(version)
+
+
+@pytest.fixture
+def clean(bus_name: str) -> Iterator[None]:
+    yield
+    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def follow(subscriber: WeightSubscriber, newest: int | None) -> tuple[int, float]:
+    """The loop of docs/weights.md, once."""
+    version = subscriber.wait(newer_than=newest, timeout=10)
+    with subscriber.latest(timeout=0) as weights:
+        return version, float(weights["bias"][0])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_number_is_used_once_in_a_life_and_rises(bus_name: str, carrier: str) -> None:
+    trainer = Trainer(bus_name, carrier=carrier)
+    with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
+        trainer.publish(7, 1)
+        for version in (7, 6, -1):
+            with pytest.raises(VersionOrderError, match=rf"above 7.*got {version}.*new_life"):
+                trainer.publish(version, 2)
+            with pytest.raises(VersionOrderError):
+                trainer.publisher.publish_async(version).wait(10)
+        assert follow(subscriber, None) == (7, 1)
+        trainer.publish(8, 3)
+        assert follow(subscriber, 7) == (8, 3)
+
+
+def test_a_version_that_was_not_published_leaves_its_number_free(bus_name: str) -> None:
+    trainer = Trainer(bus_name, timeout=0.05)
+    with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
+        trainer.publish(1, 1)
+        with subscriber.latest(timeout=5):
+            trainer.publish(2, 2)
+            with pytest.raises(WeightsTimeoutError, match="no slot became free for version 3"):
+                trainer.publish(3, 3)
+        trainer.publish(3, 3)
+        assert follow(subscriber, 1) == (3, 3)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("how", ["said", "new publisher", "made again"])
+def test_a_reader_follows_where_training_went_back(bus_name: str, carrier: str, how: str) -> None:
+    trainer = Trainer(bus_name, carrier=carrier, keep=how != "made again")
+    with WeightSubscriber(bus_name) as subscriber:
+        newest = None
+        for version in (8, 9):
+            trainer.publish(version, version)
+            newest, value = follow(subscriber, newest)
+            assert (newest, value) == (version, version)
+        with pytest.raises(WeightsTimeoutError, match="newer"):
+            subscriber.wait(newer_than=newest, timeout=0)
+        if how == "said":
+            trainer.publisher.new_life()
+        else:
+            trainer.publisher.close()
+            trainer = Trainer(bus_name, carrier=carrier)
+        # Lower ones, the same number again, and above it.
+        for version in (5, 6, 9, 10):
+            trainer.publish(version, version + 0.5)
+            newest, value = follow(subscriber, newest)
+            assert (newest, value) == (version, version + 0.5)
+        trainer.publisher.close()
+
+
+@pytest.mark.parametrize("version", [5, 9])
+def test_a_reader_that_waits_already_gets_the_first_version_of_a_new_life(
+    bus_name: str, version: int
+) -> None:
+    trainer = Trainer(bus_name)
+    got: list[int] = []
+    with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
+        trainer.publish(9, 1)
+        # It has 9 from elsewhere: this subscriber got nothing yet.
+        waits = threading.Thread(
+            target=lambda: got.append(subscriber.wait(newer_than=9, timeout=30))
+        )
+        waits.start()
+        while not read_pool(bus_name, "weights").readers:
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.1)
+        trainer.publisher.new_life()
+        trainer.publish(version, 2)
+        waits.join()
+    assert got == [version]
+
+
+DIES = """
+import os, sys, torch
+from trainer_adapter.weights import ModuleSource, WeightPublisher
+model = torch.nn.Linear(8, 8)
+publisher = WeightPublisher(sys.argv[1], ModuleSource(model), patches=True)
+for version in (6, 7):
+    with torch.no_grad():
+        model.weight.fill_(version)
+        model.bias.fill_(version)
+    publisher.publish(version)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_of_two_versions_with_a_number_the_last_is_taken_and_no_patch_leads_across(
+    bus_name: str, spawn: Spawner
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    spawn.script(DIES, bus_name).wait(60)
+    with WeightSubscriber(bus_name, patches=True) as subscriber:
+        with subscriber.latest(timeout=5) as weights:
+            weights.load_into(model)
+        trainer = Trainer(bus_name, patches=True, slots=2)
+        with trainer.publisher:
+            for version, value in ((6, 60), (7, 70)):
+                trainer.publish(version, value)
+                if version == 6:
+                    continue  # it had 7 of the life before, and skips this one
+                with subscriber.at(7) as weights:
+                    assert weights["bias"][0] == 70
+                    weights.load_into(model)
+                    assert model.bias[0] == 70 and model.weight[3, 3] == 70
+
+
+def test_an_exception_keeps_the_weights_and_a_normal_end_removes_them(bus_name: str) -> None:
+    path = pool_path(bus_name, "weights")
+    with Trainer(bus_name).publisher as publisher:
+        publisher.publish(1)
+    assert not os.path.exists(path)
+    for error in (RuntimeError, KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), Trainer(bus_name).publisher as publisher:
+            publisher.publish(2)
+            raise error
+        with WeightSubscriber(bus_name) as subscriber, subscriber.latest(timeout=0) as weights:
+            assert weights.version == 2
+    with Trainer(bus_name).publisher:
+        pass
+    assert not os.path.exists(path)
+
+
+class Named:
+    """A server, as rows know it."""
+
+    address = "http://127.0.0.1:1"
+
+
+def test_a_server_that_runs_a_number_of_the_life_before_does_not_run_the_new_version(
+    bus_name: str,
+) -> None:
+    rows = RankRows(bus_name)
+    trainer = Trainer(bus_name)
+    label = f"{Named.address} rank 0"
+    with trainer.publisher, WeightSubscriber(bus_name, label=label) as subscriber:
+        for value in (1, 2):
+            trainer.publish(7, value)
+            trainer.publisher.new_life()
+            if value == 2:
+                missing = rows.missing(Named(), 1, 7)
+                assert missing is not None and not missing.final
+            with subscriber.latest(timeout=5) as weights:
+                weights.load_into(trainer.model)
+            assert rows.missing(Named(), 1, 7) is None
+            assert rows.whole_version(Named(), 1) == 7

@@ -1,0 +1,63 @@
+"""What of a stack's data set goes along with a request: the values that MessagePack has.
+
+Invariant: a value that cannot go along is named in the log, once for each column.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["columns_for"]
+
+_LOG: Final = logging.getLogger("shmbus.adapters")
+#: What was named already: the stack and the column.
+_named: Final[set[tuple[str, str]]] = set()
+
+
+def columns_for(
+    stack: str, values: Mapping[str, Any], taken: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return what of a row of a data set a request's meta can have.
+
+    Parameters
+    ----------
+    stack : str
+        Whose data set it is.
+    values : mapping
+        The row, by column.
+    taken : collection of str
+        Names by which the meta has something else.
+
+    Returns
+    -------
+    dict
+        Plain values; arrays and tensors are lists.
+    """
+    found = {}
+    for name, value in values.items():
+        if name in taken:
+            _name(stack, name, "the meta has something else by that name; rename the column")
+            continue
+        try:
+            found[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=_plain))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            _name(stack, name, f"{error}; make it numbers, text or bytes, such as a path")
+    return found
+
+
+def _name(stack: str, column: str, why: str) -> None:
+    if (stack, column) not in _named:
+        _named.add((stack, column))
+        _LOG.warning("%s: the column %r does not go to workers: %s", stack, column, why)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "detach"):
+        value = value.detach()  # a tensor, maybe with a graph
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"MessagePack has no {type(value).__name__}")
