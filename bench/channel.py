@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from bench import machine, program
-from bench.processes import Role, run_together
+from bench.processes import Role, run_together, use_template
 from bench.row import Row, skipped
 from bench.yardsticks import passed_on_us
 from trainer_adapter.channel import ChannelClosedError, TensorChannel
@@ -33,6 +33,8 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 #: Elements of bfloat16 of a step's three tensors: 160 MB.
 SHAPES: Final[Shapes] = {"hidden": (8192, 4096), "logits": (4096, 8192), "ids": (12_885_902,)}
+#: Of --tiny.
+TINY: Final[Shapes] = {"hidden": (64, 64), "logits": (64, 64), "ids": (1024,)}
 #: Of both slots of such a step.
 SHM_BYTES: Final = 384 << 20
 SMALL: Final[Shapes] = {"small": (2048,)}
@@ -115,9 +117,9 @@ def run(
     )
 
 
-def copy_s(device: str, rounds: int) -> float:
+def copy_s(device: str, shapes: Shapes, rounds: int) -> float:
     """Return the median seconds of a copy of a step's tensors."""
-    source, target = tensors_of(SHAPES, device), tensors_of(SHAPES, device)
+    source, target = tensors_of(shapes, device), tensors_of(shapes, device)
     took = []
     for _ in range(rounds):
         settle(device)
@@ -138,16 +140,18 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if why := machine.lacks(cores=2, shm_bytes=SHM_BYTES):
         return [skipped("channel", "a tensor channel", why)]
     torch.set_num_threads(1)
-    steps = 3 if options.tiny else STEPS
+    if options.tiny and device == "cpu":
+        use_template("torch", "trainer_adapter.channel", "bench.yardsticks")
+    steps, shapes = (3, TINY) if options.tiny else (STEPS, SHAPES)
     turns = options.repetitions or (1 if options.tiny else TURNS)
     rows = []
     # The segment's own slots are always views.
     for views in (True,) if device == "cpu" else (False, True):
         copies, stalls, rates, ways, bells = [], [], [], [], []
         for _ in range(turns):
-            copies.append(copy_s(device, steps))
-            stalls.append(run(device, SHAPES, steps, pause_s=PAUSE_S, views=views)[0])
-            rates.append(1 / run(device, SHAPES, steps, pause_s=0.0, views=views)[2])
+            copies.append(copy_s(device, shapes, steps))
+            stalls.append(run(device, shapes, steps, pause_s=PAUSE_S, views=views)[0])
+            rates.append(1 / run(device, shapes, steps, pause_s=0.0, views=views)[2])
             ways.append(1e6 * run(device, SMALL, steps, pause_s=PAUSE_S, views=views)[1])
             bells.append(passed_on_us([int(PAUSE_S * 1e9)] * (steps + WARM_UP), WARM_UP, 0))
         how = "" if device == "cpu" else " to views" if views else " to copies"

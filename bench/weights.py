@@ -3,7 +3,8 @@
 With ``--device cuda:0`` the rows are those of `bench.weights_cuda`. A model of a transformer's
 tensors, in memory that was touched before. Each row takes turns with memcpy of the same bytes, by
 one thread of the same process. Safetensors and torch.save write the same tensors into a new file on
-tmpfs, torch.multiprocessing into a shared tensor each, Ray puts and gets them as arrays.
+tmpfs, torch.multiprocessing into a shared tensor each, Ray puts and gets them as arrays. Each
+publisher is closed whatever ends it: left by an exception, its weights would stay for readers.
 
 For patches a share of all elements changes before each round. *Made* is the whole publication,
 *applied* is load_into of a subscriber that has the version before, with the lease.
@@ -12,7 +13,6 @@ For patches a share of all elements changes before each round. *Made* is the who
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import ctypes
 import os
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -149,7 +150,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def _whole(setup: Setup, readers: int) -> Iterator[Row]:
     """Measure versions that go out whole: publishing, attaching, loading, beside readers."""
     version = count(1)
-    with WeightPublisher(setup.bus, ModuleSource(setup.model), label="bench") as publisher:
+    with closing(WeightPublisher(setup.bus, ModuleSource(setup.model), label="bench")) as publisher:
 
         def publish() -> None:
             publisher.publish(next(version))
@@ -195,7 +196,7 @@ def _attach(subscriber: WeightSubscriber, rounds: int) -> Row:
     return Row(name="weights-attach", title=title, unit="ms", values=tuple(took))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _readers(bus: str, number: int) -> Iterator[None]:
     """Have processes that wait for each version."""
     children: list[subprocess.Popen[str]] = []
@@ -223,7 +224,7 @@ def _readers(bus: str, number: int) -> Iterator[None]:
 def _digests(setup: Setup) -> Row:
     """Measure comparing each block of a version with its digest."""
     with (
-        WeightPublisher(setup.bus, ModuleSource(setup.model), digests=True) as publisher,
+        closing(WeightPublisher(setup.bus, ModuleSource(setup.model), digests=True)) as publisher,
         WeightSubscriber(setup.bus) as subscriber,
     ):
         publisher.publish(1)
@@ -240,7 +241,9 @@ def _patches(setup: Setup, share: float) -> Iterator[Row]:
     live = copy.deepcopy(setup.model)
     took: list[list[float]] = [[], [], []]
     with (
-        WeightPublisher(setup.bus, ModuleSource(setup.model), patches=2 * share) as publisher,
+        closing(
+            WeightPublisher(setup.bus, ModuleSource(setup.model), patches=2 * share)
+        ) as publisher,
         WeightSubscriber(setup.bus, patches=True) as subscriber,
     ):
 

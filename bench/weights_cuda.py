@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -131,7 +132,8 @@ def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, 
     context = torch.multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     found: dict[str, list[float]] = {"whole": [], "published": [], "loaded": []}
-    with WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options) as publisher:  # type: ignore[arg-type]
+    made = WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options)  # type: ignore[arg-type]
+    with closing(made) as publisher:
         arguments = (other, bus, shapes, device)
         child = context.Process(target=bus_reader, args=arguments, daemon=True)
         child.start()
@@ -166,9 +168,10 @@ def beside_a_step(shapes: Shapes, rounds: int, device: str) -> tuple[list[float]
             left @ left
 
     version = 0
-    with WeightPublisher(
+    made = WeightPublisher(
         bus, ModuleSource(module), carrier="cuda_vmm", device=device, when_held="wait"
-    ) as publisher:
+    )
+    with closing(made) as publisher:
         publisher.publish(version=0)
 
         def both() -> None:
