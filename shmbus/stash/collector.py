@@ -369,8 +369,10 @@ class Collector:
         """Whether what the table has ready may be leased as it is: no policy has a say."""
         stash, failures = self.stash, self.stash.failures
         judged = self._bounded or stash.policy.max_policy_lag is not None or self._errors
-        judged = judged or self.trained or stash.inherited
-        return not (judged or self.divert or stash.discards or failures.groups or failures.dirty)
+        kept = self.trained or stash.inherited
+        return not (
+            judged or kept or self.divert or stash.discards or failures.groups or failures.dirty
+        )
 
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
         """Let others begin in the place of groups that were leased; hand out no more of them."""
