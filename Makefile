@@ -48,7 +48,7 @@ endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
 .PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-relay test-web check docs
 .PHONY: bench bench-calls
-.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points ends versions leaks valgrind
+.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
 
 help: ## Show this list
@@ -186,6 +186,10 @@ SIGNALS ?= 1000
 interrupts: $(VENV)/.dev ## Raise INJECTIONS exceptions and send SIGNALS of each signal in every path, and audit
 	$(BIN)/python tests/interrupt/sweep.py sweep-$$$$ $(INJECTIONS) $(SEED)
 	$(BIN)/python tests/interrupt/signals.py signals-$$$$ $(SIGNALS) $(SEED)
+
+WEEKS ?= 20
+week: $(VENV)/.dev ## Run WEEKS weeks of a run with all that goes wrong in them, and audit each
+	SHMBUS_TEST_WEEKS=$(WEEKS) $(BIN)/pytest -s -p no:benchmark tests/process/test_week.py $(ARGS)
 
 points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, at first and later passes
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)

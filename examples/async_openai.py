@@ -5,9 +5,8 @@
 
 A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
 ``requests.anext`` for the next sample, the ``openai`` client for the answer, ``requests.answer``
-for the result. Token ids come from the server (``return_token_ids``, as vLLM has it): nothing is
-tokenised twice. The server is in this file, a real one: HTTP, a table as its policy, and the newest
-weights from the trainer's `WeightPublisher` between two answers.
+for the result. Token ids come from the server (``return_token_ids``, as vLLM has it). The server is
+in this file, a real one: HTTP, a table as its policy, the newest weights between two answers.
 
 The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
 """
@@ -24,6 +23,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import openai
 import torch
 
 import shmbus
@@ -92,6 +92,9 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
             completion = await client.chat.completions.create(
                 model="table", **ask, extra_body={"return_token_ids": True}
             )
+        except (openai.APIConnectionError, openai.InternalServerError):
+            producer.requests.release(request)  # the engine's fault: this worker waits a little
+            continue
         except Exception as error:
             producer.requests.fail(request, repr(error))  # asked for again, here or elsewhere
             continue
@@ -109,13 +112,11 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
 
 async def roll_out(bus: str) -> None:
     """Run the server, and a worker that asks it."""
-    from openai import AsyncOpenAI
-
     server = Server(bus)
-    async with AsyncOpenAI(base_url=await server.start(), api_key="none") as client:
-        with await shmbus.Producer.awaited(bus, wait=60.0) as producer:
-            work = [sample(producer, client) for _ in range(AT_ONCE)]
-            await asyncio.gather(server.keep_up(), *work)
+    client = openai.AsyncOpenAI(base_url=await server.start(), api_key="none")
+    async with client, await shmbus.Producer.awaited(bus, wait=60.0) as producer:
+        work = [sample(producer, client) for _ in range(AT_ONCE)]
+        await asyncio.gather(server.keep_up(), *work)
 
 
 def run_worker(bus: str) -> None:

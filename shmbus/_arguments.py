@@ -174,6 +174,22 @@ def check_seconds(name: str, value: object) -> float:
     return seconds
 
 
+def check_backoff(name: str, value: object) -> tuple[float, float]:
+    """Return how long to wait between attempts: seconds at first, and at most."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name}: expected two numbers of seconds, (first, at most), got {value!r}")
+    for each in value:
+        if isinstance(each, bool) or not isinstance(each, SECONDS):
+            raise TypeError(f"{name}: expected seconds, got {type(each).__name__}")
+    first, most = (_in_seconds(each) for each in value)
+    if not 0 <= first <= most < math.inf:
+        raise ValueError(
+            f"{name}: expected 0 <= first <= at most, both finite, got {first:g} and {most:g}; "
+            "(0.5, 30.0) is the default"
+        )
+    return first, most
+
+
 def _in_seconds(value: int | float | np.integer | np.floating) -> float:
     """Return a number as a float; one that no float can hold as an infinite one."""
     try:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from shmbus import errors, limits
 from shmbus._arguments import (
     TRAIN,
+    check_backoff,
     check_choice,
     check_count,
     check_flag,
@@ -91,6 +92,10 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
     retry_timeout : float
         Seconds after which a retry request without an answer counts as a failed attempt, and that a
         group with a sample that failed for good waits for its other samples.
+    retry_backoff : tuple of (float, float)
+        Seconds before a failed sample is requested again: first, and at most. They double from
+        attempt to attempt, with jitter. Where all samples that workers took of the request lane
+        failed alike, they are also the time between two samples that are let through.
     on_failure : "drop" | "partial"
         What happens to a group with a sample that failed for good, once its other samples are
         there: it is discarded, or delivered without that sample.
@@ -160,6 +165,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         on_overflow: Literal["wait", "drop", "partial"] = "wait",
         sample_retries: int = 0,
         retry_timeout: float = limits.RETRY_TIMEOUT_S,
+        retry_backoff: tuple[float, float] = limits.RETRY_BACKOFF_S,
         on_failure: Literal["drop", "partial"] = "drop",
         label: str | None = None,
         rank: int = 0,
@@ -185,6 +191,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
             on_overflow=on_overflow,
             sample_retries=check_count("sample_retries", sample_retries, 0),
             retry_timeout_s=check_seconds("retry_timeout", retry_timeout),
+            retry_backoff_s=check_backoff("retry_backoff", retry_backoff),
             on_failure=on_failure,
         )
         label = None if label is None else check_label(label)
@@ -420,6 +427,18 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Consumer:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # In this thread: it waits for nobody, and no cancellation can come before it.
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:

@@ -13,7 +13,14 @@ import msgspec
 
 from shmbus_ext import _core
 
-__all__ = ["Ledger", "RequestCounts", "SplitCounts", "TrainedBefore", "TrajectoryCounts"]
+__all__ = [
+    "LanePauseStatus",
+    "Ledger",
+    "RequestCounts",
+    "SplitCounts",
+    "TrainedBefore",
+    "TrajectoryCounts",
+]
 
 #: Names of the ways out of the bus, by their number in the segment.
 REASONS: tuple[str, ...] = (
@@ -81,6 +88,21 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     def balanced(self) -> bool:
         """Whether every sample that was offered is accounted for exactly once."""
         return self.offered == self.open + self.claimed + self.done + self.given_up
+
+
+class LanePauseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A pause of the request lane, since all samples of late failed alike; it ends by itself.
+
+    Attributes
+    ----------
+    reason : str
+        How many failed, and what was said of them.
+    since_unix_s : float
+        When it began, in seconds since 1970.
+    """
+
+    reason: str
+    since_unix_s: float
 
 
 class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +178,8 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         many more have to be sampled for as many to train on.
     samples_wanted : int
         Open retry requests.
+    lane_pause : LanePauseStatus | None
+        Why workers get one sample at a time, where all samples of late failed alike.
     moved : int
         Stragglers that this consumer moved, to free the space around them.
     producers : int
@@ -179,6 +203,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     groups_given_up: int = 0
     groups_useless: int = 0
     samples_wanted: int = 0
+    lane_pause: LanePauseStatus | None = None
     moved: int = 0
     producers: int = 0
     policy_version: int = 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 from shmbus_ext import _core
 
 __all__ = [
+    "ALIKE_FAILURES",
+    "ALIKE_PROMPTS",
     "ASYNC_TAKE_S",
     "CLIENT_WAIT_S",
     "DEFAULT_CAPACITY",
@@ -27,10 +29,12 @@ __all__ = [
     "META_ROOM_BYTES",
     "METRICS_PORT",
     "POLL_RECORDS",
+    "PROBE_S",
     "READY_PRESSURE",
     "RECLAIM_WAIT_S",
     "REDIAL_INTERVAL_S",
     "REQUEST_WAIT_S",
+    "RETRY_BACKOFF_S",
     "RETRY_TIMEOUT_S",
     "SMALLEST_DEFAULT_CAPACITY",
     "SPACE_WAIT_S",
@@ -84,6 +88,19 @@ LOG_INTERVAL_S = 60.0
 #: Seconds that a retry request may stay unanswered, and that a group which lost a sample waits for
 #: its others: longer than a long rollout.
 RETRY_TIMEOUT_S = 600.0
+
+#: Seconds before a failed sample is asked for again, and before a worker whose samples all fail is
+#: given another: first, and at most. An engine starts in tens of seconds.
+RETRY_BACKOFF_S = (0.5, 30.0)
+
+#: Samples in a row that failed alike, and of how many prompts at least, before the request lane is
+#: paused: more than one group of most runs has, and prompts that nobody can sample are rarer than
+#: three one behind the other. A worker may fail as many in a row before it waits.
+ALIKE_FAILURES = 16
+ALIKE_PROMPTS = 3
+
+#: Seconds between two probes of a paused lane, at least.
+PROBE_S = 0.1
 
 #: Bytes reserved for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024

@@ -272,6 +272,18 @@ class Producer(GroupPuts, RetryPuts):
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> Producer:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # In this thread: it waits for nobody, and no cancellation can come before it.
+        self.close()
+
     def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
         return _rebuild, (
             type(self), self.name, self._checksum, self._label, self._watch.options, self._attach,

@@ -272,6 +272,7 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
             "on_overflow": policy.on_overflow,
             "sample_retries": policy.sample_retries,
             "retry_timeout": policy.retry_timeout_s,
+            "retry_backoff": list(policy.retry_backoff_s),
             "on_failure": policy.on_failure,
         }
 

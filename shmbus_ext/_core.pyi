@@ -199,6 +199,7 @@ class GroupTable(Generic[_S]):
     """Samples in cells by key, and the groups that are complete: ready, then leased."""
 
     cells: int
+    accepted: int
     nbytes: int
     oldest_born_s: float | None
     memory_bytes: int

@@ -5,6 +5,7 @@ from shmbus_ext._core import Segment
 RETRY_ENTRIES: int
 RETRY_REASON_BYTES: int
 RETRY_BUSY: int
+RETRY_PAUSE: int
 
 def retry_publish(
     segment: Segment,

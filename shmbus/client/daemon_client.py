@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -380,9 +381,8 @@ class DaemonClient:
         groups: list[tuple[str, int | None, str]] = []
         after, more = b"", True
         while more:
-            reply = self._demand(
-                lambda id_, after=after: messages.GetTrained(id=id_, step=step, after=after)
-            )
+            request = messages.GetTrained(id=0, step=step, after=after)
+            reply = self._demand(functools.partial(_numbered, request))
             assert isinstance(reply, messages.TrainedReply)
             names |= messages.split_names(reply.names)
             groups += reply.groups
@@ -396,7 +396,7 @@ class DaemonClient:
         with self.lock:
             self.state.trained = packed
         for message in end_trained_messages(packed) or [messages.EndTrained(id=0, names=b"")]:
-            self._demand(lambda id_, message=message: msgspec.structs.replace(message, id=id_))
+            self._demand(functools.partial(_numbered, message))
 
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
         """Send a request that the daemon answers immediately, and return the reply."""
@@ -420,3 +420,7 @@ class DaemonClient:
     def close(self) -> None:
         """Leave. Groups that are not ended are the next to be delivered; arrays stay valid."""
         self.connection.close()
+
+
+def _numbered(request: messages.Request, id_: int) -> messages.Request:
+    return msgspec.structs.replace(request, id=id_)

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import parse_size
+from shmbus._arguments import check_backoff, parse_size
 from shmbus._schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
@@ -55,6 +55,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     group_timeout, on_timeout, max_policy_lag, skip_zero_variance, duplicate, max_stash_bytes,
     on_overflow, sample_retries, retry_timeout, on_failure
         As for `shmbus.Consumer`.
+    retry_backoff : str | list of float
+        As for `shmbus.Consumer`; as text "FIRST,MOST".
     drain_timeout : float
         Seconds after SIGTERM in which leased groups can still be acknowledged.
     unlink_on_exit : bool
@@ -90,6 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
     sample_retries: int = 0
     retry_timeout: float = limits.RETRY_TIMEOUT_S
+    retry_backoff: str | list[float] = ",".join(f"{each:g}" for each in limits.RETRY_BACKOFF_S)
     on_failure: Literal["drop", "partial"] = "drop"
     drain_timeout: float = _DRAIN_TIMEOUT_S
     unlink_on_exit: bool = False
@@ -127,6 +130,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             on_overflow=self.on_overflow,
             sample_retries=self.sample_retries,
             retry_timeout_s=self.retry_timeout,
+            retry_backoff_s=_parse_backoff(self.retry_backoff),
             on_failure=self.on_failure,
         )
 
@@ -150,6 +154,7 @@ _HELP = {
     "on_overflow": "what happens to the oldest above that",
     "sample_retries": "how often a failed sample is requested again",
     "retry_timeout": "seconds for an answer to such a request",
+    "retry_backoff": "seconds before a sample that failed is requested again: first, and at most",
     "on_failure": "what happens to a group with a sample that failed for good",
     "drain_timeout": "seconds that leased groups have to end after SIGTERM",
     "unlink_on_exit": "remove the bus at a clean exit",
@@ -176,6 +181,7 @@ _METAVARS = {
     "max_stash_bytes": "SIZE",
     "sample_retries": "N",
     "retry_timeout": "SECONDS",
+    "retry_backoff": "FIRST,MOST",
     "drain_timeout": "SECONDS",
     "restore": "DIR",
     "metrics_port": "PORT",
@@ -230,6 +236,8 @@ def _check_bounds(name: str, value: Any) -> None:
         check_bounds(**{name: value})
     elif name == "schema":
         _parse_schema(value)
+    elif name == "retry_backoff":
+        _parse_backoff(value)
     elif name in _AT_LEAST_0 and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
     elif name in _ABOVE_0 and not value > 0:
@@ -242,6 +250,21 @@ def _check_bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected 1 to {_core.MAX_PRODUCERS}, got {value}")
     elif name == "http_token_file" and (os.path.isdir(value) or not os.access(value, os.R_OK)):
         raise ValueError(f"{name}: expected a file that may be read, got {value!r}")
+
+
+def _parse_backoff(value: str | list[float]) -> tuple[float, float]:
+    """Read two numbers of seconds, as text or as a list."""
+    if isinstance(value, str):
+        try:
+            value = [float(each) for each in value.split(",")]
+        except ValueError:
+            raise ValueError(
+                f'retry_backoff: expected "FIRST,MOST" in seconds, such as "0.5,30", got {value!r}'
+            ) from None
+    try:
+        return check_backoff("retry_backoff", value)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _parse_schema(value: str | Mapping[str, Any]) -> _core.DeclaredSchema:

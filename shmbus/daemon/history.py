@@ -41,6 +41,7 @@ class History:
         #: Who is ending a lease, so that a drop has a name.
         self._ending = ""
         self._paused = self._segment.paused()
+        self._lane_pause = collector.lane_pause
         self._version = self._segment.policy_version
         collector.drops.told = self._dropped
         collector.stash.failures.told = self._failed
@@ -64,6 +65,13 @@ class History:
             else:
                 self._events.note("resumed")
         self._paused = paused
+        lane = self._collector.lane_pause
+        if (lane is None) != (self._lane_pause is None):
+            if lane is not None:
+                self._events.note("requests_paused", text=lane.reason)
+            else:
+                self._events.note("requests_resumed")
+        self._lane_pause = lane
         version = self._segment.policy_version
         if version != self._version:
             self._version = version

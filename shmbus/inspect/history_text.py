@@ -26,6 +26,8 @@ _WORDS = {
     "trainer_lost": "lost its connection",
     "paused": "producers were paused",
     "resumed": "producers were resumed",
+    "requests_paused": "requests are given out one at a time",
+    "requests_resumed": "requests are given out again",
     "policy_version": "policy version",
     "leased": "leased to",
     "given_back": "given back",
@@ -63,7 +65,7 @@ def _line(event: BusEvent) -> str:
     if not event.instance_id:
         parts = [event.who, word] if event.kind.startswith(("producer", "trainer")) else [word]
         text = f"{'s' * (' ' in event.text)} {event.text}" if event.kind == "policy_version" else ""
-        if event.kind == "paused":
+        if event.kind in ("paused", "requests_paused"):
             text = f": {event.text or 'no reason given'}"
         return f"{at}  {' '.join(parts)}{text}"
     group = event.instance_id + ("" if event.epoch is None else f" epoch {event.epoch}")

@@ -23,7 +23,6 @@ import msgspec
 
 from shmbus import errors
 from shmbus._format import printable
-from shmbus.control.socket_path import socket_path
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
 from shmbus.segment.lifecycle import unlink
@@ -33,6 +32,7 @@ from shmbus.segment.names import (
     SOCKET_SUFFIX,
     memory_socket,
     parse_companion,
+    socket_path,
 )
 from shmbus_ext import _core
 

@@ -6,6 +6,7 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -13,9 +14,10 @@ import numpy as np
 from shmbus._format import printable
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import WantedStatus
+from shmbus.ledger import LanePauseStatus
 from shmbus_ext import _core
 
-__all__ = ["read_wanted"]
+__all__ = ["read_lane_pause", "read_wanted"]
 
 _LAYOUT: Final = _core.layout()["retry_entry"]
 _ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
@@ -24,24 +26,40 @@ _NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
 _TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
 
 
-def read_wanted(file: SegmentFile) -> list[WantedStatus]:
-    """Read the open retry requests, in the order in which they were published."""
+def read_lane_pause(file: SegmentFile) -> LanePauseStatus | None:
+    """Read why the request lane is paused; None where it is open."""
+    for entry, row in _rows(file):
+        if int(row["attempt"]) == _core.RETRY_PAUSE:
+            reason = _text(entry, _ID_ROOM, int(row["reason_bytes"]))
+            return LanePauseStatus(reason=reason, since_unix_s=int(row["epoch"]) / 1e9)
+    return None
+
+
+def _rows(file: SegmentFile) -> Iterator[tuple[bytes, Any]]:
+    """Yield the rows that count: their bytes, and their fields."""
     if not int(file.header["retries_open"]):
-        return []
+        return
     raw = file.retry_table()
-    now_ns = _core.monotonic_ns()
-    found = []
     for at in range(0, len(raw), _ROW.itemsize):
         entry = raw[at : at + _ROW.itemsize]
         row = np.frombuffer(entry, _ROW)[0]
-        claim = int(row["claim"])
         covered = entry[_NUMBER_AT:_CRC_AT] + entry[_TEXT_AT:]
         if (
-            claim == _core.RETRY_BUSY
-            or not int(row["number"])
-            or _core.crc32c(covered) != int(row["crc"])
+            int(row["claim"]) != _core.RETRY_BUSY
+            and int(row["number"])
+            and _core.crc32c(covered) == int(row["crc"])
         ):
+            yield entry, row
+
+
+def read_wanted(file: SegmentFile) -> list[WantedStatus]:
+    """Read the open retry requests, in the order in which they were published."""
+    now_ns = _core.monotonic_ns()
+    found = []
+    for entry, row in _rows(file):
+        if int(row["attempt"]) == _core.RETRY_PAUSE:
             continue
+        claim = int(row["claim"])
         epoch = int(row["epoch"])
         wanted = WantedStatus(
             instance_id=_text(entry, 0, int(row["id_bytes"])),

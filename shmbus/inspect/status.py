@@ -28,7 +28,7 @@ from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
 from shmbus.inspect.records import Run
 from shmbus.inspect.relay_journal import read_relay
 from shmbus.inspect.request_lane import read_lead, read_requests
-from shmbus.inspect.retry_table import read_wanted
+from shmbus.inspect.retry_table import read_lane_pause, read_wanted
 from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import (
@@ -228,6 +228,7 @@ def status_of(
         oldest_incomplete=groups.oldest if groups else [],
         collector=collector,
         wanted=read_wanted(file),
+        lane_pause=read_lane_pause(file),
         groups_given_up=int(header["groups_failed"]),
         lead=read_lead(file),
         requests=read_requests(file),

@@ -16,7 +16,7 @@ import msgspec
 
 from shmbus._schema import SchemaField
 from shmbus.inspect.view_types import Verdict, WaitedStatus
-from shmbus.ledger import TrajectoryCounts
+from shmbus.ledger import LanePauseStatus, TrajectoryCounts
 from shmbus_ext import _core
 
 __all__ = [
@@ -516,6 +516,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         Slots that have been used, by producer number.
     wanted : list[WantedStatus]
         Open retry requests.
+    lane_pause : LanePauseStatus | None
+        Why workers get one sample at a time, where all samples of late failed alike.
     groups_given_up : int
         Groups that were given up for a failed sample, since the bus was created.
     lead : LeadStatus | None
@@ -567,6 +569,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     collector: CollectorStatus
     producers: list[ProducerStatus]
     wanted: list[WantedStatus] = []
+    lane_pause: LanePauseStatus | None = None
     groups_given_up: int = 0
     lead: LeadStatus | None = None
     requests: RequestsStatus | None = None

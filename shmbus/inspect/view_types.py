@@ -107,13 +107,14 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind : str
         "daemon_began", "producer_came", "producer_left", "producer_died", "producer_gone" (left or
         died), "trainer_came", "trainer_left", "trainer_lost", "paused", "resumed",
-        "policy_version"; of a group "leased", "given_back", "acknowledged", "dropped"; of a sample
-        "failed" and "asked" (it failed, and producers are asked for it again).
+        "requests_paused", "requests_resumed", "policy_version"; of a group "leased", "given_back",
+        "acknowledged", "dropped"; of a sample "failed" and "asked" (it failed, and producers are
+        asked for it again).
     who : str
         The producer or the trainer; "" where nobody is to be named.
     text : str
-        The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5" where
-        versions followed each other.
+        The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5"
+        where versions followed each other.
     instance_id, epoch, split : str, int | None, str
         The group; an id of "" where it is of none.
     index : int | None

@@ -10,12 +10,14 @@ Invariants
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from shmbus import limits
 from shmbus._arguments import check_timeout, clamp_request
+from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, check_request
@@ -31,17 +33,49 @@ __all__ = ["ProducerRequests", "Request", "RequestState"]
 _WAITS_FOR = "a prompt to sample"
 
 
-def _slice_s(timeout: float | None, waited_s: float) -> float:
-    longest_s = limits.REQUEST_WAIT_S
-    return longest_s if timeout is None else min(longest_s, timeout - waited_s)
+#: A row of the retry table, as `_core.retry_requests` gives it.
+_RetryRow: TypeAlias = "tuple[int, int, int, str, int | None, int, int, int, int, int, str, int]"
+
+
+class _Backoff:
+    """How long a worker waits whose samples all fail, or that gives all of them back.
+
+    Only what was taken after a wait makes the next one longer: of many under way, all fail at once.
+    """
+
+    __slots__ = ("_waits", "failed", "until_s")
+
+    def __init__(self) -> None:
+        self.success()
+
+    def success(self) -> None:
+        """Go on at once: a sample was made."""
+        #: Samples that failed since one was made.
+        self.failed = 0
+        self.until_s = 0.0
+        self._waits = 0
+
+    def failure(self, now_s: float) -> None:
+        """Wait, where many have failed and none was made."""
+        self.failed += 1
+        if self.failed >= limits.ALIKE_FAILURES:
+            self.wait(now_s)
+
+    def wait(self, now_s: float) -> None:
+        """Take nothing for a while, longer than the last time."""
+        if now_s >= self.until_s:
+            self._waits += 1
+            of = (self._waits, random.random())
+            self.until_s = now_s + backoff_s(limits.RETRY_BACKOFF_S, self._waits, of)
 
 
 class RequestState:
     """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
 
-    __slots__ = ("last_request", "next_recovery_s", "work")
+    __slots__ = ("backoff", "last_request", "next_recovery_s", "work")
 
     def __init__(self) -> None:
+        self.backoff = _Backoff()
         self.work = LoopWaits()
         self.next_recovery_s = 0.0
         #: Of the request that a sample was last taken of: number, text and prompt.
@@ -50,6 +84,16 @@ class RequestState:
     def forget(self) -> None:
         """Forget what is of a bus that another has taken the place of."""
         self.last_request = (0, None, None)
+        self.backoff.success()
+
+    def slice_s(self, timeout: float | None, waited_s: float) -> float:
+        """Seconds to sleep at once, of a wait that has lasted so long."""
+        slice_s = limits.REQUEST_WAIT_S
+        if timeout is not None:
+            slice_s = min(slice_s, timeout - waited_s)
+        if (rest_s := self.backoff.until_s - time.monotonic()) > 0:
+            slice_s = min(slice_s, rest_s)
+        return slice_s
 
 
 class ProducerRequests:
@@ -79,10 +123,11 @@ class ProducerRequests:
     def next(self, timeout: float | None = None) -> Request | None:
         """Take the next sample to make; waits for one, and costs no CPU meanwhile.
 
-        Failed samples that are asked for again come first, then the highest priority, then what was
-        offered first. While the bus is paused nothing is handed out. Where the bus bounds how far
-        producers are ahead (`max_lead`), a group is begun here, and its samples never wait in
-        `answer` for that bound.
+        Failed samples that are asked for again come first (last, for a worker whose own last sample
+        failed), then the highest priority, then what was offered first. A worker whose samples all
+        fail, or that gives them back, is given none for up to 30 s. While the bus is paused nothing
+        is handed out. Where the bus bounds how far producers are ahead (`max_lead`), a group is
+        begun here, and its samples never wait in `answer` for that bound.
 
         What is taken is others' again when this producer closes or its process dies, or by
         `release`.
@@ -143,7 +188,7 @@ class ProducerRequests:
             waited_s = time.monotonic() - began
             if found or (timeout is not None and waited_s >= timeout):
                 return found
-            left_s = _slice_s(timeout, waited_s)
+            left_s = self._state.slice_s(timeout, waited_s)
             self._await_request(ticket, left_s)
             self._after_wait(None if timeout is None else timeout - waited_s)
             if self._producer._watch.slice_s is not None:
@@ -206,7 +251,7 @@ class ProducerRequests:
             waited_s = time.monotonic() - began
             if found or (timeout is not None and waited_s >= timeout):
                 return found
-            left_s = _slice_s(timeout, waited_s)
+            left_s = self._state.slice_s(timeout, waited_s)
             await self._state.work.wait(
                 functools.partial(self._await_request, ticket, left_s), left_s
             )
@@ -228,14 +273,39 @@ class ProducerRequests:
 
     def _find_requests(self, limit: int) -> list[Request]:
         segment = self._producer._here()
-        found: list[Request] = []
         if segment.paused() is not None:
-            return found
+            return []
+        rows: list[_RetryRow] = []
         if _core.retry_noted(segment)[0] and _core.request_number(segment):
-            while len(found) < limit and (request := self._find_retry(segment)) is not None:
-                found.append(request)
+            rows = sorted(_core.retry_requests(segment), key=lambda row: row[1])
+        for row, number, *_, attempt, _, _ in rows:
+            if attempt == _core.RETRY_PAUSE:
+                return self._probe(segment, (row, number), rows)
+        if time.monotonic() < self._state.backoff.until_s:
+            return []
+        if self._state.backoff.failed:
+            # What others can make is asked for first of those who can make it.
+            found = self._take_new(limit)
+            return found + self._take_failed(segment, rows, limit - len(found))
+        found = self._take_failed(segment, rows, limit)
+        return found + self._take_new(limit - len(found))
+
+    def _probe(
+        self, segment: _core.Segment, pause: tuple[int, int], rows: list[_RetryRow]
+    ) -> list[Request]:
+        """Take one sample, if it is this worker's turn: the lane is paused."""
+        mine = self._producer.producer_id
+        if not _core.retry_claim(segment, *pause, mine):
+            return []
+        found = self._take_new(1) or self._take_failed(segment, rows, 1)
+        if not found:
+            _core.retry_unclaim(segment, pause[0], mine)
+        return found
+
+    def _take_new(self, limit: int) -> list[Request]:
+        found: list[Request] = []
         number, text, prompt = self._state.last_request
-        for claim, new in self._producer._take_requests(number, limit - len(found)):
+        for claim, new in self._producer._take_requests(number, limit) if limit else ():
             if new is not None or text is None or prompt is None:
                 assert new is not None
                 text, prompt = new, Prompt(new[8], new[7])
@@ -244,27 +314,43 @@ class ProducerRequests:
             found.append(Request._of(text, prompt, claim[4], claim=claim))
         return found
 
-    def _find_retry(self, segment: _core.Segment) -> Request | None:
-        """Claim a failed sample whose prompt is in the lane; others are for `Producer.wanted`."""
+    def _take_failed(
+        self, segment: _core.Segment, rows: list[_RetryRow], limit: int
+    ) -> list[Request]:
+        """Claim failed samples whose prompt is in the lane; others are for `Producer.wanted`."""
+        found: list[Request] = []
         mine = self._producer.producer_id
         with self._producer._taking:
-            requests = sorted(_core.retry_requests(segment), key=lambda row: row[1])
-            for each in requests:
-                row, number, claimant, id_, epoch, split, size, need, index, attempt, reason, _ = (
-                    each
-                )
-                text = None if claimant else _core.request_find(segment, id_, epoch, split)
+            for (
+                row,
+                number,
+                claimant,
+                id_,
+                epoch,
+                split,
+                size,
+                need,
+                index,
+                attempt,
+                why,
+                _,
+            ) in rows:
+                if len(found) == limit:
+                    break
+                if claimant or attempt == _core.RETRY_PAUSE:
+                    continue
+                text = _core.request_find(segment, id_, epoch, split)
                 if text is None or not _core.retry_claim(segment, row, number, mine):
                     continue
                 label = _core.split_label(segment, split)
                 sample = WantedSample(
-                    id_, epoch, index, size or None, attempt, reason, label, need or None
+                    id_, epoch, index, size or None, attempt, why, label, need or None
                 )
                 self._producer._taken[make_key(id_, epoch, split), index] = sample
-                return Request._of(
-                    text, Prompt(text[8], text[7]), index, retry=(row, attempt, reason)
+                found.append(
+                    Request._of(text, Prompt(text[8], text[7]), index, retry=(row, attempt, why))
                 )
-        return None
+        return found
 
     def _at(self, request: Request) -> tuple[Hashable, int]:
         """Return what `_taken` has a sample by."""
@@ -290,7 +376,10 @@ class ProducerRequests:
         return self._at(request) in self._producer._taken
 
     def release(self, request: Request) -> bool:
-        """Give a sample back unmade: others may take it.
+        """Give a sample back unmade, for what is not its fault: others may take it.
+
+        It uses up none of the sample's retries. This worker is given nothing for a while then, half
+        a second at first and 30 s at most, until it has answered a request.
 
         Parameters
         ----------
@@ -302,7 +391,13 @@ class ProducerRequests:
         bool
             False where it was not this producer's any more.
         """
-        if (claim := check_request(request)._claim) is not None:
+        given_back = self._give_back(check_request(request))
+        if given_back:
+            self._state.backoff.wait(time.monotonic())
+        return given_back
+
+    def _give_back(self, request: Request) -> bool:
+        if (claim := request._claim) is not None:
             return self._producer._give_back_request(claim)
         assert request._retry is not None
         with self._producer._taking:
@@ -368,6 +463,7 @@ class ProducerRequests:
             self._forget(request)
         else:
             self._producer._answer(request._claim, False, request.instance_id, **given)
+        self._state.backoff.success()
         return True
 
     def fail(
@@ -380,7 +476,9 @@ class ProducerRequests:
     ) -> bool:
         """Report that the sample of a request failed, as `fail` does.
 
-        With `sample_retries` it is asked for again, with its prompt; else its group is given up.
+        With `sample_retries` it is asked for again, with its prompt, once its backoff is over; else
+        its group is given up. Where all samples of late failed alike, of all workers, the lane lets
+        one through at a time until one succeeds, and no failure costs a sample a retry meanwhile.
 
         Parameters
         ----------
@@ -419,6 +517,7 @@ class ProducerRequests:
                 timeout=timeout,
             )
             self._forget(request)
+            self._state.backoff.failure(time.monotonic())
             return True
         self._producer._answer(
             request._claim,
@@ -431,6 +530,7 @@ class ProducerRequests:
             meta=reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode(),
             timeout=timeout,
         )
+        self._state.backoff.failure(time.monotonic())
         return True
 
     def _forget(self, request: Request) -> None:

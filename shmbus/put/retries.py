@@ -178,6 +178,8 @@ class RetryPuts(AsynchronousPuts):
                 _,
             ) in requests:
                 at = (make_key(id_, epoch, split), index)
+                if attempt == _core.RETRY_PAUSE:
+                    continue
                 if claimant == self.producer_id + 1:
                     mine.add(at)
                 elif (

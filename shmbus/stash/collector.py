@@ -22,7 +22,14 @@ from typing import Literal, TypeAlias
 from shmbus import errors, limits
 from shmbus._arguments import process_label
 from shmbus._keys import split_of
-from shmbus.ledger import REASONS, Ledger, RequestCounts, SplitCounts, TrainedBefore
+from shmbus.ledger import (
+    REASONS,
+    LanePauseStatus,
+    Ledger,
+    RequestCounts,
+    SplitCounts,
+    TrainedBefore,
+)
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
@@ -104,6 +111,7 @@ class Collector:
         self.trained: set[bytes] = set()
         #: Whether nothing may be released now: a snapshot is being written.
         self.frozen = False
+        self.stash.failures.in_lane = self._requests.is_open
         #: Groups that others hold from an earlier collector, and the stash never had; None while
         #: some of them are not known.
         self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list
@@ -175,7 +183,7 @@ class Collector:
             self.release_discarded()
         failures = stash.failures
         intake.delegate_all = bool(
-            failures.groups
+            failures.active
             or failures.dirty
             or self._errors
             or self._bounded
@@ -205,7 +213,7 @@ class Collector:
         more = count == limits.POLL_RECORDS
         if stash.inherited and not more:
             stash.settle_inherited(now)
-        if stash.failures.groups or stash.failures.dirty:
+        if stash.failures.active or stash.failures.dirty:
             self._update_failing(now, drained=not more)
         if not more and (self._lead.checks or self._requests.checks):
             self._end_checks()
@@ -336,6 +344,7 @@ class Collector:
 
     def _update_failing(self, now: float, *, drained: bool) -> None:
         """Expire failing groups, and update the retry table."""
+        self.stash.follow_lane(now)
         if drained:
             self.stash.expire_failing(now)
         if self.stash.failures.dirty:
@@ -367,9 +376,9 @@ class Collector:
     def is_plain(self) -> bool:
         """Whether what the table has ready may be leased as it is: no policy has a say."""
         stash, failures = self.stash, self.stash.failures
-        judged = self._bounded or stash.policy.max_policy_lag is not None or self._errors
-        judged = judged or self.trained or stash.inherited
-        return not (judged or self.divert or stash.discards or failures.groups or failures.dirty)
+        judged = self._bounded or stash.policy.max_policy_lag is not None or bool(self._errors)
+        judged = judged or bool(self.trained) or bool(stash.inherited)
+        return not (judged or self.divert or stash.discards or failures.active or failures.dirty)
 
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
         """Let others begin in the place of groups that were leased; hand out no more of them."""
@@ -546,6 +555,11 @@ class Collector:
     # -- state ----------------------------------------------------------------------------------
 
     @property
+    def lane_pause(self) -> LanePauseStatus | None:
+        """Why workers get one sample at a time; None while the request lane is open."""
+        return self._retries.lane_pause
+
+    @property
     def policy_version(self) -> int:
         """The current policy version, as producers see it."""
         return self.segment.policy_version
@@ -576,6 +590,7 @@ class Collector:
                 groups_given_up=stash.given_up,
                 groups_useless=_core.groups_useless(segment),
                 samples_wanted=len(stash.failures.requests),
+                lane_pause=self.lane_pause,
                 stash_overflows=stash.overflows,
                 moved=self.reader.moves,
                 policy_version=segment.policy_version,

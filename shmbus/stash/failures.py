@@ -13,6 +13,9 @@ Invariants
   has an open retry request.
 - A failing group always has a deadline: that of its requests, or the time that it waits for its
   other samples. So a failure never makes a group wait for ever.
+- A failed sample is asked for again only once its backoff is over.
+- A failure that comes while the request lane is paused for failures that are alike uses up none of
+  its sample's attempts, however often it comes.
 - The report of a failure stays in the ring until its sample has arrived or its group has ended. So
   the next collector finds what failed, and how often.
 """
@@ -24,6 +27,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Literal, Protocol, TypeVar
 
 from shmbus import limits
+from shmbus._backoff import backoff_s
+from shmbus.stash.lane_pause import LanePause
 from shmbus_ext._core import GroupEntry
 
 __all__ = ["FailingGroup", "Failures", "FailedIndex", "Reported", "Request"]
@@ -61,19 +66,28 @@ _MAX_ATTEMPTS = 1 << 20
 class Request:
     """A retry request for one sample."""
 
-    __slots__ = ("attempt", "deadline_s", "group_size", "index", "key", "need", "reason")
+    __slots__ = ("attempt", "deadline_s", "due_s", "group_size", "index", "key", "need", "reason")
 
     def __init__(
-        self, key: Hashable, group_size: int, need: int, index: int, attempt: int, reason: str
+        self,
+        key: Hashable,
+        group_size: int,
+        need: int,
+        index: int,
+        attempt: int,
+        reason: str,
+        due_s: float,
     ) -> None:
         self.key = key
         self.group_size = group_size
         #: Samples that complete the group; 0 where it is not known.
         self.need = need
         self.index = index
-        #: 1 for the first retry.
+        #: 1 for the first retry; 0 where the first attempt was not the sample's to answer for.
         self.attempt = attempt
         self.reason = reason
+        #: Before that nobody is asked.
+        self.due_s = due_s
         #: None until producers can take it.
         self.deadline_s: float | None = None
 
@@ -81,11 +95,19 @@ class Request:
 class FailedIndex(Generic[S]):
     """An index whose sample failed, or missed its deadline."""
 
-    __slots__ = ("attempts", "reason", "report", "reported", "request")
+    __slots__ = (
+        "attempts", "failures", "reason", "report", "reported", "request", "successes", "suspect",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        #: Failed attempts.
+        #: Failed attempts, of those that count.
         self.attempts = 0
+        #: All of them.
+        self.failures = 0
+        #: How many samples had come when it failed last.
+        self.successes = 0
+        #: Whether it failed again after others had succeeded: so it may be itself that fails.
+        self.suspect = False
         self.reason = ""
         self.report: S | None = None
         #: Whether a producer reported it; False for a sample that is merely missing.
@@ -160,6 +182,8 @@ class Failures(Generic[S]):
         a finally failed sample waits for its others.
     group_timeout_s : float, optional
         Seconds that a group may stay incomplete before its missing samples count as failed.
+    backoff : tuple of float
+        Seconds before a failed sample is asked for again: first, and at most.
     groups : dict
         The groups by key, shared with the group table, which refuses their samples. None for a
         group whose first failure the table has just met.
@@ -170,11 +194,16 @@ class Failures(Generic[S]):
         retries: int,
         retry_timeout_s: float,
         group_timeout_s: float | None,
+        backoff: tuple[float, float],
         groups: dict[Hashable, FailingGroup[S] | None],
     ) -> None:
         self.retries = retries
         self.retry_timeout_s = retry_timeout_s
         self._group_timeout_s = group_timeout_s
+        self._backoff = backoff
+        self.lane = LanePause(backoff)
+        #: Whether a group was asked for through the request lane.
+        self.in_lane: Callable[[Hashable], bool] = lambda key: False
         self.groups = groups
         #: Open requests by key and index, in the order in which they were made.
         self.requests: dict[tuple[Hashable, int], Request] = {}
@@ -188,7 +217,13 @@ class Failures(Generic[S]):
         #: Is told of each failed attempt: of which key and index.
         self.told: Callable[[Hashable, int, FailedIndex[S]], None] | None = None
         self._due: list[tuple[float, int, FailingGroup[S]]] = []
+        self._asks: list[tuple[float, int, Request]] = []
         self._ticket = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether a group fails, or the lane is paused: what was read is to be looked at."""
+        return bool(self.groups) or self.lane.paused or self.lane.changed
 
     # -- receiving and failing ------------------------------------------------------------------
 
@@ -219,7 +254,7 @@ class Failures(Generic[S]):
             self._learn_size(group, sample.group_size)
         index = sample.index
         if sample.failed:
-            self._add_report(group, sample)
+            self._add_report(group, sample, now_s)
         elif sample.group_size != group.size or group.need not in (0, sample.need):
             self.discarded.append(("size_mismatch", sample))
         elif index in group.received:
@@ -228,6 +263,7 @@ class Failures(Generic[S]):
             group.need = sample.need
             group.received[index] = sample
             self._count(sample, 1)
+            self.lane.succeeded()
             self._resolve(group, index)
         self._touch(group, now_s)
 
@@ -243,7 +279,7 @@ class Failures(Generic[S]):
             self._withdraw(group, index, failed)
             self._replace(failed, None)
 
-    def _add_report(self, group: FailingGroup[S], report: S) -> None:
+    def _add_report(self, group: FailingGroup[S], report: S, now_s: float) -> None:
         index = report.index
         sized = report.group_size in (0, group.size) and (not group.size or index < group.size)
         failed = group.failed.get(index)
@@ -257,26 +293,41 @@ class Failures(Generic[S]):
             failed = group.failed[index] = FailedIndex()
         failed.reported = True
         self._replace(failed, report)
-        self._fail(group, index, attempt, _reason(report))
+        reason = _reason(report)
+        successes = self.lane.successes
+        failed.suspect |= failed.failures > 0 and successes > failed.successes
+        failed.successes = successes
+        if not failed.suspect and self.in_lane(group.key):
+            self.lane.failed(group.key, reason, now_s)
+        self._fail(group, index, attempt, reason, now_s)
 
     def fail(self, request: Request, reason: str, now_s: float) -> None:
         """Count an attempt that ended without a report: its producer died, or its time is over."""
         group = self.groups.get(request.key)
         if group is None or self.requests.get((request.key, request.index)) is not request:
             return
-        self._fail(group, request.index, request.attempt, reason)
+        self._fail(group, request.index, request.attempt, reason, now_s)
         self._touch(group, now_s)
 
-    def _fail(self, group: FailingGroup[S], index: int, attempt: int, reason: str) -> None:
+    def _fail(
+        self, group: FailingGroup[S], index: int, attempt: int, reason: str, now_s: float
+    ) -> None:
         """Count a failed attempt, 0 for the first, and request the next one, if any is left."""
+        excused = self.lane.paused and self.in_lane(group.key)
         failed = group.failed[index]
         self._withdraw(group, index, failed)
         failed.reason = reason
-        attempt = max(attempt + 1, self.earlier_attempts.get((group.key, index), 0))
+        at = (group.key, index)
+        attempt = max(attempt + (not excused), self.earlier_attempts.get(at, 0))
         failed.attempts = attempt
-        if attempt <= self.retries:
-            failed.request = Request(group.key, group.size, group.need, index, attempt, reason)
-            self.requests[group.key, index] = failed.request
+        failed.failures += 1
+        if excused or attempt <= self.retries:
+            due_s = now_s + backoff_s(self._backoff, failed.failures, (*at, failed.failures))
+            failed.request = self.requests[at] = Request(
+                group.key, group.size, group.need, index, attempt, reason, due_s
+            )
+            self._ticket += 1
+            heapq.heappush(self._asks, (due_s, self._ticket, failed.request))
             self.dirty = True
         if self.told is not None:
             self.told(group.key, index, failed)
@@ -330,11 +381,24 @@ class Failures(Generic[S]):
         heapq.heappush(self._due, (group.due_s, self._ticket, group))
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` must run next; None if never. It may be earlier than needed."""
-        return self._due[0][0] if self._due and self._due[0][0] != float("inf") else None
+        """When `expire` or `look_for_due` must run next; None if never. It may be early."""
+        dues = [each[0][0] for each in (self._due, self._asks) if each]
+        if self.lane.paused:
+            dues.append(self.lane.probe_due_s)
+        due_s = min(dues, default=float("inf"))
+        return None if due_s == float("inf") else due_s
+
+    def look_for_due(self, now_s: float) -> None:
+        """Note whether a request or a probe is due."""
+        while self._asks and self._asks[0][0] <= now_s:
+            heapq.heappop(self._asks)
+            self.dirty = True
+        if self.lane.paused and now_s >= self.lane.probe_due_s:
+            self.dirty = True
 
     def expire(self, now_s: float) -> list[FailingGroup[S]]:
         """Fail requests whose time is over; return the groups that must end."""
+        self.look_for_due(now_s)
         over = []
         while self._due and self._due[0][0] <= now_s:
             due_s, _, group = heapq.heappop(self._due)
@@ -356,7 +420,7 @@ class Failures(Generic[S]):
             if request is None or request.deadline_s is None or now_s < request.deadline_s:
                 continue
             reason = f"not there {self.retry_timeout_s:g} s after it was asked for"
-            self._fail(group, index, request.attempt, reason)
+            self._fail(group, index, request.attempt, reason, now_s)
         return group.decided or (
             group.waits_for_rest and now_s >= group.touched_s + self.retry_timeout_s
         )
@@ -373,7 +437,7 @@ class Failures(Generic[S]):
         for index in indexes:
             if index not in group.received and index not in group.failed:
                 group.failed[index] = FailedIndex()
-                self._fail(group, index, 0, reason)
+                self._fail(group, index, 0, reason, now_s)
         self._touch(group, now_s)
 
     # -- ending ---------------------------------------------------------------------------------

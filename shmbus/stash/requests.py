@@ -55,6 +55,10 @@ class Requests:
         """Whether anything was ever offered; a read of one word."""
         return _core.request_number(self._segment) != 0
 
+    def is_open(self, key: Hashable) -> bool:
+        """Whether a group was offered through the lane, and has not ended."""
+        return self.used and self._find(key) is not None
+
     def _key(self, id_: str, epoch: int | None, split: str) -> Hashable:
         return make_key(id_, epoch, _core.split_number(self._segment, split))
 

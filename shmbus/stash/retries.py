@@ -8,6 +8,8 @@ Invariants
 ----------
 - The table has the requests that the stash has open; one that ends is withdrawn before the next
   poll of the ring.
+- A request is published once its backoff is over. While the lane is paused for failures that come
+  alike, a worker takes a sample only with the row that says so, which is published anew for each.
 - A claim counts as a failed attempt only when its producer is dead and everything that it committed
   has been read. A producer that closes gives its claims back.
 - Requests of an earlier collector are taken over, with their attempts, when their failures are
@@ -16,9 +18,15 @@ Invariants
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Hashable
+from typing import Any
 
+from shmbus import limits
+from shmbus._format import show_duration
 from shmbus._keys import make_key, split_key
+from shmbus.ledger import LanePauseStatus
 from shmbus.stash.failures import Request
 from shmbus.stash.stash import Stash
 from shmbus_ext import _core
@@ -26,6 +34,7 @@ from shmbus_ext import _core
 __all__ = ["Retries"]
 
 _At = tuple[Hashable, int]
+_log = logging.getLogger("shmbus.requests")
 
 
 class Retries:
@@ -47,6 +56,8 @@ class Retries:
         self._row_of: dict[_At, int] = {}
         self._taken_over: dict[_At, tuple[int, int]] = {}
         self._free: list[int] = []
+        #: The row that pauses the lane, and since when, in Unix ns; None while the lane is open.
+        self._pause: tuple[int, int] | None = None
         #: Producers that died with a claim, by row; these fail once the ring is read to its end.
         self._dead_claims: dict[int, int] = {}
         _, self._failed_before = _core.retry_noted(segment)
@@ -56,7 +67,12 @@ class Retries:
         """Note claims and attempts of an earlier collector's requests; free the other rows."""
         claimed: set[int] = set()
         requests = _core.retry_requests(self._segment)
-        for row, _, claimant, id_, epoch, split, _, _, index, attempt, _, _ in requests:
+        for row, _, claimant, id_, epoch, split, _, _, index, attempt, reason, _ in requests:
+            if attempt == _core.RETRY_PAUSE and self._pause is None:
+                self._pause = (row, epoch or 0)
+                self._failures.lane.restore(reason, 0.0)
+                claimed.add(row)
+                continue
             at = (make_key(id_, epoch, split), index)
             self._failures.earlier_attempts[at] = attempt
             if claimant:
@@ -70,12 +86,15 @@ class Retries:
 
     def check_claimants(self) -> None:
         """Note claims of dead producers, for a later update. Call it after a sweep."""
-        if not self._requests:
+        if not (self._requests or self._failures.groups):
             return
         # In this order: a producer with a claim has a slot by then, or has left it.
         claims = {row: claimant - 1 for row, _, claimant, *_ in _core.retry_requests(self._segment)}
         rows = self._segment.producers()
         alive = {row[2] for row in rows if row[1] == _core.SLOT_ACTIVE}
+        self._failures.lane.workers = len(alive)
+        if self._pause is not None:
+            claims.pop(self._pause[0], None)
         self._dead_claims = {
             row: claimant
             for row, claimant in claims.items()
@@ -94,8 +113,10 @@ class Retries:
             if failures.requests.get(at) is not self._requests[row]:
                 del self._row_of[at], self._requests[row]
                 self._withdraw(row)
+        probe = self._update_pause(now_s)
         for at, request in failures.requests.items():
-            if at not in self._row_of:
+            asked = at in self._taken_over or request is probe
+            if at not in self._row_of and (asked or self._is_due(request, now_s)):
                 if not self._free and not self._taken_over:
                     break  # the next request that ends makes room
                 self._request(at, request, now_s)
@@ -107,7 +128,76 @@ class Retries:
         # The rest of the work waits until the ring has been read to its end.
         failures.dirty = bool(self._dead_claims or failures.earlier_attempts)
         failed = self._failed_before + self._stash.given_up
-        _core.retry_note(self._segment, len(self._requests), failed)
+        rows = len(self._requests) + (self._pause is not None)
+        _core.retry_note(self._segment, rows, failed)
+
+    def _is_due(self, request: Request, now_s: float) -> bool:
+        failures = self._failures
+        return request.due_s <= now_s and not (
+            failures.lane.paused and failures.in_lane(request.key)
+        )
+
+    # -- the pause of the lane --------------------------------------------------------------------
+
+    @property
+    def lane_pause(self) -> LanePauseStatus | None:
+        """Why workers get one sample at a time, where they do."""
+        reason = self._failures.lane.reason
+        if reason is None or self._pause is None:
+            return None
+        return LanePauseStatus(reason=reason, since_unix_s=self._pause[1] / 1e9)
+
+    def _update_pause(self, now_s: float) -> Request | None:
+        """Open or pause the lane; return the failed sample that may be the next probe."""
+        lane = self._failures.lane
+        if not lane.paused:
+            if self._pause is not None:
+                paused_s = time.time() - self._pause[1] / 1e9
+                _log.warning("requests go on after %s: a sample came", show_duration(paused_s))
+                self._withdraw(self._pause[0])
+                self._pause = None
+            return None
+        if now_s < lane.probe_due_s:
+            return None
+        rows = {row[0]: row for row in _core.retry_requests(self._segment)}
+        if self._pause is None:
+            self._pause = (self._take_row(), time.time_ns())
+            _log.warning("requests pause: %s", lane.reason)
+        elif self._pause[0] in rows and not rows[self._pause[0]][2]:
+            lane.probe_due_s = now_s + limits.REQUEST_WAIT_S  # nobody has taken it
+            return None
+        row, since_ns = self._pause
+        assert lane.reason is not None
+        _core.retry_publish(
+            self._segment, row, _core.monotonic_ns(), "-", since_ns, _core.SPLIT_TRAIN,
+            0, 0, 0, _core.RETRY_PAUSE, _cut(lane.reason),
+        )  # fmt: skip
+        lane.probe(now_s)
+        return self._next_probe(rows)
+
+    def _take_row(self) -> int:
+        """Return a free row, or one whose request can be published again later."""
+        if not self._free:
+            at, row = next(iter(self._row_of.items()))
+            self._requests.pop(row).deadline_s = None
+            del self._row_of[at]
+            self._withdraw(row)
+        return self._free.pop()
+
+    def _next_probe(self, rows: dict[int, Any]) -> Request | None:
+        """Return the failed sample that has waited longest, unless one can be taken already."""
+        in_lane = self._failures.in_lane
+        if any(
+            not rows[row][2] and in_lane(self._requests[row].key)
+            for row in self._requests.keys() & rows.keys()
+        ):
+            return None
+        waiting = (
+            request
+            for at, request in self._failures.requests.items()
+            if at not in self._row_of and in_lane(request.key)
+        )
+        return min(waiting, key=lambda request: request.due_s, default=None)
 
     def _withdraw(self, row: int) -> None:
         _core.retry_withdraw(self._segment, row)

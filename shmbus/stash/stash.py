@@ -121,6 +121,8 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     retry_timeout_s : float
         Seconds that a request may stay unanswered, and that a group with a finally failed sample
         waits for its others.
+    retry_backoff_s : tuple of float
+        Seconds before a failed sample is requested again: first, and at most.
     on_failure : "drop" | "partial"
         What happens to a group with a finally failed sample, once its others are there.
     """
@@ -133,6 +135,7 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
     sample_retries: int = 0
     retry_timeout_s: float = limits.RETRY_TIMEOUT_S
+    retry_backoff_s: tuple[float, float] = limits.RETRY_BACKOFF_S
     on_failure: Literal["drop", "partial"] = "drop"
 
 
@@ -186,6 +189,7 @@ class Stash(Generic[S]):
             policy.sample_retries,
             policy.retry_timeout_s,
             None if policy.on_timeout == "wait" else policy.group_timeout_s,
+            policy.retry_backoff_s,
             self.table.failing,
         )
 
@@ -195,6 +199,8 @@ class Stash(Generic[S]):
 
     def apply_policy(self, undecided: list[GroupEntry[S] | tuple[int, S]], now_s: float) -> None:
         """Decide on samples that the table refused, and on complete groups that wait for it."""
+        if undecided:
+            self.failures.lane.look(self.table.accepted)
         for each in undecided:
             if isinstance(each, tuple):
                 why, sample = each
@@ -457,6 +463,16 @@ class Stash(Generic[S]):
             # Ending one may overflow the stash, which may have ended another.
             if self.failures.groups.get(group.key) is group:
                 self._end_failing(group, now_s)
+
+    def follow_lane(self, now_s: float) -> None:
+        """Open the request lane once a sample has come, and note which requests are due."""
+        lane = self.failures.lane
+        if lane.paused:
+            lane.look(self.table.accepted)
+        if lane.changed:
+            lane.changed = False
+            self.failures.dirty = True
+        self.failures.look_for_due(now_s)
 
     def next_deadline_s(self) -> float | None:
         """When `expire` or `expire_failing` must run next, on the caller's clock; None if never."""

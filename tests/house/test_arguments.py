@@ -155,7 +155,10 @@ def test_a_producer_call_names_the_argument_that_is_wrong(
 
 
 def test_a_reason_with_surrogates_is_still_a_reason(bus: Bus) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+    with (
+        Producer(bus.name) as producer,
+        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
+    ):
         producer.fail("a", 0, "no utf-8: \udcff", group_size=2)
         assert consumer.take(timeout=0) == []
         (wanted,) = producer.wanted()

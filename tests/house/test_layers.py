@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("shmbus_ext",),
     # Words, numbers and bytes.
     (
+        "shmbus._backoff",
         "shmbus._version",
         "shmbus._format",
         "shmbus._loop_waits",

@@ -65,7 +65,9 @@ class Reader:
     """A collector that logs each group before and after it is acknowledged."""
 
     def __init__(self, name: str, log: Path) -> None:
-        self.consumer = shmbus.Consumer(name, sample_retries=RETRIES, retry_timeout=RETRY_TIMEOUT_S)
+        self.consumer = shmbus.Consumer(
+            name, sample_retries=RETRIES, retry_timeout=RETRY_TIMEOUT_S, retry_backoff=(0, 0)
+        )
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def take(self) -> None:

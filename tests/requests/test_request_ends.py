@@ -67,7 +67,10 @@ print("done", flush=True)
 
 
 def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+    with (
+        Producer(bus.name) as producer,
+        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
+    ):
         feeder.request("q", group_size=2, epoch=4, meta="m", prompt=np.arange(3))
         first, second = take_all(producer)
         assert producer.requests.answer(second, x=X)
@@ -85,7 +88,10 @@ def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -
 
 
 def test_a_retry_that_is_released_or_fails_for_good(bus: Bus, feeder: Feeder) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+    with (
+        Producer(bus.name) as producer,
+        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
+    ):
         feeder.request("q", group_size=1)
         (first,) = take_all(producer)
         producer.requests.fail(first, "one")
@@ -96,7 +102,9 @@ def test_a_retry_that_is_released_or_fails_for_good(bus: Bus, feeder: Feeder) ->
             )
         )
         assert producer.requests.release(found[0])
-        (retry,) = take_all(producer)
+        assert producer.requests.next(0) is None, "it is not given back at once"
+        retry = producer.requests.next(10)
+        assert retry is not None
         assert producer.requests.fail(retry, "two")
         wait_until(
             lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0

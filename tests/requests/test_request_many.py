@@ -60,15 +60,21 @@ def test_several_samples_are_taken_by_one_call_each_once(
 
 
 def test_failed_samples_come_first_among_several(bus: Bus, feeder: Feeder) -> None:
-    with Producer(bus.name) as producer, Consumer(bus.name, sample_retries=1) as consumer:
+    with (
+        Producer(bus.name) as producer,
+        Producer(bus.name) as other,
+        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
+    ):
         feeder.request_many(items(0, 1))
         for request in producer.requests.next_many(2):
             producer.requests.fail(request, "no answer")
         feeder.request_many(items(1, 2))
         wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().samples_wanted)
-        found = producer.requests.next_many(5)
+        found = producer.requests.next_many(1)
+        assert [r.instance_id for r in found] == ["1"], "it has just failed those of 0"
+        found = other.requests.next_many(4)
         assert [(r.instance_id, r.attempt) for r in found] == [
-            ("0", 1), ("0", 1), ("1", 0), ("1", 0), ("2", 0),
+            ("0", 1), ("0", 1), ("1", 0), ("2", 0),
         ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_a_failed_sample_of_a_split_comes_again_with_its_own_prompt(
 ) -> None:
     with (
         Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1) as consumer,
+        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
     ):
         feeder.request("q", group_size=1, epoch=0, prompt=np.full(2, 7))
         feeder.request("q", group_size=1, epoch=0, split="eval", prompt=np.full(2, 8))
@@ -139,7 +139,7 @@ def test_a_failed_sample_of_a_split_comes_again_with_its_own_prompt(
 def test_a_retry_of_a_split_that_fails_gives_up_its_own_group(bus: Bus, feeder: Feeder) -> None:
     with (
         Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1) as consumer,
+        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
     ):
         feeder.request("q", group_size=2, need=1, epoch=0, split="eval", prompt=np.ones(2))
         feeder.request("q", group_size=2, epoch=0, prompt=np.ones(2))

@@ -436,7 +436,7 @@ def test_a_replay_fails_what_failed(bus_name: str, tmp_path: Path, spawn: Spawne
         put(producer, "a", 0, 1, 3)
         producer.fail("a", 2, "flaky", group_size=4)
         recorder.finish()
-        with Consumer(bus_name, sample_retries=1) as consumer:
+        with Consumer(bus_name, sample_retries=1, retry_backoff=(0, 0)) as consumer:
             assert cli("replay", str(tmp_path / "c"), bus_name, "--speed", "max").status == 0
             assert consumer.take(timeout=0.2) == []
             assert consumer.stats().dropped.get("duplicate") == 3

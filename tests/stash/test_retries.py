@@ -33,7 +33,9 @@ RETRIES = 1
 def collector(bus_name: str) -> Iterator[Collector]:
     """A collector that asks once for what one of its bus's two producers says has failed."""
     with Bus.create(bus_name, "1MiB", max_producers=2):
-        collector = Collector(bus_name, StashPolicy(sample_retries=RETRIES))
+        collector = Collector(
+            bus_name, StashPolicy(sample_retries=RETRIES, retry_backoff_s=(0.0, 0.0))
+        )
         with Producer(bus_name) as producer:
             producer.put("a", group_size=2, index=0, x=np.ones(8))
             producer.fail("a", 1, "flaky", group_size=2)

@@ -167,7 +167,7 @@ def test_a_label_that_cannot_be_one_is_refused(bus: Bus, producer: Producer, spl
 
 
 def test_a_failed_sample_is_asked_for_in_its_split(bus: Bus, producer: Producer) -> None:
-    with Consumer(bus.name, sample_retries=1) as consumer:
+    with Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer:
         producer.put("q", group_size=2, index=0, data=DATA, split="eval", epoch=3)
         producer.fail("q", 1, "lost", group_size=2, split="eval", epoch=3)
         assert taken(consumer) == []

@@ -174,7 +174,9 @@ def test_a_trainer_that_dies_and_resumes_skips_no_prompt_and_trains_none_twice(
 def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_once(
     bus: Bus, producer: Producer, reported: bool
 ) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1, sample_retries=1) as handler:
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, sample_retries=1, retry_backoff=(0, 0)
+    ) as handler:
         state = handler.state_dict()
         handler.request("q", group_size=2, epoch=0, prompt=TOKENS)
         sample_all(producer)

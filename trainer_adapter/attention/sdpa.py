@@ -119,7 +119,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     """
     out = F.scaled_dot_product_attention(q, k, v, **given)
     if out.requires_grad and out.device.type == "cuda":
-        out.register_hook(functools.partial(_in_layout, strides=out.stride()))
+        out.register_hook(  # type: ignore[no-untyped-call]
+            functools.partial(_in_layout, strides=out.stride())
+        )
     return out
 
 

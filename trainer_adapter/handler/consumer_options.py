@@ -26,6 +26,7 @@ class ConsumerOptions(TypedDict, total=False):
     on_overflow: Literal["wait", "drop", "partial"]
     sample_retries: int
     retry_timeout: float
+    retry_backoff: tuple[float, float]
     on_failure: Literal["drop", "partial"]
     label: str | None
     daemon: bool | None

@@ -146,8 +146,8 @@ class OnlineDataHandler(
         raises is raised by `next_batch`, and the groups wait for the next call.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
-        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, on_failure, label,
-        daemon, on_stall, stall_timeout, prompt_schema.
+        duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, retry_backoff,
+        on_failure, label, daemon, on_stall, stall_timeout, prompt_schema.
 
     Raises
     ------

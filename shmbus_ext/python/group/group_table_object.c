@@ -128,6 +128,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     }
     *cell = Py_NewRef(from->sample);
     entry->missing--;
+    self->accepted++;
     count_cells(self, py_entry_split(entry), 1, 0);
     self->nbytes += self->count_bytes ? from->nbytes : 0;
     *at = entry;
@@ -470,6 +471,8 @@ static PyGetSetDef group_table_getset[] = {
 
 static PyMemberDef group_table_members[] = {
     {"cells", T_ULONGLONG, offsetof(GroupTableObject, cells), READONLY, "Samples in all cells."},
+    {"accepted", T_ULONGLONG, offsetof(GroupTableObject, accepted), READONLY,
+     "Samples that were ever put into a cell."},
     {"nbytes", T_ULONGLONG, offsetof(GroupTableObject, nbytes), READONLY,
      "Their bytes, under count_bytes."},
     {"ready_groups", T_ULONGLONG, offsetof(GroupTableObject, lists.ready_groups), READONLY,

@@ -17,6 +17,7 @@ typedef struct {
     GroupListsObject lists; /* of the groups that are complete */
     struct group_table c;
     uint64_t cells;  /* that are filled */
+    uint64_t accepted; /* samples that were ever put into a cell */
     uint64_t nbytes; /* of the samples in them, where they are counted */
     struct open_count open[SHMBUS_MAX_SPLITS];
     uint32_t splits_met; /* a bit each, of those that samples came of */

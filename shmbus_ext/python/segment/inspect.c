@@ -332,6 +332,7 @@ bool py_inspect_add_functions(PyObject *module) {
         {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
         {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
         {"RETRY_BUSY", SHMBUS_RETRY_BUSY},
+        {"RETRY_PAUSE", SHMBUS_RETRY_PAUSE},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(constants[i].value);

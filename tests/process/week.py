@@ -1,0 +1,501 @@
+"""A week of a run, in minutes: a whole system under what goes wrong in a week, and an exact audit.
+
+Ranks that train in step as under torchrun (one dies, all start again from the newest checkpoint), a
+daemon, prefetch, evaluation, weights, workers. Meanwhile: samples that fail, an engine that is away,
+a judge that raises; workers, ranks, the daemon or all of it killed; a worker stopped; the number of
+ranks changed; the bus saved, removed and restored.
+
+A checkpoint holds what its model was trained on, so the audit is exact: every prompt up to the last
+position was trained once, but for those whose sample always fails, which were given up.
+
+Usage: ``python tests/process/week.py NAME STEPS SEED [alone]``; ``alone`` runs one embedded trainer
+without a daemon. Prints one JSON report, and exits with 1 where the audit finds anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import shmbus
+from shmbus.cli import main as shmbus_main
+from trainer_adapter import OnlineDataHandler
+from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+
+WORKERS, GROUP_SIZE, GROUPS_PER_RANK = 3, 4, 2
+SCHEMA = {"tokens": "int32", "logprobs": "float32"}
+#: Prompts of which one sample fails whenever it is made, so that they are given up.
+ALWAYS_FAILS_EVERY, ALWAYS_FAILS_AT = 41, 17
+FAILS, JUDGE_RAISES = 0.01, 0.02
+EVALUATE_EVERY, EVALUATED = 10, 3
+#: What a step computes for; the system does the rest meanwhile.
+STEP_S = 0.02
+#: An outage of half a minute among steps of seconds, scaled to these steps.
+ENGINE_AWAY_S = 1.5
+HANG_S = 60.0
+BACKOFF = (0.05, 0.5)
+_PR_SET_PDEATHSIG = 1
+
+
+def fails_always(number: int) -> bool:
+    return number % ALWAYS_FAILS_EVERY == ALWAYS_FAILS_AT
+
+
+def prompts() -> Iterator[tuple[str, np.ndarray]]:
+    """Give the data: without an end, the same in each life."""
+    number = 0
+    while True:
+        yield f"prompt-{number}", np.array([number], np.int32)
+        number += 1
+
+
+# --- the parts of the system, each a process
+
+
+def serve(name: str) -> None:
+    """Be the daemon."""
+    options = ["--sample-retries", "2", "--retry-backoff", ",".join(map(str, BACKOFF))]
+    assert shmbus_main(["serve", name, *options]) == 0
+
+
+def work(name: str, folder: Path, seed: int) -> None:
+    """Answer requests with the newest weights; the engine may be away, and samples fail."""
+    rng = random.Random(seed)
+    version, model = -1, torch.nn.Linear(4, 4, bias=False)
+    with (
+        shmbus.Producer(name, wait=HANG_S) as producer,
+        WeightSubscriber(name) as weights,
+    ):
+        while True:
+            request = producer.requests.next(timeout=5.0)
+            if request is None:
+                continue
+            if producer.policy_version != version:
+                with weights.latest(timeout=HANG_S) as newest:
+                    newest.load_into(model)
+                    version = newest.version
+                assert len(model.weight.unique()) == 1, "torn weights"
+            number = int(request["prompt"][0])
+            if (folder / "engine-away").exists():
+                if rng.random() < 0.5:
+                    producer.requests.release(request)
+                else:
+                    producer.requests.fail(request, "ConnectionRefusedError: [Errno 111]")
+            elif fails_always(number) and request.index == 1 and request.split == "train":
+                producer.requests.fail(request, f"sandbox of {request.instance_id} timed out")
+            elif rng.random() < FAILS:
+                producer.requests.fail(request, f"tool call {rng.random()} failed")
+            else:
+                producer.requests.answer(
+                    request,
+                    score=None if number % 3 else float(request.index),
+                    policy_version=version,
+                    tokens=[number, request.index, 1],
+                    logprobs=[0.0, -1.0, -1.0],
+                )
+
+
+class Checkpoints:
+    """A folder with one folder a step, whole once it has its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "checkpoints"
+        self.folder.mkdir(exist_ok=True)
+
+    def steps(self) -> list[int]:
+        return [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+
+    def newest(self) -> tuple[int, list[dict[str, Any]]]:
+        """Return the step and the states of all ranks; step 0 and none where there is none."""
+        steps = self.steps()
+        if not steps:
+            return 0, []
+        ranks = sorted((self.folder / str(max(steps))).iterdir())
+        return max(steps), [pickle.loads(path.read_bytes()) for path in ranks]
+
+    def save(self, life: str, step: int, rank: int, ranks: int, state: dict[str, Any]) -> None:
+        """Save a rank's state, and wait for those of the others: the barrier of a step."""
+        part = self.folder / f"{step}-{life}"
+        part.mkdir(exist_ok=True)
+        written = self.folder / f"{step}-{life}-{rank}"
+        written.write_bytes(pickle.dumps(state))
+        with contextlib.suppress(FileNotFoundError):
+            written.replace(part / str(rank))
+        end = time.monotonic() + HANG_S
+        while not (self.folder / str(step)).exists():
+            assert time.monotonic() < end, f"rank {rank} waited for the others"
+            if rank == 0 and len(list(part.iterdir())) == ranks:
+                part.rename(self.folder / str(step))
+                old = self.folder / str(step - 3)
+                shutil.rmtree(old, ignore_errors=True)
+            time.sleep(0.002)
+
+
+def train(name: str, folder: Path, life: str, rank: int, ranks: int, last: int, seed: int) -> None:
+    """Take steps until the last one, from the newest checkpoint on."""
+    rng = random.Random(seed)
+    checkpoints = Checkpoints(folder)
+
+    def judge(group: shmbus.Group) -> list[float]:
+        if rng.random() < JUDGE_RAISES:
+            raise ConnectionError("the judge is away")
+        return [float(sample.index) for sample in group]
+
+    alone = ranks == 1 and (folder / "alone").exists()
+    more: dict[str, Any] = {"sample_retries": 2, "retry_backoff": BACKOFF} if alone else {}
+    step, states = checkpoints.newest()
+    trained: set[tuple[str, int]] = set()
+    twice: list[tuple[str, int]] = []
+    version = 0
+    model = torch.nn.Linear(4, 4, bias=False)
+    with (
+        join(name, rank, ranks, alone, score_group=judge, **more) as handler,
+        contextlib.ExitStack() as stack,
+    ):
+        publisher = None
+        if rank == 0:
+            publisher = stack.enter_context(WeightPublisher(name, ModuleSource(model)))
+        if states:
+            handler.load_state_dict([state["handler"] for state in states])
+            trained = {each for state in states for each in state["trained"]}
+            twice = [each for state in states for each in state["twice"]]
+            version = states[0]["version"]
+        assert handler.step == step, (handler.step, step)
+        handler.offer(prompts(), ahead=2, group_size=GROUP_SIZE)
+        publish(model, publisher, version)
+        while handler.step < last:
+            try:
+                batch = handler.next_batch(HANG_S)
+            except ConnectionError:
+                continue
+            new = sorted(sample_ids(batch))
+            twice += [each for each in new if each in trained]
+            trained.update(new)
+            time.sleep(STEP_S)
+            version = handler.step
+            publish(model, publisher, version)
+            if rank == 0:
+                handler.set_policy_version(version)
+            state = {"handler": handler.state_dict(), "version": version}
+            state |= {"trained": trained, "twice": twice}
+            checkpoints.save(life, handler.step, rank, ranks, state)
+            time.sleep(STEP_S * rng.random())  # a death here finds it trained and not acknowledged
+            handler.ack(batch)
+            if rank == 0 and handler.step % EVALUATE_EVERY == 0:
+                evaluate(handler)
+
+
+def join(name: str, rank: int, ranks: int, alone: bool, **options: Any) -> OnlineDataHandler:
+    """Attach as soon as there is a daemon which knows that the life before has ended."""
+    end = time.monotonic() + HANG_S
+    while True:
+        try:
+            return OnlineDataHandler(
+                name,
+                groups_per_batch=GROUPS_PER_RANK * (2 if ranks == 1 else 1),
+                rank=rank,
+                world_size=ranks,
+                prefetch=rank % 2,
+                daemon=not alone,
+                **options,
+            )
+        except (shmbus.BusBusyError, shmbus.DaemonUnavailableError, shmbus.BusNotFoundError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def sample_ids(batch: Any) -> Iterator[tuple[str, int]]:
+    """Give prompt and index of each sample; the tokens say which they are."""
+    starts = batch.cu_seqlens[:-1].tolist()
+    for id_, start in zip(batch.instance_ids, starts, strict=True):
+        number, index = batch.tokens[start : start + 2].tolist()
+        assert id_ == f"prompt-{number}", (id_, number)
+        yield id_, index
+
+
+def publish(model: torch.nn.Linear, publisher: WeightPublisher | None, version: int) -> None:
+    if publisher is not None:
+        with torch.no_grad():
+            model.weight.fill_(float(version))
+        publisher.publish(version=version)
+
+
+def evaluate(handler: OnlineDataHandler) -> None:
+    """Ask some prompts of the other split, and wait for their groups."""
+    asked = {f"eval-{handler.step}-{number}" for number in range(EVALUATED)}
+    for number, id_ in enumerate(sorted(asked)):
+        prompt = np.array([3 * number], np.int32)
+        handler.request(id_, group_size=1, split="eval", priority=7, prompt=prompt)
+    end = time.monotonic() + HANG_S
+    while asked:
+        assert time.monotonic() < end, f"not evaluated: {asked}"
+        with contextlib.suppress(ConnectionError, shmbus.DaemonUnavailableError):
+            for group in handler.take("eval", timeout=0.2):
+                with group:
+                    asked.discard(group.instance_id)
+
+
+# --- what goes wrong
+
+
+class Week:
+    """The processes, and what is done to them."""
+
+    def __init__(self, name: str, folder: Path, steps: int, seed: int, *, alone: bool) -> None:
+        self.name, self.folder, self.steps, self.alone = name, folder, steps, alone
+        self.rng = random.Random(seed)
+        self.done: Counter[str] = Counter()
+        self.lives = 0
+        self.ranks_wanted = 1 if alone else 2
+        self.ranks: list[int] = []
+        if alone:
+            (folder / "alone").touch()
+        shmbus.Bus.ensure(name, "16MiB", schema=SCHEMA).close()
+        self.daemon = self.start_daemon()
+        self.workers = [self.start_worker() for _ in range(WORKERS)]
+        self.start_ranks()
+
+    def fork(self, program: Callable[[], None]) -> int:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            torch.set_num_threads(1)
+            program()
+            status = 0
+        except BaseException:
+            (self.folder / f"failed-{os.getpid()}").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+    def start_daemon(self) -> int:
+        return 0 if self.alone else self.fork(lambda: serve(self.name))
+
+    def start_worker(self) -> int:
+        seed = self.rng.randrange(1 << 30)
+        return self.fork(lambda: work(self.name, self.folder, seed))
+
+    def start_ranks(self) -> None:
+        self.lives += 1
+        life, count, seed = str(self.lives), self.ranks_wanted, self.rng.randrange(1 << 30)
+        for rank in range(count):
+            self.ranks.append(
+                self.fork(
+                    lambda rank=rank: train(
+                        self.name, self.folder, life, rank, count, self.steps, seed + rank
+                    )
+                )
+            )
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    def kill_ranks(self) -> None:
+        for pid in self.ranks:
+            self.kill(pid)
+        self.ranks.clear()
+
+    def step(self) -> int:
+        return max(Checkpoints(self.folder).steps(), default=0)
+
+    # each fault -----------------------------------------------------------------------------
+
+    def worker_killed(self) -> None:
+        at = self.rng.randrange(WORKERS)
+        self.kill(self.workers[at])
+        self.workers[at] = self.start_worker()
+
+    def worker_stopped(self) -> None:
+        pid = self.rng.choice(self.workers)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.rng.random())
+        os.kill(pid, signal.SIGCONT)
+
+    def rank_killed(self) -> None:
+        self.kill(self.ranks.pop(self.rng.randrange(len(self.ranks))))
+        self.kill_ranks()
+        self.start_ranks()
+
+    def daemon_killed(self) -> None:
+        if self.alone:
+            return
+        self.kill(self.daemon)
+        self.daemon = self.start_daemon()
+
+    def all_killed(self) -> None:
+        self.stop_all()
+        self.start_all()
+
+    def engine_away(self) -> None:
+        (self.folder / "engine-away").touch()
+        time.sleep(ENGINE_AWAY_S)
+        (self.folder / "engine-away").unlink()
+
+    def ranks_changed(self) -> None:
+        if self.alone:
+            return
+        self.kill_ranks()
+        self.ranks_wanted = self.rng.choice(
+            [count for count in (1, 2, 3) if count != self.ranks_wanted]
+        )
+        if self.rng.random() < 0.5:
+            self.kill(self.daemon)
+            self.daemon = self.start_daemon()
+        self.start_ranks()
+
+    def bus_restored(self) -> None:
+        self.stop_all()
+        saved = self.folder / f"snapshot-{self.done['bus_restored']}"
+        assert shmbus_main(["snapshot", self.name, str(saved)]) == 0
+        shmbus.unlink(self.name)
+        assert shmbus_main(["restore", str(saved), self.name]) == 0
+        shutil.rmtree(saved)
+        self.start_all()
+
+    def stop_all(self) -> None:
+        order = [*self.ranks, *self.workers, *([self.daemon] if self.daemon else [])]
+        self.rng.shuffle(order)
+        for pid in order:
+            self.kill(pid)
+        self.ranks.clear()
+        self.workers.clear()
+        self.daemon = 0
+
+    def start_all(self) -> None:
+        self.daemon = self.start_daemon()
+        self.workers = [self.start_worker() for _ in range(WORKERS)]
+        self.start_ranks()
+
+    # --- the run
+
+    def run(self, every: int) -> None:
+        faults = [
+            self.worker_killed, self.worker_stopped, self.rank_killed, self.daemon_killed,
+            self.all_killed, self.engine_away, self.ranks_changed, self.bus_restored,
+        ]  # fmt: skip
+        self.rng.shuffle(faults)
+        next_at = every
+        moved, seen = time.monotonic(), 0
+        while (step := self.step()) < self.steps:
+            if failed := sorted(self.folder.glob("failed-*")):
+                raise AssertionError(failed[0].read_text())
+            if step != seen:
+                moved, seen = time.monotonic(), step
+            if time.monotonic() - moved > HANG_S:
+                raise AssertionError(f"no step after {step} in {HANG_S} s: {self.status()}")
+            if step >= next_at:
+                time.sleep(self.rng.random() * 0.2)
+                fault = faults[self.done.total() % len(faults)]
+                fault()
+                self.done[fault.__name__] += 1
+                next_at = step + self.rng.randint(1, 2 * every)
+                moved = time.monotonic()
+            time.sleep(0.01)
+        for pid in self.ranks:
+            _, status = os.waitpid(pid, 0)
+            if status:
+                failed = sorted(self.folder.glob("failed-*"))
+                raise AssertionError(failed[0].read_text() if failed else f"status {status}")
+        self.ranks.clear()
+
+    def status(self) -> str:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            shmbus_main(["status", self.name])
+        return out.getvalue()
+
+    def audit(self) -> dict[str, Any]:
+        """Compare what the last checkpoint was trained on with the data."""
+        step, states = Checkpoints(self.folder).newest()
+        # Each rank's begins with that of all, from the checkpoint that it resumed.
+        whole = {each for state in states for each in state["trained"]}
+        common = set.intersection(*(state["trained"] for state in states))
+        since = Counter(each for state in states for each in state["trained"] - common)
+        twice = {each for state in states for each in state["twice"]}
+        twice |= {each for each, count in since.items() if count > 1}
+        position = offered(states)
+        by_prompt = Counter(id_ for id_, _ in whole)
+        open_ids = {each["instance_id"] for state in states for each in open_of(state)}
+        skipped, torn, given_up = [], [], 0
+        for number in range(position):
+            id_ = f"prompt-{number}"
+            if fails_always(number):
+                given_up += id_ not in by_prompt
+                if id_ in by_prompt:
+                    torn.append(id_)
+            elif by_prompt[id_] == 0 and id_ not in open_ids:
+                skipped.append(id_)
+            elif by_prompt[id_] not in (0, GROUP_SIZE):
+                torn.append(id_)
+        return {
+            "step": step, "trained": len(whole), "prompts": position, "given_up": given_up,
+            "open": len(open_ids), "twice": sorted(twice), "skipped": skipped, "torn": torn,
+            "faults": dict(self.done), "lives": self.lives,
+        }  # fmt: skip
+
+
+def offered(states: list[dict[str, Any]]) -> int:
+    """Return how many prompts the run has gone through."""
+    return max(state["handler"]["offer"].get("position", 0) for state in states)
+
+
+def open_of(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return (state["handler"].get("requests") or {}).get("open", [])
+
+
+def main() -> int:
+    """Run a week, and audit it."""
+    name, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    alone = len(sys.argv) > 4 and sys.argv[4] == "alone"
+    logging.basicConfig(level=logging.ERROR)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        week = Week(name, Path(folder), steps, seed, alone=alone)
+        try:
+            week.run(every=6)
+            week.stop_all()
+            ledger = final_ledger(name)
+            report = week.audit() | {"ledger": ledger, "seconds": time.monotonic() - began}
+        finally:
+            week.stop_all()
+            with contextlib.suppress(shmbus.BusNotFoundError):
+                shmbus.unlink(name)
+    print(json.dumps(report | {"seed": seed}))
+    wrong = [report[what] for what in ("twice", "skipped", "torn")]
+    return 1 if any(wrong) or report["step"] != steps or not ledger["balanced"] else 0
+
+
+def final_ledger(name: str) -> dict[str, Any]:
+    """Return what a last life finds: a reader that takes nothing, after everybody has gone."""
+    with shmbus.Consumer(name, daemon=False) as consumer:
+        consumer.take(timeout=0)
+        ledger = consumer.stats()
+    return {"balanced": ledger.balanced, "dropped": ledger.dropped}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
