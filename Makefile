@@ -46,7 +46,7 @@ ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
-.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-relay test-web check docs
+.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
 .PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
@@ -90,6 +90,9 @@ build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C
 	    pytest pytest-asyncio pytest-timeout
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps sglang==0.5.23
 	@touch $@
+
+test-once: $(VENV)/.dev ## Kill and resume jobs of changing size, a hundred times (minutes)
+	SHMBUS_ONCE_ROUNDS=100 $(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/trainer/test_trained_once.py
 
 test-relay: $(VENV)/.dev ## Test the relay on Ray clusters of several nodes (minutes; ARGS="-m 'not slow'": half a minute)
 	$(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/peers/ray

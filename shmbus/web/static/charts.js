@@ -60,12 +60,13 @@ export class Chart extends Component {
     }
     ctx.restore();
   }
+  size() { return { width: Math.max(120, this.box.clientWidth), height: Math.max(130, this.box.clientHeight) }; }
   make() {
     if (this.plot) this.plot.destroy();
     const { lines, form } = this.props;
     const axis = { stroke: () => colour("--dim"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     this.plot = new uPlot({
-      width: Math.max(120, this.box.clientWidth), height: 130, legend: { show: false }, cursor: { show: false }, padding: [6, 14, 0, 0],
+      ...this.size(), legend: { show: false }, cursor: { show: false }, padding: [6, 14, 0, 0],
       scales: { x: { time: false, range: (_, low) => [Math.min(-60, low ?? -60), 0] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.1 : low < 0 ? 0 : 1] } },
       axes: [{ ...axis, size: 22, incrs: TICKS, values: (_, ticks) => said(ticks) }, { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((v) => form(v)) }],
       series: [{}, ...lines.map((line) => ({ label: line.label, stroke: () => colour(`--${line.kind}`), width: 1.6, dash: DASH[line.kind], points: { show: false } }))],
@@ -74,7 +75,7 @@ export class Chart extends Component {
   }
   componentDidMount() {
     this.make();
-    this.sizes = new ResizeObserver(() => this.plot.setSize({ width: Math.max(120, this.box.clientWidth), height: 130 }));
+    this.sizes = new ResizeObserver(() => this.plot.setSize(this.size()));
     this.sizes.observe(this.box);
     this.dark = matchMedia("(prefers-color-scheme: dark)");
     this.redraw = () => this.plot.redraw();

@@ -206,7 +206,7 @@ function Bus({ picture, points, names: columns, open, told, onOpen, connected, h
       <${Wall} wall=${picture.wall} names=${names} now=${now} open=${open} told=${told} onOpen=${onOpen} given=${picture.given_up}/>
       <${Producers} producers=${picture.producers} now=${now}/>
       <${Events} events=${picture.events} daemon=${daemon} now=${now}/></div>
-    <div class="stack">
+    <div class="stack curves">
       ${chart("Trajectories a second", [["committed", "committed", "in"], ["acknowledged", "acknowledged", "out"]], each)}
       ${picture.delivered && picture.delivered.score ? chart("Reward of delivered samples", [["mean", "reward", "out"]], (v) => (v === null || v === undefined ? "–" : v.toPrecision(3))) : ""}
       ${picture.delivered && picture.delivered.age ? chart("Age at delivery", [["p50", "age50", "in"], ["p99", "age99", "late"]], (v) => (v === null || v === undefined ? "–" : `${+v.toPrecision(2)} s`)) : ""}
