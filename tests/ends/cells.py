@@ -13,7 +13,7 @@ __all__ = [
     "HELD",
     "HOLDS",
     "HOWS",
-    "OTHERS",
+    "OTHER_SIDES",
     "PROGRAMS",
     "SIGNALS",
     "WHOS",
@@ -82,7 +82,7 @@ HELD = {
 }
 
 #: What the other side did while it was held.
-OTHERS = {
+OTHER_SIDES = {
     "open": "it goes on",
     "closed": "it has closed in order",
     "dead": "it was killed",
@@ -126,7 +126,7 @@ class Cell(NamedTuple):
 
 def cells() -> list[Cell]:
     """All of the product, possible or not."""
-    return [Cell(*each) for each in itertools.product(HOWS, WHOS, HELD, OTHERS)]
+    return [Cell(*each) for each in itertools.product(HOWS, WHOS, HELD, OTHER_SIDES)]
 
 
 def why_not(cell: Cell) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from bus_parties import GROUPS, LeaserParty
-from cells import OTHERS, SIGNALS, Cell, cells, why_not
+from cells import OTHER_SIDES, SIGNALS, Cell, cells, why_not
 from conftest import Daemon, Spawner
 from endings import Task
 
@@ -46,7 +46,7 @@ def signalled(how: str, child: Any) -> None:
     assert "Traceback" not in child.output(), child.output()
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", OTHER_SIDES)
 @pytest.mark.parametrize("how", SIGNALS)
 def test_what_a_daemon_had_is_found_by_its_successors(
     how: str,
@@ -91,7 +91,7 @@ def programs(who: str) -> list[Cell]:
     return [cell for cell in cells() if cell.who == who and not why_not(cell)]
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", OTHER_SIDES)
 @pytest.mark.parametrize("how", SIGNALS)
 def test_what_a_gateway_had_is_found_by_its_successors(
     how: str,
