@@ -20,10 +20,11 @@ def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
 
 #: What each test runs; `make interrupts` has all of it, and more often.
 OPERATIONS = {
-    "alone": "next next-stale next-twice offer ack give-back state load attach close",
+    "alone": "next next-stale next-twice ack give-back state load attach close",
     "with prefetch": "next-prefetch next-twice-prefetch ack-prefetch close-prefetch",
     "of a daemon": "served-ack served-give-back served-close",
-    "of one of two ranks": "rank-ack rank-next-twice-prefetch rank-offer rank-close",
+    "of one of two ranks": "rank-ack rank-next-twice-prefetch rank-close",
+    "that offers prompts": "offer",
 }
 
 
