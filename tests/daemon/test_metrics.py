@@ -499,7 +499,7 @@ def test_requests_are_counted_by_split_and_failures_by_kind(
         assert not any("4711" in label for _, labels in found for label in labels)
         assert consumer.take(timeout=0.3) == []
         wait_until(
-            lambda: scrape(server)["shmbus_trainer_waited_seconds_total", ("train", "none")] > 0.2,
+            lambda: scrape(server)["shmbus_trainer_waited_seconds_total", ("none", "train")] > 0.2,
             what="what the trainer waited",
         )
         assert scrape(server)["shmbus_producer_waited_seconds_total", ("0",)] >= 0
