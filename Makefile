@@ -46,7 +46,7 @@ ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
-.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-relay test-web check docs
+.PHONY: help demo test test-peers test-peers-all test-adapters test-engines test-once test-relay test-web check docs
 .PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
@@ -90,6 +90,9 @@ build/peers/sglang/.made: tests/peers/sglang/requirements.txt pyproject.toml $(C
 	    pytest pytest-asyncio pytest-timeout
 	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps sglang==0.5.23
 	@touch $@
+
+test-once: $(VENV)/.dev ## Kill and resume jobs of changing size, a hundred times (minutes)
+	SHMBUS_ONCE_ROUNDS=100 $(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/trainer/test_trained_once.py
 
 test-relay: $(VENV)/.dev ## Test the relay on Ray clusters of several nodes (minutes; ARGS="-m 'not slow'": half a minute)
 	$(BIN)/pytest -p no:cacheprovider -p no:benchmark $(ARGS) tests/peers/ray
@@ -147,21 +150,19 @@ check-python: $(VENV)/.dev
 docs: $(VENV)/.docs ## Build the documentation site into build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full: 20)
+bench: $(VENV)/.bench ## Measure shmbus and other ways to move a trajectory (five minutes; ARGS=--full)
 	@$(BIN)/shmbus bench $(ARGS)
 
 bench-calls: $(VENV)/.bench ## Time the hot calls, and check the instruction counts of the C core
 	$(BIN)/pytest -o addopts= --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name bench/calls.py $(ARGS)
 	$(BIN)/python -m bench.instructions check
 
-# REPORT: the reports of one kind of machine. PAGES: what shows them, or nothing. LEVEL=--tiny tries it.
-REPORT ?= bench/results/two-cores
-PAGES ?= README.md bench/README.md
+# RESULT: where the figures are kept; the pages show those of two-cores.json. LEVEL=--tiny tries it.
+RESULT ?= bench/results/two-cores.json
 LEVEL ?= --full
-bench-report: $(VENV)/.bench ## Measure everything into REPORT; write plots, and the tables of PAGES
-	$(BIN)/shmbus bench $(LEVEL) --output $(REPORT) $(ARGS)
-	$(if $(filter --full,$(LEVEL)),$(BIN)/python -m bench.report fold $(REPORT)/folded.json $(REPORT))
-	$(BIN)/python -m bench.report $(REPORT) $(if $(PAGES),--readme $(PAGES))
+bench-report: $(VENV)/.bench ## Measure everything into RESULT, and fill the tables of the pages
+	$(BIN)/shmbus bench $(LEVEL) --output $(RESULT) $(ARGS)
+	$(BIN)/python -m bench.report README.md bench/README.md
 
 explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search interleavings of ring, pool and channel, and find planted bugs (half an hour)
 	build/explore/plain/explore --deep $(ARGS)

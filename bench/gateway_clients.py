@@ -1,6 +1,4 @@
-"""Memory of the HTTP gateway while many clients post large groups at once.
-
-``python -m bench.gateway_clients [--clients N] [--megabytes M] [--output FILE.json]``.
+"""Memory of the HTTP gateway: ``python -m bench.gateway_clients``, many post large groups at once.
 
 Each client posts one group of so many megabytes of JSON over a connection of its own, all of them
 at once; a trainer takes them in batches of one, and each has to come once. What counts is the most
@@ -13,26 +11,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import shmbus
-from bench import command, machine
+from bench import machine, program
 from bench.contenders.base import free_port
-from bench.failures import MeasurementError, sentence
-from bench.fitness import Need
-from bench.gateway import CAPACITY, REGISTRATION, ask, server
+from bench.gateway import CAPACITY, REGISTRATION, ask, removed, server
+from bench.processes import MeasurementError
+from bench.row import Row, skipped
 from bench.sending import bus_bytes
 
-__all__ = ["main", "measure"]
+__all__ = ["main", "peak"]
 
 #: Bytes that a client hands to its socket at once.
 PIECE: Final = 256 << 10
@@ -116,92 +113,69 @@ async def _post_all(port: int, clients: int, megabytes: float) -> list[bytes]:
     return await asyncio.wait_for(posts, CLIENT_TIMEOUT_S)
 
 
-@contextmanager
-def _gateway(bus: str, capacity: str) -> Iterator[tuple[int, int]]:
-    port = free_port()
-    argv = ["-m", "shmbus", "gateway", bus, "--create", capacity, "--http", f"127.0.0.1:{port}"]
-    try:
-        with server([*argv, "--log-level", "warning"], port) as pid:
-            yield pid, port
-    finally:
-        with suppress(shmbus.BusNotFoundError):
-            shmbus.unlink(bus)
-        with suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/shmbus-gateway.{bus}")
+def peak(clients: int, megabytes: float, capacity: str = CAPACITY) -> tuple[int, int]:
+    """Have clients post; return the gateway's own bytes before, and at the most.
 
-
-def measure(clients: int, megabytes: float, capacity: str = CAPACITY) -> dict[str, Any]:
-    """Measure, and return everything; each group has to come once."""
+    Raises
+    ------
+    MeasurementError
+        A group did not come, or came twice.
+    """
     found: list[int] = []
-    with _gateway(f"bench-clients-{secrets.token_hex(4)}", capacity) as (pid, port):
+    bus, port = f"bench-clients-{secrets.token_hex(4)}", free_port()
+    argv = ["-m", "shmbus", "gateway", bus, "--create", capacity, "--http", f"127.0.0.1:{port}"]
+    with (
+        removed(bus),
+        server([*argv, "--log-level", "warning"], port) as pid,
+        ThreadPoolExecutor(1) as posting,
+    ):
         ask(port, "POST", "/register", json.dumps({**REGISTRATION, "batch_size": 1}).encode())
         ask(port, "GET", "/batch")
         memory = Memory(pid)
         before = memory.own_bytes()
         memory.start()
-        posted: list[list[bytes]] = []
-        failed: list[Exception] = []
-
-        def post() -> None:
-            try:
-                posted.append(asyncio.run(_post_all(port, clients, megabytes)))
-            except Exception as error:
-                failed.append(error)
-
-        # A daemon, so that an interrupt need not wait for clients that nobody answers.
-        posting = threading.Thread(target=post, daemon=True)
-        began_s = time.monotonic()
-        posting.start()
+        posted = posting.submit(lambda: asyncio.run(_post_all(port, clients, megabytes)))
         while len(found) < clients:
             numbers = FIRST_TOKEN.findall(ask(port, "GET", "/batch", None)[:HEAD_BYTES])
             found += map(int, numbers)
             if not numbers:
-                if not posting.is_alive():
+                if posted.done():
                     break
                 time.sleep(0.01)
-        posting.join()
-        seconds = time.monotonic() - began_s
+        statuses = {status.decode() for status in posted.result()}
         memory.stop()
-    if failed:
-        if not (why := sentence(failed[0])):
-            raise failed[0]
-        raise MeasurementError(f"the clients: {why}")
-    statuses = sorted({status.decode() for status in posted[0]}) if posted else []
     if sorted(found) != list(range(clients)):
         raise MeasurementError(
             f"{len(found)} of {clients} groups came, {len(set(found))} different ones, answers "
-            f"{statuses}, {memory.most_bytes >> 20} MiB at the most"
+            f"{sorted(statuses)}, {memory.most_bytes >> 20} MiB at the most"
         )
-    return {
-        "machine": machine.describe(), "clients": clients, "megabytes": megabytes,
-        "capacity": capacity, "seconds": seconds, "statuses": statuses, "before_bytes": before,
-        "most_bytes": memory.most_bytes,
-    }  # fmt: skip
+    return before, memory.most_bytes
 
 
-@command.orderly("gateway_clients")
-def main() -> int:
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Measure the most memory, beside that of a gateway that has just begun."""
+    title = (
+        f"the gateway's own memory, {options.clients} clients post {options.megabytes:g} MB each"
+    )
+    if why := machine.lacks(shm_bytes=bus_bytes(CAPACITY), modules=("aiohttp",)):
+        return [skipped("gateway-clients", title, why)]
+    clients, megabytes = (4, 0.1) if options.tiny else (options.clients, options.megabytes)
+    turns = [peak(clients, megabytes) for _ in range(options.repetitions or 1)]
+    return [
+        Row(
+            name="gateway-clients", title=title, unit="MiB",
+            values=tuple(most / 2**20 for _, most in turns), beside="before",
+            beside_values=tuple(before / 2**20 for before, _ in turns),
+        )
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gateway_clients", description=__doc__)
-    parser.add_argument(
-        "--clients", type=command.at_least_one, default=1000, help="at once (default 1000)"
-    )
-    parser.add_argument(
-        "--megabytes", type=command.positive, default=10.0, help="of JSON each (default 10)"
-    )
-    parser.add_argument("--output", type=command.file, help="where the figures go as JSON")
-    arguments = parser.parse_args()
-    if command.lacks(("aiohttp",), "gateway_clients", "pip install 'shmbus[gateway]'"):
-        return 1
-    if command.refused(Need(shm_bytes=bus_bytes(CAPACITY), timed=False), "gateway_clients"):
-        return 1
-    found = measure(arguments.clients, arguments.megabytes)
-    print(
-        f"{found['clients']} clients with {found['megabytes']:g} MB each: the gateway had "
-        f"{found['before_bytes'] >> 20} MiB of its own before, {found['most_bytes'] >> 20} MiB at "
-        f"the most; every group came once, in {found['seconds']:.0f} s"
-    )
-    return command.keep(arguments.output, found, "gateway_clients")
+    parser = program.parser_of("gateway_clients", __doc__)
+    parser.add_argument("--clients", type=program.at_least_one, default=1000, help="at once (1000)")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="of JSON each (10)")
+    return program.run("gateway_clients", parser, measure, argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ above its baseline. ``record`` makes what was counted the baseline.
 
 Counts depend on what compiled them and on the C library; a baseline is kept for each compiler, and
 with another one there is nothing to compare with, which is said. They say nothing about caches,
-nor about time: `bench.run` does.
+nor about time: `bench.suite` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from bench import command
 from bench.native import CORE, PROGRAMS, CannotRun, compile_program, compiler, run
 
 __all__ = ["OPERATIONS", "built", "compare", "count", "count_one", "main"]
@@ -47,7 +46,6 @@ ROUNDS: Final = 640
 TOLERANCE: Final = 0.03
 
 
-@command.orderly("instructions")
 def main(argv: Sequence[str] | None = None) -> int:
     """Count, and compare or record."""
     parser = argparse.ArgumentParser(
@@ -61,11 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of all toolchains, by compiler (default: those of the repository)",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    key, counts = toolchain(), count()
+    try:
+        key, counts = toolchain(), count()
+    except CannotRun as error:
+        print(f"instructions: {error}", file=sys.stderr)
+        return 1
     known = json.loads(options.baselines.read_text()) if options.baselines.exists() else {}
     if options.what == "record":
         known[key] = counts
-        command.write(options.baselines, json.dumps(known, indent=2, sort_keys=True) + "\n")
+        options.baselines.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
         print(f"recorded for {key}: {counts}")
         return 0
     if key not in known:

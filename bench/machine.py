@@ -1,21 +1,26 @@
-"""The machine of a run: versions, processor, load."""
+"""The machine of a run: versions, processor, load, and what it lacks for a measurement."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import shmbus
 from shmbus_ext import _core
 
-__all__ = ["describe", "summary"]
+__all__ = ["describe", "lacks", "summary"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[1]
+SHM: Final = "/dev/shm"
+#: Load from which on other work takes a part of what is measured.
+QUIET_LOAD: Final = 0.5
 
 
 def describe() -> dict[str, Any]:
@@ -23,18 +28,16 @@ def describe() -> dict[str, Any]:
 
     A copy of the tree without its history is told its commit by SHMBUS_COMMIT.
     """
-    commit = os.environ.get("SHMBUS_COMMIT") or _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain")
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "shmbus": shmbus.__version__,
         "layout_version": _core.LAYOUT_VERSION,
-        "commit": commit,
+        "commit": os.environ.get("SHMBUS_COMMIT") or _git("rev-parse", "HEAD"),
         "commit_changed_since": None if status is None else bool(status),
         "python": platform.python_version(),
         "numpy": _version("numpy"),
         "torch": _version("torch"),
-        "msgspec": _version("msgspec"),
         "kernel": platform.release(),
         "machine": platform.machine(),
         "cpu": _cpu(),
@@ -45,7 +48,7 @@ def describe() -> dict[str, Any]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Put the facts into a few lines of text."""
+    """Put the facts into a few lines of text, with a note where the machine was not quiet."""
     changed = " with changes" if facts["commit_changed_since"] else ""
     load = ", ".join(f"{value:.2f}" for value in facts["load_average"])
     lines = [
@@ -54,12 +57,24 @@ def summary(facts: dict[str, Any]) -> str:
         f"{facts['cpu']}, {facts['cores']} cores, Linux {facts['kernel']} {facts['machine']}",
         f"{facts['date_utc']}, load average at start {load}",
     ]
-    # Another process that computes takes half a core from the producer and half from the consumer.
-    if facts["load_average"][0] > 0.5:
+    if facts["load_average"][0] > QUIET_LOAD:
         lines.append("NOTE: other work runs here, or did a minute ago; such figures are too low.")
-    if facts["cores"] < 2:
-        lines.append("NOTE: producer and consumer share one core; targets are for two.")
     return "\n".join(lines)
+
+
+def lacks(*, cores: int = 1, shm_bytes: int = 0, modules: Sequence[str] = ()) -> str:
+    """Say what keeps a row from being measured here; nothing if nothing does."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"there is no {', '.join(missing)} here; pip install 'shmbus[bench-all,train]'"
+    there = len(os.sched_getaffinity(0))
+    if there < cores:
+        return f"needs {cores} cores, this process may run on {there}"
+    shm = os.statvfs(SHM)
+    free = shm.f_bavail * shm.f_frsize
+    if free < shm_bytes:
+        return f"needs {shm_bytes >> 20} MiB in {SHM}, {free >> 20} are free; enlarge it"
+    return ""
 
 
 def _version(distribution: str) -> str | None:
@@ -85,12 +100,8 @@ def _git(*arguments: str) -> str | None:
     try:
         result = subprocess.run(
             ["git", "--no-optional-locks", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
+            cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()

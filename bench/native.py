@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.failures import MeasurementError
+from bench.processes import MeasurementError
 
 __all__ = ["CORE", "PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
 

@@ -1,22 +1,26 @@
-"""The sending side of all rows over shmbus: the bus of a measurement, and its producers."""
+"""The ends of all rows over shmbus: the bus of a measurement, its daemon, and its producers."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import secrets
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import shmbus
-from bench.failures import MeasurementError
-from bench.processes import STALL_S
+from bench.processes import STALL_S, MeasurementError
 from bench.workload import Item, Workload
 from shmbus._arguments import parse_size
+from shmbus.segment.names import socket_path
 
-__all__ = ["bus_bytes", "check_ledger", "produce", "put_batches", "put_each", "temporary_bus"]
+__all__ = ["bus_bytes", "check_ledger", "produce", "put_batches", "put_each", "serving",
+           "temporary_bus"]  # fmt: skip
 
 _POLICY_VERSION = 3
 
@@ -35,16 +39,31 @@ def temporary_bus(capacity: str, request_capacity: int | None = None) -> Iterato
         yield name
 
 
-def produce(
-    start: Callable[[], None], name: str, workload: Workload, number: int, per_s: float = 0.0
-) -> float:
-    """Send one producer's share; return the processor seconds.
+@contextmanager
+def serving(name: str) -> Iterator[int]:
+    """Run a daemon on a bus; yield its pid."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shmbus", "serve", name, "--log-level", "warning"]
+    )
+    try:
+        deadline = time.monotonic() + STALL_S
+        while not os.path.exists(socket_path(name)):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise MeasurementError("the daemon did not begin to serve")
+            time.sleep(0.01)
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STALL_S)
+        finally:
+            process.kill()
+            process.wait()
 
-    As fast as the bus takes it, or so many trajectories a second, by whole groups.
-    """
+
+def produce(start: Callable[[], None], name: str, workload: Workload, number: int) -> float:
+    """Send one producer's share as fast as the bus takes it; return the processor seconds."""
     items = workload.items(number)
-    if per_s:
-        items = _paced(items, per_s, workload.group_size)
     with shmbus.Producer(name) as producer:
         start()
         began = time.process_time()
@@ -53,14 +72,6 @@ def produce(
         else:
             put_each(producer, items, workload.group_size)
         return time.process_time() - began
-
-
-def _paced(items: Iterator[Item], per_s: float, group_size: int) -> Iterator[Item]:
-    began = time.monotonic()
-    for number, item in enumerate(items):
-        if number % group_size == 0:
-            time.sleep(max(began + number / per_s - time.monotonic(), 0.0))
-        yield item
 
 
 def put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) -> None:

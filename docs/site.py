@@ -26,7 +26,6 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "bench/README.md": "benchmarks.md",
-    "bench/results/two-cores/report.md": "report.md",
     "shmbus_ext/LAYOUT.md": "layout.md",
     "shmbus_ext/pool/LAYOUT.md": "pool-layout.md",
     "shmbus_ext/channel/LAYOUT.md": "channel-layout.md",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.client
 import sys
@@ -13,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.contenders.base import Contender, Received, Receiver, Sender, free_port, started
-from bench.failures import MeasurementError
-from bench.processes import STALL_S
+from bench.processes import STALL_S, MeasurementError
 from bench.workload import Source, Workload
 
 __all__ = ["CONTENDER", "link", "receiver", "sender"]
@@ -25,8 +23,6 @@ CONTENDER: Final = Contender(
     packages=("atroposlib", "fastapi", "uvicorn", "pydantic", "msgspec"),
     environment="atropos",
     per_second=110.0,
-    begin_s=1.5,
-    groups="as its environment sent them: the samples of a group have to come together",
     copies=10,
     copied="into lists, into JSON, into the socket, out of it, out of JSON, and the same back",
     favour="connections that stay open, msgspec for JSON at both ends, no gzip, no access log; a "
@@ -83,7 +79,7 @@ def link(workload: Workload) -> Iterator[int]:
             "/register",
             {
                 "wandb_group": "bench", "wandb_project": "bench",
-                "batch_size": workload.group_size, "max_token_len": workload.longest,
+                "batch_size": workload.group_size, "max_token_len": workload.tokens,
                 "checkpoint_dir": "", "save_checkpoint_interval": 0,
                 "starting_step": 0, "num_steps": 1 << 30,
             },
@@ -99,17 +95,9 @@ class _Sender(Sender):
         self._group_size = workload.group_size
         # The server mixes the prompts of one environment when it has to make groups up itself.
         self._open: dict[str, dict[int, Source]] = {}
-        meta = workload.meta()
-        self._meta = {k: v for k, v in meta.items() if k != "messages"} if meta else {}
-        self._messages = meta["messages"] if meta else None
-        self._images = [
-            {"name": name, "dtype": str(array.dtype), "shape": array.shape,
-             "base64": base64.b64encode(array.data).decode()}
-            for name, array in workload.side_arrays().items()
-        ]  # fmt: skip
         self._env_id = self._client.post(
             "/register-env",
-            {"max_token_length": workload.longest, "desired_name": "bench", "weight": 1.0,
+            {"max_token_length": workload.tokens, "desired_name": "bench", "weight": 1.0,
              "group_size": workload.group_size},
         )["env_id"]  # fmt: skip
 
@@ -127,12 +115,8 @@ class _Sender(Sender):
             "masks": [mask.tolist() for _, mask, _ in sources],
             "scores": [1.0] * count,
             "inference_logprobs": [logprobs.tolist() for _, _, logprobs in sources],
-            "group_overrides": {"instance_id": instance_id, **self._meta},
+            "group_overrides": {"instance_id": instance_id},
         }
-        if self._messages:
-            content["messages"] = [self._messages] * count
-        if self._images:
-            content["images"] = [self._images] * count
         self._client.post("/scored_data", content)
 
 
@@ -155,16 +139,12 @@ class _Receiver(Receiver):
         instance_id = group["group_overrides"]["instance_id"]
         columns = (group["tokens"], group["masks"], group["inference_logprobs"])
         for index, (tokens, mask, logprobs) in enumerate(zip(*columns, strict=True)):
-            beside = [
-                np.frombuffer(base64.b64decode(one["base64"]), one["dtype"]).reshape(one["shape"])
-                for one in (group["images"][index] if group["images"] else ())
-            ]
             arrays = (
                 np.array(tokens, np.int32),
                 np.array(mask, np.uint8),
                 np.array(logprobs, np.float32),
             )
-            yield instance_id, index, (*arrays, *beside)
+            yield instance_id, index, arrays
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ A contender is one module of this package with
   server); it yields what its ends need to find each other, which has to survive `spawn`;
 - ``sender(address, workload, number)`` and ``receiver(address, workload)``: context managers that
   yield a `Sender` and a `Receiver`, in processes of their own;
-- where its own loop is a better one, ``measure(workload)`` and ``measure_packed(workload)``, each a
-  `bench.workload.Measure`; `bench.contest.moving` has the loop for all others;
+- where its own loop is a better one, ``measure(workload)``, a `bench.workload.Measure`;
+  `bench.contest.moving` has the loop for all others;
 - where links take long to begin, ``host()``: a context manager around what they have in common.
 
 Invariants: what was sent before the sender's context ends arrives; nothing that a link started
@@ -29,8 +29,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.failures import MeasurementError
-from bench.workload import Source, Workload
+from bench.processes import MeasurementError
+from bench.workload import Source
 
 __all__ = [
     "Contender",
@@ -42,8 +42,8 @@ __all__ = [
     "started",
 ]
 
-#: One trajectory as it arrives: instance id, index, and its arrays: tokens, loss_mask, logprobs,
-#: then those that go beside them. Valid until the next call of `Receiver.done`.
+#: One trajectory as it arrives: instance id, index, and its arrays: tokens, loss_mask, logprobs.
+#: Valid until the next call of `Receiver.done`.
 Received: TypeAlias = tuple[str, int, tuple[NDArray[Any], ...]]
 
 #: Seconds that a server gets to begin, and to end by itself.
@@ -70,10 +70,6 @@ class Contender:
         the benchmark itself runs in.
     per_second : float
         Trajectories of 2,048 tokens a second to expect: sizes its runs, and nothing else.
-    begin_s : float
-        Seconds that its processes take to begin, to expect: part of its share of the run.
-    groups : str
-        What it does about groups: "" where it has no way to.
     copies : int
         Times that a payload byte is copied between the producer's array and the array that the
         consumer looks at, by processor or kernel.
@@ -83,11 +79,6 @@ class Contender:
         What it was given in its favour.
     ordered : bool
         Whether what one producer sends arrives in that order.
-    lasting : bool
-        Whether arrays that were received stay valid after `Receiver.done`.
-    lends : bool
-        Whether a receiver has what lies between the processes until `Receiver.done`, and the
-        sender has so much less of it.
     """
 
     name: str
@@ -97,20 +88,16 @@ class Contender:
     copies: int
     copied: str
     favour: str
-    begin_s: float = 0.6
     programs: tuple[str, ...] = ()
     environment: str = ""
-    groups: str = ""
     ordered: bool = True
-    lasting: bool = True
-    lends: bool = False
 
 
 class Sender(Protocol):
     """The producer's end; one that holds nothing back inherits `flush`, which does nothing."""
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
-        """Send one trajectory, with the metadata and side arrays of the workload."""
+        """Send one trajectory."""
 
     def flush(self) -> None:
         """Hand over what was sent and is still held back to be sent with more."""
@@ -129,45 +116,32 @@ class Receiver(Protocol):
 
 
 class Layout:
-    """The arrays of a workload's trajectories, one behind the other in one piece of memory.
+    """The arrays of a trajectory, one behind the other in one piece of memory.
 
     For contenders that move bytes: each array begins at a multiple of 8.
     """
 
-    def __init__(self, workload: Workload) -> None:
-        self.sides = workload.side_arrays()
-        self._beside = sum(-(-array.nbytes // 8) * 8 for array in self.sides.values())
-
     def nbytes(self, tokens: int) -> int:
         """Bytes that a trajectory of so many tokens takes."""
-        return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8 + self._beside
+        return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8
 
     def write(self, source: Source, target: NDArray[np.uint8]) -> None:
         """Copy a trajectory into bytes."""
         start = 0
-        arrays: list[NDArray[Any]] = [*source, *self.sides.values()]
+        arrays: tuple[NDArray[Any], ...] = source
         for array in arrays:
-            target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            target[start : start + array.nbytes] = array.view(np.uint8)
             start += -(-array.nbytes // 8) * 8
 
     def arrays(self, content: Any, tokens: int, start: int = 0) -> tuple[NDArray[Any], ...]:
         """Make arrays out of such bytes; nothing is copied."""
         mask = start + (4 * tokens + 7) // 8 * 8
         logprobs = mask + (tokens + 7) // 8 * 8
-        own = (
+        return (
             np.frombuffer(content, np.int32, tokens, start),
             np.frombuffer(content, np.uint8, tokens, mask),
             np.frombuffer(content, np.float32, tokens, logprobs),
         )
-        if not self.sides:
-            return own
-        start = logprobs + (4 * tokens + 7) // 8 * 8
-        beside = []
-        for like in self.sides.values():
-            array = np.frombuffer(content, like.dtype, like.size, start)
-            beside.append(array.reshape(like.shape))
-            start += -(-array.nbytes // 8) * 8
-        return (*own, *beside)
 
 
 def free_port() -> int:

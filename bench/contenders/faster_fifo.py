@@ -53,7 +53,7 @@ class _Sender(Sender):
 class _Receiver(Receiver):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._queue = address
-        self._decode = Decoder(workload).decode
+        self._decode = Decoder().decode
         # It hands out its own buffer, which it overwrites next time.
         address.loads = bytes
 

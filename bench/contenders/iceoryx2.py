@@ -25,10 +25,8 @@ CONTENDER: Final = Contender(
     per_second=140_000.0,
     copies=1,
     copied="into the sample",
-    lends=True,
     favour="a polling reader and no events where throughput is measured; a header of our own in "
     "64 bytes; as many samples as the capacity holds; up to 64 borrowed at once",
-    lasting=False,
 )
 
 #: Samples that the consumer holds at once.
@@ -38,8 +36,8 @@ SPARE_PUBLISHERS: Final = 40
 #: Seconds that a sender waits for the reader to end, or at least to look, and between two looks.
 LEAVE_S: Final = 1.0
 LEAVE_POLL_S: Final = 0.005
-#: Number of tokens, index, bytes of the instance id, bytes of the metadata.
-HEAD: Final = struct.Struct("<IIHI")
+#: Number of tokens, index, bytes of the instance id.
+HEAD: Final = struct.Struct("<IIH")
 HEAD_BYTES: Final = 64
 
 
@@ -94,10 +92,8 @@ class _Port:
 class _Sender(Sender):
     def __init__(self, port: _Port, workload: Workload) -> None:
         iceoryx2 = port.iceoryx2
-        self._layout = Layout(workload)
-        self._beside = tuple(self._layout.sides.values())
-        self._meta = str(workload.meta()).encode() if workload.turns else b""
-        size = HEAD_BYTES + self._layout.nbytes(workload.longest) + len(self._meta)
+        self._layout = Layout()
+        size = HEAD_BYTES + self._layout.nbytes(workload.tokens)
         self._publisher = (
             port.service.publisher_builder()
             .initial_max_slice_len(size)
@@ -111,19 +107,17 @@ class _Sender(Sender):
         tokens = source[0].size
         start = HEAD_BYTES
         size = start + self._layout.nbytes(tokens)
-        loaned = self._publisher.loan_slice_uninit(size + len(self._meta))
+        loaned = self._publisher.loan_slice_uninit(size)
         # Assigning to a slice of a memoryview is the fastest of the ways to copy from Python.
-        content = (ctypes.c_uint8 * (size + len(self._meta))).from_address(loaned.payload_ptr)
+        content = (ctypes.c_uint8 * size).from_address(loaned.payload_ptr)
         target = memoryview(content).cast("B")
-        head = HEAD.pack(tokens, index, len(name), len(self._meta)) + name
+        head = HEAD.pack(tokens, index, len(name)) + name
         target[: len(head)] = head
-        arrays: tuple[NDArray[Any], ...] = (*source, *self._beside)
+        arrays: tuple[NDArray[Any], ...] = source
         for array in arrays:
             nbytes = array.nbytes
             target[start : start + nbytes] = array.data.cast("B")
             start += (nbytes + 7) // 8 * 8
-        if self._meta:
-            target[size:] = self._meta
         loaned.assume_init().send()
         if self._notifier:
             self._notifier.notify()
@@ -134,8 +128,7 @@ class _Receiver:
         self._subscriber = port.service.subscriber_builder().create()
         self._listener = port.event.listener_builder().create() if port.event else None
         self._duration = port.iceoryx2.Duration
-        self._layout = Layout(workload)
-        self._kept = workload.group_size if workload.keep else 1
+        self._layout = Layout()
         self._samples: list[Any] = []
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
@@ -144,7 +137,7 @@ class _Receiver:
         while len(received) < BORROWED and (sample := receive()) is not None:
             # Its own memoryview takes four times as long to make.
             pointer = sample.payload_ptr
-            tokens, index, length, _ = HEAD.unpack(ctypes.string_at(pointer, HEAD.size))
+            tokens, index, length = HEAD.unpack(ctypes.string_at(pointer, HEAD.size))
             name = ctypes.string_at(pointer + HEAD.size, length).decode()
             content = (ctypes.c_uint8 * (HEAD_BYTES + layout.nbytes(tokens))).from_address(pointer)
             received.append((name, index, layout.arrays(content, tokens, HEAD_BYTES)))
@@ -164,10 +157,9 @@ class _Receiver:
             self._listener.timed_wait(self._duration.from_secs_f64(timeout_s))
 
     def done(self) -> None:
-        whole = len(self._samples) // self._kept * self._kept
-        for sample in self._samples[:whole]:
+        for sample in self._samples:
             sample.delete()
-        del self._samples[:whole]
+        self._samples.clear()
 
 
 @contextlib.contextmanager

@@ -36,11 +36,9 @@ def link(workload: Workload) -> Iterator[Any]:
 class _Sender(Sender):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._put = address.put
-        self._sides = tuple(workload.side_arrays().values())
-        self._meta = workload.meta()
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
-        self._put((instance_id, index, 1.0, 3, self._meta, (*source, *self._sides)))
+        self._put((instance_id, index, 1.0, 3, source))
 
 
 class QueueReceiver(Receiver):

@@ -23,21 +23,17 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
     index: int
     score: float
     policy_version: int
-    meta: msgspec.Raw
     tokens: memoryview
     loss_mask: memoryview
     logprobs: memoryview
-    beside: list[memoryview] = []
 
 
 class Encoder:
-    """Makes messages; the metadata is encoded once, since all trajectories have the same."""
+    """Makes messages."""
 
     def __init__(self, workload: Workload) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._meta = msgspec.Raw(self._encoder.encode(workload.meta()))
         self._group_size = workload.group_size
-        self._beside = [array.data.cast("B") for array in workload.side_arrays().values()]
 
     def encode(self, instance_id: str, index: int, source: Source) -> bytes:
         """Make one message."""
@@ -49,11 +45,9 @@ class Encoder:
                 index,
                 1.0,
                 3,
-                self._meta,
                 tokens.data,
                 loss_mask.data,
                 logprobs.data,
-                self._beside,
             )
         )
 
@@ -61,18 +55,15 @@ class Encoder:
 class Decoder:
     """Makes arrays of messages."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(_Message)
-        self._like = list(workload.side_arrays().values())
 
     def decode(self, message: Any) -> Received:
         """Make the arrays of one message, which has to stay as it is."""
         one = self._decoder.decode(message)
-        arrays: list[Any] = [
+        arrays = (
             np.frombuffer(one.tokens, np.int32),
             np.frombuffer(one.loss_mask, np.uint8),
             np.frombuffer(one.logprobs, np.float32),
-        ]
-        for like, content in zip(self._like, one.beside, strict=True):
-            arrays.append(np.frombuffer(content, like.dtype).reshape(like.shape))
-        return one.instance_id, one.index, tuple(arrays)
+        )
+        return one.instance_id, one.index, arrays

@@ -20,7 +20,6 @@ CONTENDER: Final = Contender(
     packages=("ray", "numpy"),
     environment="ray",
     per_second=4_000.0,
-    begin_s=2.5,
     copies=1,
     copied="into the object store",
     favour="eight trajectories an object; refs go through one actor, several at a time; the "
@@ -154,14 +153,12 @@ class _Sender:
 
         self._ray = ray
         self._mailbox = mailbox
-        self._meta = workload.meta()
-        self._sides = tuple(workload.side_arrays().values())
         self._size = OBJECT if workload.bytes_each < 1 << 20 else 1
         self._held: list[Any] = []
         self._under_way: list[Any] = []
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
-        self._held.append((instance_id, index, 1.0, 3, self._meta, (*source, *self._sides)))
+        self._held.append((instance_id, index, 1.0, 3, source))
         if len(self._held) >= self._size:
             self.flush()
 

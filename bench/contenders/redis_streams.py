@@ -76,7 +76,7 @@ class _Sender:
 class _Receiver:
     def __init__(self, client: Any, workload: Workload) -> None:
         self._client = client
-        self._decode = Decoder(workload).decode
+        self._decode = Decoder().decode
         self._last = b"0-0"
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:

@@ -8,22 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bench.contenders.base import Contender, Received, Sender
-from bench.contest import moving
 from bench.workload import Source, Timed, Workload
 
-__all__ = ["CONTENDER", "link", "measure", "measure_packed", "receiver", "sender"]
+__all__ = ["CONTENDER", "link", "measure", "receiver", "sender"]
 
 CONTENDER: Final = Contender(
     name="shmbus",
     title="shmbus, embedded",
     packages=("shmbus", "numpy"),
     per_second=900_000.0,
-    groups="complete groups only, by instance_id",
     copies=1,
     copied="into the ring",
-    lends=True,
     favour="nothing: it groups, checks headers, and acknowledges, which the others mostly don't",
-    lasting=False,
 )
 
 #: Seconds that a put may wait for space: longer than any reader here is away.
@@ -43,8 +39,6 @@ class _Sender(Sender):
     def __init__(self, producer: Any, workload: Workload) -> None:
         self._put = producer.put
         self._group_size = workload.group_size
-        self._meta = workload.meta()
-        self._sides = workload.side_arrays()
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
         tokens, loss_mask, logprobs = source
@@ -54,32 +48,22 @@ class _Sender(Sender):
             index=index,
             score=1.0,
             policy_version=3,
-            meta=self._meta,
             tokens=tokens,
             loss_mask=loss_mask,
             logprobs=logprobs,
             timeout=PUT_S,
-            **self._sides,
         )
 
 
 class _Receiver:
     def __init__(self, consumer: Any, workload: Workload) -> None:
         self._consumer = consumer
-        self._beside = tuple(workload.side_arrays())
         self._groups: list[Any] = []
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
         self._groups = groups = self._consumer.take(timeout=timeout_s)
-        if not self._beside:
-            return [
-                (group.instance_id, t.index, (t["tokens"], t["loss_mask"], t["logprobs"]))
-                for group in groups
-                for t in group
-            ]
-        names = ("tokens", "loss_mask", "logprobs", *self._beside)
         return [
-            (group.instance_id, t.index, tuple([t[name] for name in names]))
+            (group.instance_id, t.index, (t["tokens"], t["loss_mask"], t["logprobs"]))
             for group in groups
             for t in group
         ]
@@ -108,14 +92,6 @@ def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
 
 
 def measure(workload: Workload) -> Timed:
-    """Move a workload over a bus of its own, by the loop of ``hop`` where that covers it."""
-    if workload.plain:
-        timed: Timed = importlib.import_module("bench.rows.hop").measure(workload)
-        return timed
-    return moving.measure(__name__, workload)
-
-
-def measure_packed(workload: Workload) -> Timed:
-    """Move a workload into the batches of ``OnlineDataHandler``."""
-    timed: Timed = importlib.import_module("bench.rows.packed").measure(workload)
+    """Move a workload over a bus of its own, by the loop of the row to views."""
+    timed: Timed = importlib.import_module("bench.rows.throughput").views(workload)
     return timed

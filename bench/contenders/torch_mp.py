@@ -20,7 +20,6 @@ CONTENDER: Final = Contender(
     title="torch.multiprocessing, shared tensors",
     packages=("torch",),
     per_second=3_000.0,
-    begin_s=3.5,
     copies=1,
     copied="into a new shared tensor",
     favour="one shared tensor a trajectory instead of three, filled in place, so copied once; "
@@ -53,8 +52,7 @@ class _Sender(Sender):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._torch = _torch()
         self._put = address.put
-        self._layout = Layout(workload)
-        self._meta = workload.meta()
+        self._layout = Layout()
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
         tokens = source[0].size
@@ -63,17 +61,17 @@ class _Sender(Sender):
         storage = self._torch.UntypedStorage._new_shared(size)
         tensor = self._torch.tensor([], dtype=self._torch.uint8).set_(storage, 0, (size,))
         self._layout.write(source, tensor.numpy())
-        self._put((instance_id, index, 1.0, 3, self._meta, tokens, tensor))
+        self._put((instance_id, index, 1.0, 3, tokens, tensor))
 
 
 class _Receiver(mp_queue.QueueReceiver):
     def __init__(self, address: Any, workload: Workload) -> None:
         super().__init__(address)
-        self._layout = Layout(workload)
+        self._layout = Layout()
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
         for one in self.get(timeout_s):
-            instance_id, index, _, _, _, tokens, tensor = one
+            instance_id, index, _, _, tokens, tensor = one
             return ((instance_id, index, self._layout.arrays(tensor.numpy(), tokens)),)
         return ()
 

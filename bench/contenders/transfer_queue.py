@@ -20,16 +20,15 @@ CONTENDER: Final = Contender(
     packages=("TransferQueue", "ray", "tensordict", "torch"),
     environment="ray",
     per_second=1_500.0,
-    begin_s=7.0,
     copies=6,
     copied="into a batch, into the socket, out of it into the storage unit, into the answer's "
     "socket, out of it, out of the batch",
     favour="64 trajectories a call; the keys are handed to the consumer by a queue beside it, so "
     "that it need not list them; tensors of one length are stacked",
-    groups="",
 )
 
 PARTITION: Final = "train"
+FIELDS: Final = ("tokens", "loss_mask", "logprobs")
 #: Trajectories of one call.
 BATCH: Final = 64
 
@@ -88,8 +87,7 @@ class _Sender:
         self._tensordict = tensordict.TensorDict
         self._put = transfer_queue.kv_batch_put
         self._keys = keys
-        self._sides = tuple(workload.side_arrays().values())
-        self._tags = {"score": 1.0, "policy_version": 3, "meta": workload.meta()}
+        self._tags = {"score": 1.0, "policy_version": 3}
         self._held: list[tuple[str, Source]] = []
         self._number = 0
 
@@ -104,19 +102,15 @@ class _Sender:
         if not self._held:
             return
         keys = [key for key, _ in self._held]
-        columns = zip(*[(*source, *self._sides) for _, source in self._held], strict=True)
-        names = ["tokens", "loss_mask", "logprobs", *(f"side{i}" for i in range(len(self._sides)))]
-        fields = {name: self._column(column) for name, column in zip(names, columns, strict=True)}
+        columns = zip(*[source for _, source in self._held], strict=True)
+        fields = {
+            name: self._torch.stack([self._torch.from_numpy(array) for array in column])
+            for name, column in zip(FIELDS, columns, strict=True)
+        }
         batch = self._tensordict(fields, batch_size=len(keys))
         meta = self._put(keys, PARTITION, batch, [self._tags] * len(keys))
         self._held = []
         self._keys.put(meta)
-
-    def _column(self, arrays: Sequence[Any]) -> Any:
-        tensors = [self._torch.from_numpy(array) for array in arrays]
-        if all(tensor.shape == tensors[0].shape for tensor in tensors):
-            return self._torch.stack(tensors)
-        return self._torch.nested.as_nested_tensor(tensors, layout=self._torch.jagged)
 
 
 class _Receiver(mp_queue.QueueReceiver):
@@ -131,8 +125,7 @@ class _Receiver(mp_queue.QueueReceiver):
     def _fetch(self, meta: Any) -> list[Received]:
         self._metas.append(meta)
         batch = self._transfer_queue.kv_batch_get_by_meta(meta)
-        beside = sorted(name for name in batch.keys() if name.startswith("side"))  # noqa: SIM118
-        columns = [batch[name].unbind(0) for name in ("tokens", "loss_mask", "logprobs", *beside)]
+        columns = [batch[name].unbind(0) for name in FIELDS]
         received = []
         for key, *tensors in zip(meta.keys, *columns, strict=True):
             instance_id, index, _ = key.rsplit("/", 2)

@@ -28,8 +28,6 @@ CONTENDER: Final = Contender(
 
 #: Messages of one call: as many as wait in a full socket buffer, and more.
 DRAIN: Final = 64
-#: Bytes from where on a frame without a copy is cheaper than the copy: pyzmq's own threshold.
-UNCOPIED_BYTES: Final = 65_536
 
 
 @contextlib.contextmanager
@@ -47,11 +45,10 @@ def _zmq() -> Any:
 class _Sender(Sender):
     def __init__(self, socket: Any, workload: Workload) -> None:
         self._send = socket.send
-        self._copy = workload.bytes_each < UNCOPIED_BYTES
         self._encode = Encoder(workload).encode
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
-        self._send(self._encode(instance_id, index, source), copy=self._copy)
+        self._send(self._encode(instance_id, index, source), copy=True)
 
 
 class _Receiver(Receiver):
@@ -60,15 +57,12 @@ class _Receiver(Receiver):
         self._again = zmq.Again
         self._noblock = zmq.NOBLOCK
         self._socket = socket
-        self._copy = workload.bytes_each < UNCOPIED_BYTES
-        self._decode = Decoder(workload).decode
+        self._decode = Decoder().decode
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
         received: list[Received] = []
         recv, decode, noblock = self._socket.recv, self._decode, self._noblock
         try:
-            if not self._copy:
-                return [decode(recv(noblock, copy=False).buffer)]
             while len(received) < DRAIN:
                 received.append(decode(recv(noblock)))
         except self._again:

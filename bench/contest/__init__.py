@@ -1,1 +1,1 @@
-"""The harness that measures all contenders alike; `bench.contest.child` runs it for one of them."""
+"""The contest with other ways to move a trajectory: `contest.run` asks, `contest.child` answers."""

@@ -1,206 +1,233 @@
-"""Runs the contest: every installed contender, every series of the level.
+"""Runs the contest: every installed contender, each in an interpreter of its own.
 
-What comes out is plain data, for JSON: ``contenders`` says what each one is and which versions
-were measured, or why it was skipped; each series is a list of points, each with its contender.
+Most contenders run in the environment that the benchmark runs in. Some need packages that would
+change it for everyone: ``make bench-contenders`` makes an environment for each of those.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
-from bench.bounds import NARROW, width
 from bench.contenders import contenders
 from bench.contenders.base import Contender
-from bench.contest import environments
-from bench.contest.child import NO_TURN
-from bench.contest.plan import USUAL, Level, Planned, plan, sizes
-from bench.failures import MeasurementError
+from bench.levels import Level
+from bench.processes import MeasurementError, descendants
+from bench.row import Row, skipped
 
-__all__ = ["SERIES", "run"]
+__all__ = ["ENVIRONMENTS", "OURS", "ask", "contest", "interpreter", "versions"]
 
-SERIES = (
-    "size",
-    "read",
-    "packed",
-    "kind",
-    "producers",
-    "capacity",
-    "watched",
-    "latency",
-    "paced",
-    "survival",
-)
-#: Of the sizes; the last of them has what did not agree in those before.
-LEAST_ROUNDS: Final = 3
-#: Those of which a point may have several runs.
-REPEATED = ("size", "producers", "capacity")
+ROOT: Final = Path(__file__).resolve().parents[2]
+#: The environments that there are: names of files with what they need.
+ENVIRONMENTS: Final = ("atropos", "ray")
+#: Where they are, if not in the checkout.
+VARIABLE: Final = "SHMBUS_CONTENDERS"
+#: What the others are compared with.
+OURS: Final = "shmbus"
+TOKENS: Final = 2048
+#: Trajectories of the slowest run, and units that a run moves a multiple of.
+LEAST, UNIT, MOST = 128, 64, 2_000_000
+#: Seconds that a contender gets for its answers, those that start a cluster too.
+DEADLINE_S: Final = 300.0
+#: And a child to end what it has started, before it is ended itself.
+END_S: Final = 20.0
+VERSIONS_S: Final = 60.0
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """What one process of a contender is asked, and what that is for."""
+def contest(names: Sequence[str], level: Level, say: Callable[[str], None]) -> Iterator[Row]:
+    """Measure these contenders beside shmbus: rate, latency and survival of each.
 
-    contender: Contender
-    wanted: list[Planned]
-    text: str
-    #: Of a round of sizes, from 1.
-    number: int = 0
-
-    @property
-    def expected_s(self) -> float:
-        return self.contender.begin_s + sum(one.expected_s for one in self.wanted)
-
-
-def run(
-    names: Sequence[str],
-    level: Level,
-    series: Sequence[str],
-    say: Callable[[str], None],
-    seconds: float,
-) -> dict[str, Any]:
-    """Measure the contenders of these names.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Of `bench.contenders.contenders`; the first of those is always there, to be compared with.
-    level : Level
-    series : sequence of str
-        Of `SERIES`.
-    say : callable
-        Told what is measured next.
-    seconds : float
-        For all of it. Each turn gets a part of what is left, by what is expected of it and of those
-        that follow; what has no turn within its part is a point that ``failed``.
+    Each is asked for its runs in turn with shmbus, so that a slow minute falls on both.
     """
-    deadline = time.monotonic() + seconds
     known = contenders()
-    described: dict[str, dict[str, Any]] = {}
-    here: list[Contender] = []
-    for name in known:
-        if name in names:
-            described[name], there = _describe(known[name])
-            here += [known[name]] if there else []
-    result: dict[str, Any] = {"contenders": described, "level": level.name}
-    result |= {one: [] for one in SERIES}
-    turns = list(_turns(here, level, series))
-    expected_s = sum(turn.expected_s for turn in turns)
-    say(f"the contest: about {expected_s:.0f} s, {seconds:.0f} s at most")
-    took: dict[str, float] = dict.fromkeys(described, 0.0)
-    for turn in turns:
-        left_s = max(0.0, deadline - time.monotonic())
-        share_s = left_s * turn.expected_s / expected_s
-        expected_s -= turn.expected_s
-        turn = _without_narrow(turn, result["size"], level)
-        if not turn.wanted:
+    alone: dict[str, list[dict[str, Any]]] = {}
+    for name in dict.fromkeys([OURS, *names]):
+        contender = known[name]
+        about: dict[str, Any] = {"copies": contender.copies, "favour": contender.favour}
+        try:
+            about |= versions(contender)
+        except MeasurementError as error:
+            yield skipped(f"against-{name}", f"put to views, against {contender.title}", str(error))
             continue
-        began = time.monotonic()
-        say(f"{turn.contender.title}: {turn.text}; {share_s:.0f} s at most")
-        for point in _ask(turn, share_s, level.patience_s):
-            result[point.pop("series")].append(point)
-        took[turn.contender.name] += time.monotonic() - began
-    result["took_s"] = took
-    result |= {one: _medians(result[one]) for one in REPEATED}
-    return result
+        say(contender.title)
+        answers = ask(contender, _requests(contender, level))
+        alone[name] = answers
+        beside = alone[OURS] if name == OURS else ask(known[OURS], _rates(known[OURS], level))
+        yield from _rows(contender, answers, beside, alone[OURS], about)
 
 
-def _turns(here: Sequence[Contender], level: Level, series: Sequence[str]) -> Iterator[_Turn]:
-    rounds = level.repetitions if "size" in series else 0
-    # Round by round, so that a slow minute of the machine does not fall on one contender alone. One
-    # that takes long to begin does all of its repetitions in one go, those of the usual size only.
-    apart = [contender for contender in here if rounds > 1 and not contender.environment]
-    for number in range(rounds):
-        for contender in apart:
-            text = f"size, {number + 1} of {rounds}"
-            yield _Turn(contender, sizes(contender, level), text, number + 1)
-    for number, contender in enumerate(here):
-        wanted = [one for one in plan(contender, level, number == 0) if one.series in series]
-        if contender not in apart and rounds:
-            each = sizes(contender, level)
-            usual = [one for one in each if one.point == USUAL]
-            wanted = each + usual * (rounds - 1) + wanted
-        if wanted:
-            text = ", ".join(dict.fromkeys(one.series for one in wanted))
-            yield _Turn(contender, wanted, text)
+def _rates(contender: Contender, level: Level) -> list[dict[str, Any]]:
+    wanted = min(max(LEAST, level.contest_s * contender.per_second), MOST)
+    trajectories = max(1, round(wanted / UNIT)) * UNIT
+    request = {"what": "rate", "trajectories": trajectories, "tokens": TOKENS}
+    return [request] * level.repetitions
 
 
-def _without_narrow(turn: _Turn, found: Sequence[dict[str, Any]], level: Level) -> _Turn:
-    """Leave out of a round of sizes those whose runs so far agree, but for the one that is judged.
-
-    The last of at least three rounds only: two runs may agree by chance.
-    """
-    if turn.number < max(level.repetitions, LEAST_ROUNDS):
-        return turn
-    rates: dict[str | int, list[float]] = {}
-    for one in found:
-        if one["contender"] == turn.contender.name and "failed" not in one:
-            rates.setdefault(one["point"], []).append(one["rate"])
-    wanted = [
-        planned
-        for planned in turn.wanted
-        if planned.point == USUAL
-        or len(rates.get(planned.point, ())) < LEAST_ROUNDS - 1
-        or width(rates[planned.point]) > NARROW
+def _requests(contender: Contender, level: Level) -> list[dict[str, Any]]:
+    slow = bool(contender.environment)
+    return [
+        *_rates(contender, level),
+        {"what": "latency", "probes": max(10, level.probes // 10) if slow else level.probes},
+        {"what": "survival", "kills": max(1, level.kills // 4) if slow else level.kills},
     ]
-    return replace(turn, wanted=wanted)
 
 
-def _describe(contender: Contender) -> tuple[dict[str, Any], bool]:
-    """Say what a contender is, with its versions, or why it cannot be measured here."""
-    facts = {
-        "title": contender.title,
-        "groups": contender.groups,
-        "copies": contender.copies,
-        "copied": contender.copied,
-        "favour": contender.favour,
-        "environment": contender.environment,
-    }
-    try:
-        answer = environments.versions(contender)
-    except MeasurementError as error:
-        answer = {"failed": str(error)}
-    facts["skipped"] = answer.get("failed")
-    facts["python"] = answer.get("python")
-    facts["versions"] = answer.get("packages", {})
-    return facts, "failed" not in answer
+def _rows(
+    contender: Contender,
+    answers: list[dict[str, Any]],
+    beside: list[dict[str, Any]],
+    ours: list[dict[str, Any]],
+    about: dict[str, Any],
+) -> Iterator[Row]:
+    """Make the rows of a contender; what it failed at says why."""
+    name, title = contender.name, contender.title
+    rates = [answer for answer in answers if answer["what"] == "rate"]
+    pairs = [
+        (mine["rate"], theirs["rate"])
+        for mine, theirs in zip(beside, rates, strict=False)
+        if "rate" in mine and "rate" in theirs
+    ]
+    what = f"put to views, against {title}"
+    if name != OURS and not pairs:
+        yield skipped(f"against-{name}", what, rates[0].get("failed", "shmbus failed"))
+    elif name != OURS:
+        yield Row(
+            name=f"against-{name}", title=what, unit="trajectories/s",
+            values=tuple(mine for mine, _ in pairs),
+            beside=name, beside_values=tuple(theirs for _, theirs in pairs), figures=about,
+        )  # fmt: skip
+    by_what = {answer["what"]: answer for answer in answers}
+    latency, survival = by_what["latency"], by_what["survival"]
+    what = f"one way to a sleeping reader, p50, {title}"
+    if "failed" in latency:
+        yield skipped(f"latency-{name}", what, latency["failed"])
+    else:
+        own = [one["p50_us"] for one in ours if "p50_us" in one] if name != OURS else []
+        yield Row(
+            name=f"latency-{name}", title=what, unit="us", values=(latency["p50_us"],),
+            beside="shmbus, embedded" if own else "", beside_values=tuple(own),
+        )  # fmt: skip
+    what = f"kill -9 in mid-write, {title}"
+    if "failed" in survival:
+        yield skipped(f"survival-{name}", what, survival["failed"])
+        return
+    stopped = survival["stopped_after"]
+    harmed = survival["lost"] + survival["torn"] + survival["doubled"]
+    goes_on = f"stopped after kill {stopped}" if stopped else f"went on, {survival['kills']} times"
+    yield Row(
+        name=f"survival-{name}", title=what, unit="harmed",
+        values=(float(harmed + (stopped is not None)),),
+        note=f"{goes_on}; {survival['in_send']} within a send", figures=survival,
+    )  # fmt: skip
 
 
-def _ask(turn: _Turn, share_s: float, patience_s: float) -> list[dict[str, Any]]:
-    """Send all requests to one process; after one that does not end, continue with the next."""
-    points: list[dict[str, Any]] = []
-    deadline = time.monotonic() + share_s
-    while len(points) < len(turn.wanted):
-        rest = turn.wanted[len(points) :]
-        left_s = deadline - time.monotonic()
-        if points and left_s <= 0:
-            answers = [{"failed": f"{NO_TURN}: {share_s:.0f} s"}] * len(rest)
-        else:
-            requests = [planned.limited for planned in rest]
-            answers = environments.ask(turn.contender, requests, max(0.0, left_s), patience_s)
-        for planned, answer in zip(rest, answers, strict=False):
-            asked = {key: value for key, value in planned.request.items() if key != "what"}
-            about = {"series": planned.series, "point": planned.point}
-            points.append({**about, "contender": turn.contender.name, **asked, **answer})
-    return points
+def interpreter(contender: Contender) -> Path:
+    """Return the interpreter that runs a contender.
+
+    Raises
+    ------
+    MeasurementError
+        Its environment has not been made.
+    """
+    if not contender.environment:
+        return Path(sys.executable)
+    root = Path(os.environ.get(VARIABLE) or ROOT / ".venv-contenders")
+    path = root / contender.environment / "bin" / "python"
+    if not path.exists():
+        raise MeasurementError(
+            f"its environment {contender.environment!r} is not there; run make bench-contenders"
+        )
+    return path
 
 
-def _medians(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Let the run with the median rate stand for all of a contender's runs of a point."""
-    runs: dict[tuple[str, str | int], list[dict[str, Any]]] = {}
-    for point in points:
-        runs.setdefault((point["contender"], point["point"]), []).append(point)
-    chosen = []
-    for same in runs.values():
-        good = [one for one in same if "failed" not in one]
-        if not good:
-            chosen.append(same[0])
-            continue
-        rates = [one["rate"] for one in good]
-        middle = statistics.median_low(rates)
-        stands = next(one for one in good if one["rate"] == middle)
-        chosen.append({**stands, "lowest": min(rates), "highest": max(rates), "rates": rates})
-    return chosen
+def versions(contender: Contender) -> dict[str, Any]:
+    """Return the versions of a contender's packages, and of the Python that runs it.
+
+    Raises
+    ------
+    MeasurementError
+        Something that it needs is not there; the message says what, and what to do.
+    """
+    missing = [program for program in contender.programs if shutil.which(program) is None]
+    if missing:
+        raise MeasurementError(f"there is no {', '.join(missing)} on this machine")
+    # Asked of the environment without importing anything in it.
+    code = (
+        "import importlib.metadata as m, json, platform, sys\n"
+        "print(json.dumps({'python': platform.python_version(),"
+        " 'packages': {name: m.version(name) for name in sys.argv[1:]}}))"
+    )
+    result = subprocess.run(
+        [interpreter(contender), "-c", code, *contender.packages],
+        capture_output=True, text=True, timeout=VERSIONS_S, check=False,
+    )  # fmt: skip
+    if result.returncode:
+        last = result.stderr.strip().splitlines()[-1]
+        raise MeasurementError(f"not installed ({last}); pip install 'shmbus[bench-all,train]'")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def ask(
+    contender: Contender, requests: list[dict[str, Any]], deadline_s: float = DEADLINE_S
+) -> list[dict[str, Any]]:
+    """Let a contender answer requests in a process of its own, in order.
+
+    An answer that has ``failed`` says why: it raised, died, or came to no end.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if contender.environment:
+        # What another interpreter has built is of no use to this one.
+        path = str(ROOT)
+    with (
+        tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory,
+        tempfile.TemporaryFile() as said,
+    ):
+        output = Path(directory, "answers.json")
+        child = subprocess.Popen(
+            [interpreter(contender), "-m", "bench.contest.child", contender.name, output],
+            stdin=subprocess.PIPE, stdout=said, stderr=said,
+            env={**os.environ, "PYTHONPATH": path},
+            # A Ctrl-C is for the parent, which ends this one in order.
+            start_new_session=True,
+        )  # fmt: skip
+        why = ""
+        try:
+            child.communicate(json.dumps(requests).encode(), deadline_s)
+        except subprocess.TimeoutExpired:
+            why = f"not done within {deadline_s:.0f} s"
+        finally:
+            _end(child)
+        answers: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
+        if len(answers) < len(requests):
+            said.seek(0)
+            last = (said.read().decode(errors="replace").strip() or "nothing").splitlines()[-1]
+            why = why or f"exit status {child.returncode}; it said: {last}"
+        failed = {"failed": why}
+        answers += [failed] * (len(requests) - len(answers))
+        return [{**answer, "what": r["what"]} for r, answer in zip(requests, answers, strict=True)]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a child, and by pid what it started, if it cannot do that itself any more."""
+    if child.poll() is not None:
+        return
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(END_S)
+        return
+    left = descendants(child.pid)
+    child.kill()
+    child.wait()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -16,12 +16,12 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from bench.processes import Role, Started, new_counters, start_role
+from bench.processes import Role, Started, context
 from bench.workload import Source, Workload
 
 __all__ = ["Survival", "measure"]
@@ -79,15 +79,6 @@ class Survival:
     lasted_s: float
     why: str = ""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run went on after every kill."""
-        return self.stopped_after is None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as what json can write."""
-        return {**asdict(self), "goes_on": self.goes_on}
-
 
 def measure(module: str, kills: int, patience_s: float = PATIENCE_S) -> Survival:
     """Kill so many writers, one after the other, or until nothing has come for `patience_s`."""
@@ -102,13 +93,13 @@ def measure(module: str, kills: int, patience_s: float = PATIENCE_S) -> Survival
     )
     # For each sender: received, sent, whether it is within a send. Then the survivor's latest to
     # arrive, torn and doubled.
-    counters = new_counters(3 * (kills + 1) + 3)
+    counters = context().RawArray("q", 3 * (kills + 1) + 3)
     with contender.link(workload) as address:
         senders = [
             Role(_send, (module, address, workload, number, counters))
             for number in range(kills + 1)
         ]
-        reader = start_role(Role(_read, (module, address, workload, counters)))
+        reader = Started(Role(_read, (module, address, workload, counters)))
         running = [reader]
         try:
             return _kill_all(senders, reader, running, counters, patience_s)
@@ -128,12 +119,12 @@ def _kill_all(
     received, sent, within = (_Part(counters, offset) for offset in range(3))
     latest = len(counters) - 3
     generator = random.Random(len(senders))
-    running.append(start_role(senders[0]))
+    running.append(Started(senders[0]))
     if not _wait(lambda: received[0] > ARRIVED, START_S, reader):
         raise RuntimeError(f"nothing came from the survivor: {reader.failure()}")
     in_send, stopped_after, killed = 0, None, 0
     for number in range(1, len(senders)):
-        victim = start_role(senders[number])
+        victim = Started(senders[number])
         running.append(victim)
         arrived = _wait(lambda n=number: received[n] >= ARRIVED, START_S, reader)  # type: ignore[misc]
         time.sleep(generator.uniform(0, KILL_WITHIN_S))

@@ -1,1 +1,1 @@
-"""The rows of shmbus itself: each file measures one row of `bench.run`, or a family of rows."""
+"""The rows of shmbus itself, one file a family; `bench.suite` lists them."""

@@ -1,68 +1,59 @@
-"""The cost of a consumer that waits on an empty bus."""
+"""What it costs that nothing happens: a consumer that waits, and a daemon with both ends attached.
+
+Processor seconds a minute.
+"""
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from typing import Final
 
 import shmbus
-from bench.bounds import Beside, Bound
-from bench.processes import run_alone
-from bench.rows.row import Row
-from bench.rows.targets import TARGETS
-from bench.sending import temporary_bus
-from bench.yardsticks import sleep_us
+from bench.levels import Level
+from bench.processes import processor_s, run_alone
+from bench.row import Row
+from bench.sending import serving, temporary_bus
 
-__all__ = ["SLEEPS", "beside_sleeps", "measure"]
+__all__ = ["daemon_idle", "idle"]
 
-#: Whoever goes off the processor and back on it pays a timed sleep at least.
-SLEEPS: Final = Bound(name="as many timed sleeps", unit="us a second", sense="cost")
+UNIT: Final = "CPU s a minute"
 #: Seconds before the count: a thread of OpenBLAS, which NumPy has, spins for 8 ms when it begins.
 SETTLE_S: Final = 0.3
 
 
-def measure(seconds: float, capacity: str) -> Row:
-    """Let a consumer sleep so long on an empty bus, and extrapolate its cost to a minute."""
-    before = sleep_us()
+def idle(level: Level, capacity: str) -> Row:
+    """Let a consumer sleep on an empty bus."""
     with temporary_bus(capacity) as name:
-        cpu_s, slept_s, wakes = run_alone(_sleep, name, seconds)
-    per_minute = cpu_s * 60 / slept_s
-    return Row(
-        name="idle",
-        title=f"a consumer asleep for {slept_s:.1f} s",
-        measured=f"{per_minute * 1000:.2f} ms of CPU a minute; "
-        f"{wakes / slept_s:.1f} times a second off and on the processor",
-        value=per_minute,
-        target=TARGETS["idle"],
-        bound=beside_sleeps(cpu_s, slept_s, wakes, (before, sleep_us())),
-        figures={
-            "cpu_seconds_a_minute": per_minute,
-            "measured_cpu_s": cpu_s,
-            "measured_s": slept_s,
-            "voluntary_context_switches": wakes,
-        },
-    )
+        values = [run_alone(_sleep, name, level.idle_s) for _ in range(level.repetitions)]
+    title = "a consumer asleep"
+    return Row(name="idle", title=title, unit=UNIT, values=tuple(values))
 
 
-def beside_sleeps(
-    cpu_s: float, slept_s: float, wakes: int, sleeps_us: tuple[float, float]
-) -> Beside | None:
-    """Set processor time beside that of as many timed sleeps, as measured before and behind it."""
-    if wakes == 0 or cpu_s == 0.0:
-        return None
-    bounds = tuple(wakes / slept_s * one for one in sleeps_us)
-    return Beside(bound=SLEEPS, values=(cpu_s / slept_s * 1e6,), bounds=(bounds,))
+def daemon_idle(level: Level, capacity: str) -> Row:
+    """Let a daemon sleep while a producer and a consumer are attached."""
+    values = []
+    with (
+        temporary_bus(capacity) as name,
+        serving(name) as pid,
+        shmbus.Producer(name),
+        shmbus.Consumer(name) as consumer,
+    ):
+        consumer.take(timeout=0.0)
+        for _ in range(level.repetitions):
+            time.sleep(SETTLE_S)
+            before = processor_s(pid)
+            time.sleep(level.idle_s)
+            values.append((processor_s(pid) - before) * 60 / level.idle_s)
+    title = "a daemon asleep, both ends attached"
+    return Row(name="daemon-idle", title=title, unit=UNIT, values=tuple(values))
 
 
-def _sleep(start: Callable[[], None], name: str, seconds: float) -> tuple[float, float, int]:
+def _sleep(start: Callable[[], None], name: str, seconds: float) -> float:
     with shmbus.Consumer(name) as consumer:
         consumer.take(timeout=0.0)
         start()
         time.sleep(SETTLE_S)
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
         began, began_cpu = time.monotonic(), time.process_time()
         consumer.take(timeout=seconds)
-        cpu_s, slept_s = time.process_time() - began_cpu, time.monotonic() - began
-        return cpu_s, slept_s, resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - switches
+        return (time.process_time() - began_cpu) * 60 / (time.monotonic() - began)

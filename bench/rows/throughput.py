@@ -1,322 +1,185 @@
-"""The throughput rows: the workload, the path, the bound and the target of each.
+"""put to read-only views, and put to packed torch batches, embedded and through the daemon.
 
-Repetitions go round by round, each round one run of every case, so that a slow minute of the
-machine does not fall on one case alone. Right before and behind each run stands what it is compared
-with. A case has further runs until its interval is narrow or time is over. A figure is the median
-of its runs.
+The span of a run goes from the first delivery in the consumer to its last acknowledgement. Every
+run ends with a check: the ledger balances, and the last trajectory arrived as it was sent.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
-from bench import yardsticks
-from bench.bounds import Beside, Bound, interval, turns
-from bench.fitness import MEMORY, TWO, Need, Watch
-from bench.rows import hop, packed
-from bench.rows.row import Row
-from bench.rows.targets import TARGETS, Target
-from bench.sending import bus_bytes
-from bench.sizes import Sizes
-from bench.workload import BYTES_PER_TOKEN, COLD_BYTES, Measure, Timed, Workload
-from bench.yardsticks import Yardstick
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Against", "Case", "Runs", "cases", "repeat", "rows"]
+import shmbus
+from bench.levels import Level
+from bench.processes import STALL_S, MeasurementError, Role, run_together
+from bench.row import Row
+from bench.sending import check_ledger, produce, serving, temporary_bus
+from bench.workload import BYTES_PER_TOKEN, Timed, Workload
+from bench.yardsticks import memcpy
 
+__all__ = ["PACKED_BYTES_PER_TOKEN", "TOKENS_PER_BATCH", "daemon_packed", "hop", "packed", "views"]
 
-@dataclass(frozen=True)
-class Against:
-    """A yardstick, and what one trajectory is in its unit."""
-
-    yardstick: Yardstick
-    each: float
+#: int64 token and position, bool mask, float32 logprob and advantage.
+PACKED_BYTES_PER_TOKEN: Final = 8 + 8 + 1 + 4 + 4
+TOKENS_PER_BATCH: Final = 65_536
+MEMCPY_REPETITIONS: Final = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row: a workload, the function that measures it, what it is compared with, the target.
-
-    The value is a ratio to `reference`. `bound` is what the row is near, where that is another
-    yardstick. `of_bound` names a second row, the share of the bound, with a target of its own.
-    `part` is what a part of the work would be alone, and `of_part` names the row of that share.
-    """
-
-    name: str
-    title: str
-    measure: Measure
-    workload: Workload
-    reference: Against
-    bound: Against | None = None
-    target: Target | None = None
-    of_bound: str = ""
-    part: Against | None = None
-    of_part: str = ""
-    bytes_per_token: int = BYTES_PER_TOKEN
-
-    @property
-    def against(self) -> tuple[Against, ...]:
-        """What stands around each run."""
-        return tuple(one for one in (self.reference, self.bound, self.part) if one is not None)
-
-    @property
-    def need(self) -> Need:
-        """What a machine has to have for it."""
-        cold = COLD_BYTES if self.workload.cold else 0
-        return Need(
-            processors=TWO,
-            shm_bytes=bus_bytes(self.workload.capacity),
-            memory_bytes=MEMORY + cold * self.workload.producers,
-            less="--capacity",
-        )
-
-
-@dataclass
-class Runs:
-    """What the runs of a case came to, and what stood around each of them."""
-
-    timed: list[Timed] = field(default_factory=list)
-    around: list[dict[Bound, tuple[float, float]]] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
-    took_s: float = 0.0
-
-    def beside(self, against: Against) -> Beside:
-        """Set the runs beside one of the case's yardsticks."""
-        bound = against.yardstick.bound
-        return Beside(
-            bound=bound,
-            values=tuple(one.rate * against.each for one in self.timed),
-            bounds=tuple(around[bound] for around in self.around),
-        )
-
-    def of(self, bound: Bound) -> list[float]:
-        """Return everything that was measured of a bound around the runs."""
-        return [one for around in self.around for one in around.get(bound, ())]
-
-
-def cases(sizes: Sizes, capacity: str) -> list[Case]:
-    """All throughput rows, in the order of the table."""
-    short = Workload(trajectories=sizes.hop_2048, tokens=2048, capacity=capacity)
-    long = Workload(trajectories=sizes.hop_16384, tokens=16_384, capacity=capacity)
-    small = Workload(trajectories=sizes.hop_256, tokens=256, batch=64, capacity=capacity)
-    packing = Workload(trajectories=sizes.packed, tokens=2048, capacity=capacity)
-    size, times = sizes.memcpy_bytes, sizes.memcpy_repetitions
-    copied = yardsticks.memcpy(size, times)
-    one_core = yardsticks.columns(size, times)
-    hops = [("hop-2048", short), ("hop-16384", long)]
-    from_cache = {
-        name: yardsticks.from_cache(workload.bytes_each, times) for name, workload in hops
-    }
-    one_producer = Yardstick(
-        Bound(name="one producer", unit="trajectories/s"),
-        partial(lambda workload: hop.measure(workload).rate, short),
+def hop(name: str, level: Level, capacity: str) -> Row:
+    """Measure one of the rows to views, beside memcpy of as many bytes."""
+    tokens = {"hop-2048": 2048, "hop-16384": 16_384, "hop-256": 256}[name.removesuffix("-cold")]
+    workload = Workload(
+        trajectories=getattr(level, f"hop_{tokens}"),
+        tokens=tokens,
+        batch=64 if tokens == 256 else 0,
+        cold=name.endswith("-cold"),
+        capacity=capacity,
     )
-    return [
-        *(
-            case
-            for name, workload in hops
-            for case in _warm_and_cold(
-                name,
-                workload,
-                copied,
-                from_cache[name],
-                yardsticks.from_memory(workload.tokens, size, times),
-            )
-        ),
-        Case(
-            name="hop-256",
-            title="put_many of 64 to views, 256 tokens",
-            measure=hop.measure,
-            workload=small,
-            reference=_of(copied, small),
-            bound=Against(yardsticks.python_calls(small), 1.0),
-            target=TARGETS["hop-256"],
-        ),
-        Case(
-            name="packed",
-            title="put to packed torch batches, 2,048 tokens",
-            measure=packed.measure,
-            workload=packing,
-            reference=_of(copied, packing, packed.PACKED_BYTES_PER_TOKEN),
-            bound=_of(yardsticks.both_cores(size, times), packing, packed.MOVED_BYTES_PER_TOKEN),
-            target=TARGETS["packed"],
-            of_bound="packed-of-bound",
-            part=_of(one_core, packing, packed.PACKING_BYTES_PER_TOKEN),
-            of_part="packed-of-one-core",
-            bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
-        ),
-        Case(
-            name="packed-cold",
-            title="put to packed torch batches, 2,048 tokens, sources cold",
-            measure=packed.measure,
-            workload=dataclasses.replace(packing, cold=True),
-            reference=_of(copied, packing, packed.PACKED_BYTES_PER_TOKEN),
-            bound=_of(one_core, packing, packed.PACKING_BYTES_PER_TOKEN),
-            bytes_per_token=packed.PACKED_BYTES_PER_TOKEN,
-        ),
-        Case(
-            name="four-producers",
-            title="four producers, put to views, 2,048 tokens",
-            measure=hop.measure,
-            workload=dataclasses.replace(short, producers=4),
-            reference=Against(one_producer, 1.0),
-            target=TARGETS["four-producers"],
-        ),
+    how = "put_many of 64" if workload.batch else "put"
+    cold = ", sources cold" if workload.cold else ""
+    title = f"{how} to views, {tokens:,} tokens{cold}"
+    return _beside_memcpy(name, title, level, workload, views, BYTES_PER_TOKEN)
+
+
+def packed(name: str, level: Level, capacity: str) -> Row:
+    """Measure put to packed batches, beside memcpy of as many bytes of batch."""
+    workload = Workload(
+        trajectories=level.packed, tokens=2048, cold=name.endswith("-cold"), capacity=capacity
+    )
+    cold = ", sources cold" if workload.cold else ""
+    title = f"put to packed batches, 2,048 tokens{cold}"
+    return _beside_memcpy(name, title, level, workload, to_batches, PACKED_BYTES_PER_TOKEN)
+
+
+def daemon_packed(level: Level, capacity: str) -> Row:
+    """Measure packed batches through the daemon, beside embedded, in turns."""
+    workload = Workload(trajectories=level.packed, tokens=2048, capacity=capacity)
+    turns = [
+        (to_batches(workload).rate, to_batches(workload, daemon=True).rate)
+        for _ in range(level.repetitions)
     ]
+    return Row(
+        name="daemon-packed",
+        title="packed through the daemon, 2,048 tokens",
+        unit="trajectories/s",
+        values=tuple(served for _, served in turns),
+        beside="embedded",
+        beside_values=tuple(embedded for embedded, _ in turns),
+    )
 
 
-def _of(stick: Yardstick, workload: Workload, bytes_per_token: int = BYTES_PER_TOKEN) -> Against:
-    """Compare the bytes of a workload with a yardstick in GB/s."""
-    return Against(stick, workload.tokens * bytes_per_token / 1e9)
-
-
-def _warm_and_cold(
+def _beside_memcpy(
     name: str,
+    title: str,
+    level: Level,
     workload: Workload,
-    copied: Yardstick,
-    from_cache: Yardstick,
-    from_memory: Yardstick,
-) -> tuple[Case, Case]:
-    title = f"put to views, {workload.tokens:,} tokens"
-    reference = _of(copied, workload)
-    warm = Case(
+    measure: Callable[[Workload], Timed],
+    bytes_per_token: int,
+) -> Row:
+    """Measure runs, each between two copies; what memcpy came to is told in trajectories."""
+    each = workload.tokens * bytes_per_token
+    rates, copies = [], []
+    before = memcpy(level.memcpy_bytes, MEMCPY_REPETITIONS)
+    for _ in range(level.repetitions):
+        rates.append(measure(workload).rate)
+        after = memcpy(level.memcpy_bytes, MEMCPY_REPETITIONS)
+        copies.append((before + after) / 2 / each)
+        before = after
+    return Row(
         name=name,
         title=title,
-        measure=hop.measure,
-        workload=workload,
-        reference=reference,
-        bound=_of(from_cache, workload),
-        target=TARGETS[name],
-    )
-    cold = Case(
-        name=f"{name}-cold",
-        title=f"{title}, sources cold",
-        measure=hop.measure,
-        workload=dataclasses.replace(workload, cold=True),
-        reference=reference,
-        bound=_of(from_memory, workload),
-        target=TARGETS[f"{name}-cold"],
-    )
-    return warm, cold
-
-
-def repeat(
-    chosen: Iterable[Case],
-    sizes: Sizes,
-    say: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> dict[str, Runs]:
-    """Run each case, round by round, between two measurements of what it is compared with.
-
-    Each case has `sizes.repetitions` runs, and then more until it is narrow, as long as
-    `sizes.rows_s` seconds have not passed.
-    """
-    chosen = list(chosen)
-    found = {case.name: Runs() for case in chosen}
-    latest: dict[Bound, float] = {}
-
-    def measure(stick: Yardstick, *, again: bool) -> float:
-        # What was measured right behind a run stands right before the next one.
-        if again or stick.bound not in latest:
-            latest[stick.bound] = stick.measure()
-        return latest[stick.bound]
-
-    def narrow(case: Case) -> bool:
-        runs = found[case.name]
-        return all(runs.beside(against).narrow for against in case.against)
-
-    most = sizes.most_repetitions
-    rounds = turns(sizes.repetitions, most, sizes.rows_s, lambda: all(map(narrow, chosen)), clock)
-    for number in rounds:
-        for case in chosen:
-            if number > sizes.repetitions and narrow(case):
-                continue
-            say(f"{case.title} ({number} of {sizes.repetitions} to {most})")
-            runs = found[case.name]
-            began = time.monotonic()
-            sticks = [against.yardstick for against in case.against]
-            before = {stick.bound: measure(stick, again=False) for stick in sticks}
-            with Watch() as watch:
-                runs.timed.append(case.measure(case.workload))
-            latest.clear()
-            after = {stick.bound: measure(stick, again=True) for stick in sticks}
-            runs.around.append({bound: (before[bound], after[bound]) for bound in before})
-            runs.others.append(watch.others)
-            runs.took_s += time.monotonic() - began
-    return found
-
-
-def rows(chosen: Sequence[Case], found: dict[str, Runs]) -> list[Row]:
-    """Turn runs into rows."""
-    made = []
-    for case in chosen:
-        runs = found[case.name]
-        made.append(_row(case, runs))
-        if case.bound is not None and case.of_bound:
-            made.append(_share(case, runs, case.bound, case.of_bound))
-        if case.part is not None:
-            made.append(_share(case, runs, case.part, case.of_part))
-    return made
-
-
-def _share(case: Case, runs: Runs, against: Against, name: str) -> Row:
-    beside = runs.beside(against)
-    shares = beside.shares
-    rate = statistics.median(beside.values)
-    return Row(
-        name=name,
-        title=f"{case.title}, of {beside.bound.name}",
-        measured=f"{rate:.2f} {beside.bound.unit} of {statistics.median(beside.measured):.2f}",
-        value=statistics.median(shares),
-        spread=interval(shares),
-        target=TARGETS.get(name),
-        bound=beside,
-        others=statistics.median(runs.others),
-        figures={"shares": shares},
+        unit="trajectories/s",
+        values=tuple(rates),
+        beside="memcpy",
+        beside_values=tuple(copies),
+        figures={"bytes_per_trajectory": each, "trajectories": workload.trajectories},
     )
 
 
-def _row(case: Case, runs: Runs) -> Row:
-    tokens = case.workload.tokens
-    bytes_each = tokens * case.bytes_per_token
-    rate = statistics.median(one.rate for one in runs.timed)
-    reference = runs.beside(case.reference)
-    bound = reference if case.bound is None else runs.beside(case.bound)
-    ratios = reference.ratios
-    return Row(
-        name=case.name,
-        title=case.title,
-        measured=f"{rate:,.0f} trajectories/s, {rate * tokens / 1e6:,.0f} M tokens/s, "
-        f"{rate * bytes_each / 1e9:.2f} GB/s",
-        value=statistics.median(ratios),
-        spread=interval(ratios),
-        target=case.target,
-        bound=bound,
-        reference=reference,
-        others=statistics.median(runs.others),
-        took_s=runs.took_s,
-        figures={
-            "trajectories_per_s": rate,
-            "tokens_per_s": rate * tokens,
-            "bytes_per_s": rate * bytes_each,
-            "bytes_per_trajectory": bytes_each,
-            "trajectories": case.workload.trajectories,
-            "producers": case.workload.producers,
-            "batch": case.workload.batch,
-            "cold": case.workload.cold,
-            "capacity": case.workload.capacity,
-            "runs": [
-                {
-                    "seconds": one.seconds,
-                    "trajectories_per_s": one.rate,
-                    "consumer_cpu_us_per_trajectory": one.consumer_cpu_s / one.trajectories * 1e6,
-                    "producer_cpu_us_per_trajectory": one.producer_cpu_s / one.trajectories * 1e6,
-                }
-                for one in runs.timed
-            ],
-        },
-    )
+def views(workload: Workload) -> Timed:
+    """Move a workload over a new bus to a consumer that views every field."""
+    with temporary_bus(workload.capacity) as name:
+        return _run(name, workload, Role(_view_all, (name, workload)))
+
+
+def to_batches(workload: Workload, *, daemon: bool = False) -> Timed:
+    """Move a workload over a new bus into packed batches on the CPU."""
+    # A batch that is not full would wait for more at the end of the run.
+    assert workload.trajectories * workload.tokens % TOKENS_PER_BATCH == 0
+    with temporary_bus(workload.capacity) as name:
+        served: AbstractContextManager[object] = (
+            serving(name) if daemon else contextlib.nullcontext()
+        )
+        with served:
+            return _run(name, workload, Role(_pack_all, (name, workload)))
+
+
+def _run(name: str, workload: Workload, consumer: Role) -> Timed:
+    producers = [Role(produce, (name, workload, i)) for i in range(workload.producers)]
+    seconds, *_ = run_together([consumer, *producers])
+    return Timed(trajectories=workload.trajectories, seconds=seconds)
+
+
+def _deliveries(consumer: shmbus.Consumer, wanted: int) -> Iterator[list[shmbus.Group]]:
+    done = 0
+    while done < wanted:
+        groups = consumer.take(timeout=STALL_S)
+        if not groups:
+            raise MeasurementError(f"no group within {STALL_S:g} s: {consumer.stats()}")
+        yield groups
+        done += sum(map(len, groups))
+        consumer.ack(groups)
+
+
+def _view_all(start: Callable[[], None], name: str, workload: Workload) -> float:
+    """Take groups, make all views, acknowledge; return seconds."""
+    began = None
+    with shmbus.Consumer(name) as consumer:
+        start()
+        for groups in _deliveries(consumer, workload.trajectories):
+            began = began or time.perf_counter()
+            for group in groups:
+                for trajectory in group:
+                    tokens = trajectory["tokens"]
+                    loss_mask = trajectory["loss_mask"]
+                    logprobs = trajectory["logprobs"]
+        assert began is not None
+        seconds = time.perf_counter() - began
+        # The last trajectory differs from all before it, and stands for them.
+        views: tuple[NDArray[Any], ...] = (tokens, loss_mask, logprobs)
+        sources: tuple[NDArray[Any], ...] = workload.source(last=True)
+        for view, sent in zip(views, sources, strict=True):
+            if not np.array_equal(view, sent) or view.flags.writeable:
+                raise MeasurementError(f"expected a read-only view of {sent}, got {view}")
+        check_ledger(consumer.stats(), workload)
+    return seconds
+
+
+def _pack_all(start: Callable[[], None], name: str, workload: Workload) -> float:
+    """Take batches and acknowledge each; return seconds."""
+    # Only this process needs torch.
+    import torch
+
+    from trainer_adapter import OnlineDataHandler
+
+    done, began = 0, None
+    with OnlineDataHandler(name, tokens_per_batch=TOKENS_PER_BATCH) as handler:
+        start()
+        while done < workload.trajectories:
+            batch = handler.next_batch(STALL_S)
+            began = began or time.perf_counter()
+            done += batch.sequences
+            handler.ack(batch)
+        assert began is not None
+        seconds = time.perf_counter() - began
+        tokens = torch.from_numpy(workload.source(last=True)[0]).long()
+        if not torch.equal(batch.tokens[-workload.tokens :], tokens):
+            raise MeasurementError(f"expected {tokens} at the end of a batch, got another")
+        check_ledger(handler.stats(), workload)
+    return seconds

@@ -27,7 +27,7 @@ checkout, which this is not:
 
   git clone <the repository of shmbus> && cd shmbus
   make bench                    # --quick: under five minutes
-  make bench ARGS=--full        # every workload and curve: 20 at most
+  make bench ARGS=--full        # what figures are kept of
 
 example: shmbus bench --quick"""
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if wants_help else 1
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.suite", *arguments.options],
+        [sys.executable, "-m", "bench", *arguments.options],
         env={**os.environ, "PYTHONPATH": path},
     )
     while True:

@@ -381,8 +381,8 @@ class DaemonClient:
         groups: list[tuple[str, int | None, str]] = []
         after, more = b"", True
         while more:
-            request = messages.GetTrained(id=0, step=step, after=after)
-            reply = self._demand(functools.partial(_numbered, request))
+            ask = messages.GetTrained(id=0, step=step, after=after)
+            reply = self._demand(functools.partial(_with_id, ask))
             assert isinstance(reply, messages.TrainedReply)
             names |= messages.split_names(reply.names)
             groups += reply.groups
@@ -396,7 +396,7 @@ class DaemonClient:
         with self.lock:
             self.state.trained = packed
         for message in end_trained_messages(packed) or [messages.EndTrained(id=0, names=b"")]:
-            self._demand(functools.partial(_numbered, message))
+            self._demand(functools.partial(_with_id, message))
 
     def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
         """Send a request that the daemon answers immediately, and return the reply."""
@@ -422,5 +422,5 @@ class DaemonClient:
         self.connection.close()
 
 
-def _numbered(request: messages.Request, id_: int) -> messages.Request:
-    return msgspec.structs.replace(request, id=id_)
+def _with_id(message: messages.Request, id_: int) -> messages.Request:
+    return msgspec.structs.replace(message, id=id_)

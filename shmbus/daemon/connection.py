@@ -74,6 +74,8 @@ class Connection(asyncio.Protocol):
         self._judged_again = False
         #: Whether it does not read its replies.
         self._choked = False
+        #: Whether its messages are being handled.
+        self._handling = False
         #: Whether its acknowledgements gather for a moment.
         self._paused = False
         self._fd = -1
@@ -114,6 +116,7 @@ class Connection(asyncio.Protocol):
 
     def _handle(self, data: bytes) -> bool:
         """Handle what was received; False where nobody listens to this client any more."""
+        self._handling = True
         try:
             for body in self._frames.feed(data):
                 if self._refused or self._left_orderly:
@@ -122,7 +125,21 @@ class Connection(asyncio.Protocol):
                 self._receive(messages.decode_request(body))
         except errors.ProtocolError as error:
             self.refuse("protocol", str(error))
+        finally:
+            self._handling = False
         return True
+
+    def read_now(self) -> None:
+        """Handle what a client has sent by now, as if its turn had come."""
+        if self._session is None or self._handling:
+            return
+        left = limits.MAX_MESSAGE_BYTES
+        with contextlib.suppress(OSError):  # nothing, or nothing more, is there
+            while left > 0 and os.fstat(self._fd).st_ino == self._inode:
+                data = os.read(self._fd, left)
+                if not data or not self._handle(data):
+                    return
+                left -= len(data)
 
     def _pause_reading(self) -> None:
         """Let the requests of a busy client gather: one wake-up for many acknowledgements."""
@@ -211,6 +228,10 @@ class Connection(asyncio.Protocol):
         elif isinstance(request, messages.TakeSnapshot):
             self._server.snapshot(session, request)
         else:
+            if isinstance(request, messages.GetTrained):
+                # What other ranks said of the step before this one asked is in the answer.
+                for other in [*self._server.connections]:
+                    other.read_now()
             self._server.guard(lambda: self._server.service.handle(session, request))
 
     def _greet_again(self, hello: messages.Hello) -> None:

@@ -53,6 +53,7 @@ _FIRST: Final = (
     "no_trainer",
     "rank_missing",
     "nobody_sends",
+    "requests_paused",
     "producers_wait",
     "nothing_open",
     "untaken",
@@ -312,6 +313,16 @@ def _pause(status: BusStatus) -> list[Finding]:
                 what=f"Paused for {show_duration(pause.age_s)}",
                 cause=pause.reason or "no reason was given",
                 advice=f"`shmbus resume {status.name}` ends the pause",
+            )
+        )
+    if status.lane_pause is not None:
+        found.append(
+            Finding(
+                kind="requests_paused",
+                cost=0.7,
+                what="The request lane is paused",
+                cause=status.lane_pause.reason,
+                advice="mend what the workers report; the first sample that succeeds reopens it",
             )
         )
     if status.servers_left:

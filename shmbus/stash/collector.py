@@ -264,6 +264,7 @@ class Collector:
             by_key.setdefault(sample.key, []).append(sample)
         for key, trained in by_key.items():
             self.stash.note_complete(key)
+            self._requests.note_end(key)
             self.reader.release(trained, _core.ACKED)
         self._doubt()  # their requests end once all is read
 

@@ -101,9 +101,10 @@ class Requests:
         """End the request of a group that was acknowledged or dropped."""
         if samples and self.used:
             self._end(samples[0].key)
-            self._note_end(samples[0].key)
+            self.note_end(samples[0].key)
 
-    def _note_end(self, key: Hashable) -> None:
+    def note_end(self, key: Hashable) -> None:
+        """Note that a group has ended: what is offered of it from now on begins it anew."""
         if key in self._recent:
             self._recent[key] = _core.request_number(self._segment)
 
@@ -160,7 +161,7 @@ class Requests:
                     if not self._open[key]:
                         del self._open[key]
                 _core.request_end(self._segment, row, number)
-                self._note_end(key)
+                self.note_end(key)
 
     def handed_out(self) -> Iterable[Hashable]:
         """Yield the keys of groups of which a worker has had a sample."""

@@ -310,18 +310,27 @@ enum shmbus_record_state {
     SHMBUS_RELEASED = 0x454C4552, /* "RELE" */
 };
 
-/* The state of a committed record that was leased in a group without all of its samples. This bit
- * says so; the next 14 are the group's members, less 1; the last 17 are a hash of its first member.
- * Members of one group have one such state, so that whoever collects next has the same group. */
-#define SHMBUS_LEASED 0x80000000u
-#define SHMBUS_LEASED_HASH_BITS 17
+/* The state of a committed record that was leased in a group without all of its samples. Its first
+ * three bits say so, which differ from those of all other states; the next 14 are the group's
+ * members, less 1; the last 15 are a hash of its first member. Members of one group have one such
+ * state, so that whoever collects next has the same group. */
+#define SHMBUS_LEASED 0xA0000000u
+#define SHMBUS_LEASED_MASK 0xE0000000u
+#define SHMBUS_LEASED_HASH_BITS 15
+_Static_assert(((SHMBUS_RESERVED | SHMBUS_COMMITTED | SHMBUS_ABORTED | SHMBUS_RELEASED) &
+                SHMBUS_LEASED) == 0,
+               "no flipped bit, nor two, makes a leased record of another");
+
+static inline bool shmbus_is_leased(uint32_t state) {
+    return (state & SHMBUS_LEASED_MASK) == SHMBUS_LEASED;
+}
 
 static inline bool shmbus_is_committed(uint32_t state) {
-    return state == SHMBUS_COMMITTED || (state & SHMBUS_LEASED) != 0;
+    return state == SHMBUS_COMMITTED || shmbus_is_leased(state);
 }
 
 static inline uint32_t shmbus_leased_members(uint32_t state) {
-    return ((state & ~SHMBUS_LEASED) >> SHMBUS_LEASED_HASH_BITS) + 1;
+    return ((state & ~SHMBUS_LEASED_MASK) >> SHMBUS_LEASED_HASH_BITS) + 1;
 }
 
 /* Of 1 to SHMBUS_MAX_GROUP_SIZE members, of which the first is this one. */
@@ -406,7 +415,7 @@ _Static_assert(offsetof(struct record_header, need) == 66, "layout");
 _Static_assert(offsetof(struct record_header, index) == 68, "layout");
 _Static_assert(offsetof(struct record_header, split) == 70, "layout");
 _Static_assert(SHMBUS_MAX_GROUP_SIZE <= UINT16_MAX, "a record says its group's size in two bytes");
-_Static_assert(SHMBUS_MAX_GROUP_SIZE - 1 <= (SHMBUS_LEASED - 1) >> SHMBUS_LEASED_HASH_BITS,
+_Static_assert(SHMBUS_MAX_GROUP_SIZE - 1 <= ~SHMBUS_LEASED_MASK >> SHMBUS_LEASED_HASH_BITS,
                "a leased state has room for the members of any group");
 _Static_assert(offsetof(struct record_header, committed_ns) == 80, "layout");
 _Static_assert(offsetof(struct record_header, id_bytes) == 96, "layout");

@@ -1,311 +1,353 @@
-"""The benchmark runs, measures every row, and judges by what it measured; no time is asserted."""
+"""Rows of the benchmark: their one form, their targets, real small runs; no time is asserted."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import contextlib
 import json
 import os
+import re
 import signal
-import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import Spawner, wait_until
 
-from bench import machine, processes
-from bench import run as bench_run
-from bench.failures import MeasurementError
-from bench.rows import curves, stash, throughput, wake
-from bench.rows.row import Row, table
-from bench.rows.targets import TARGETS, Target
-from bench.sizes import TINY
+from bench import attention, channel, machine, processes, program, ranks, report, suite, weights
+from bench.levels import LEVELS
+from bench.native import CannotRun, compiler
+from bench.native import run as run_program
+from bench.processes import MeasurementError, Role, Started, run_alone, run_together
+from bench.row import HEADS, Row, cells, skipped, table
+from bench.sending import bus_bytes
+from bench.targets import TARGETS
 from bench.workload import GROUP_SIZE, Timed, Workload
-from bench.yardsticks import BOTH_CORES, COLUMNS, MEMCPY, Yardstick
+from shmbus import Bus, LayoutMismatchError
+from shmbus.pool import read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+PATH = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 # Longer than a loaded machine needs to start two dozen interpreters, some of which import torch.
 DEADLINE_S = 200.0
 pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
-ROWS = [
-    "memcpy",
-    "hop-2048",
-    "hop-2048-cold",
-    "hop-16384",
-    "hop-16384-cold",
-    "hop-256",
-    "packed",
-    "packed-of-bound",
-    "packed-of-one-core",
-    "packed-cold",
-    "four-producers",
-    "wake-p50",
-    "wake-p99",
-    "wake-added-p99",
-    "wake-loaded-p99",
-    "polled-p50",
-    "polled-published-p50",
-    "polled-awake-p50",
-    "lists-sample",
-    "lists-ids",
-    "lists-schema",
-    "requests",
-    "stash-by-age",
-    "stash-scrambled",
-    "stash-memory",
-    "idle",
-    "daemon-packed",
-    "daemon-cpu",
-    "daemon-payload",
-    "daemon-wake",
-    "daemon-polled",
-    "daemon-leases",
-    "daemon-idle",
-]
+
+# --- the form of a result
 
 
-def program_of_a_role(start: Callable[[], None]) -> str | None:
-    start()
-    return sys.modules["__main__"].__dict__.get("__file__")
+def test_the_value_of_a_row_is_the_median_and_its_ratio_that_of_the_repetitions() -> None:
+    row = Row(
+        name="hop-2048", title="t", unit="a second", values=(2.0, 9.0, 4.0), beside="memcpy",
+        beside_values=(1.0, 3.0, 4.0),
+    )  # fmt: skip
+    assert row.value == 4.0 and row.ratio == 2.0 and row.met is True
+    said = dict(zip(HEADS, cells(row), strict=True))
+    assert said["measured"] == "4 a second" and said["lowest-highest (of)"] == "2-9 (3)"
+    assert said["beside"] == "memcpy 3" and said["times that"] == "2"
 
 
-def run(spawn: Spawner, *args: object) -> str:
-    """Run the benchmark as a user does, from any directory; return what it printed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return spawn.module("bench.run", *args, env={"PYTHONPATH": path}).finish(DEADLINE_S)
+@pytest.mark.parametrize(
+    ("name", "value", "met"),
+    [
+        ("daemon-leases", 100_000.0, True),
+        ("daemon-leases", 99_999.0, False),
+        ("daemon-wake", 200.0, True),
+        ("daemon-wake", 201.0, False),
+        ("without-a-target", 1.0, None),
+    ],
+)
+def test_a_missed_target_is_said_in_its_cell(name: str, value: float, met: bool | None) -> None:
+    row = Row(name=name, title="t", unit="u", values=(value,))
+    assert row.met is met
+    assert ("missed" in table([row])) is (met is False)
 
 
-@pytest.mark.slow
-def test_one_run_measures_every_row_and_writes_all_of_them(spawn: Spawner, tmp_path: Path) -> None:
-    output = tmp_path / "figures.json"
-    printed = run(spawn, "--tiny", "--output", output)
-    result = json.loads(output.read_text())
-    assert [row["name"] for row in result["rows"]] == ROWS
-    for row in result["rows"]:
-        assert row["title"] in printed
-        assert row["skipped"] or row["figures"]
-        judged = row["target"] and row["value"] is not None and not row["not_quiet"]
-        assert (row["met"] is None) == (not judged)
-        # Bytes of memory are counted, not timed; a daemon may have slept through.
-        bounded = row["name"] not in ("memcpy", "stash-memory", "daemon-idle", "idle")
-        assert row["bound"] or not bounded or row["skipped"]
-    wanted = {"python", "numpy", "torch", "shmbus", "kernel", "cpu", "date_utc", "commit"}
-    assert wanted | {"load_average", "cores"} <= set(result["machine"])
-    assert result["settings"]["capacity"] == "64MiB"
+def test_a_row_comes_back_from_its_json_as_it_was() -> None:
+    row = Row(
+        name="wake", title="t", unit="us", values=(1.0,), beside="futex", beside_values=(2.0,),
+        note="n", figures={"a": [1]},
+    )  # fmt: skip
+    assert Row.from_json(json.loads(json.dumps(row.as_json()))) == row
 
 
-def test_only_one_row_brings_what_it_is_compared_with(spawn: Spawner, tmp_path: Path) -> None:
-    output = tmp_path / "figures.json"
-    run(spawn, "--tiny", "--only", "four-producers", "--capacity", "8MiB", "--output", output)
-    rows: list[dict[str, Any]] = json.loads(output.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["four-producers"]
-    assert rows[0]["figures"]["capacity"] == "8MiB"
-    bound = rows[0]["bound"]
-    assert bound["name"] == "one producer" and len(bound["bounds"][0]) == 2
-    four = rows[0]["figures"]["trajectories_per_s"]
-    assert rows[0]["value"] == pytest.approx(four / statistics.mean(bound["bounds"][0]))
-
-
-def test_a_row_at_memory_says_its_bound_from_what_two_cores_move() -> None:
-    (case,) = [one for one in throughput.cases(TINY, "8MiB") if one.name == "packed"]
-    timed = Timed(trajectories=1000, seconds=0.01, consumer_cpu_s=0.0, producer_cpu_s=0.0)
-    moved_gb_per_s = 2048 * (9 + 9 + 9 + 25) * 200_000 / 1e9
-    packing_gb_per_s = 2048 * (9 + 25) * 125_000 / 1e9
-    around = {
-        MEMCPY: (10.0, 10.0),
-        BOTH_CORES: (moved_gb_per_s, moved_gb_per_s),
-        COLUMNS: (packing_gb_per_s, packing_gb_per_s),
-    }
-    runs = throughput.Runs(timed=[timed] * 3, around=[around] * 3, others=[0.0] * 3)
-    row, of_bound, of_one_core = throughput.rows([case], {"packed": runs})
-    assert row.bound and row.bound.shares == pytest.approx([0.5] * 3)
-    assert row.value == pytest.approx(100_000 * 2048 * 25 / 10e9)
-    assert row.met is False
-    # Where two cores move no more than that, packing comes to 1.02 of memcpy at most.
-    assert row.best == pytest.approx(200_000 * 2048 * 25 / 10e9) and "1.02" in row.out_of_reach
-    assert of_bound.name == "packed-of-bound" and of_bound.value == pytest.approx(0.5)
-    assert of_bound.met is False and of_bound.best == pytest.approx(1.0)
-    # What one core does without a bus judges nothing: a second core may pack too.
-    assert of_one_core.name == "packed-of-one-core" and of_one_core.target is None
-    assert of_one_core.value == pytest.approx(0.8) and of_one_core.bound
-    assert of_one_core.bound.bound == COLUMNS
-
-
-def test_the_p99_of_wake_ups_is_that_of_blocks_so_that_a_stall_spoils_one_of_them() -> None:
-    turn = np.full(4 * wake.BLOCK, 20_000, np.int64)
-    turn[10 : 10 + wake.BLOCK // 4] = 90_000_000
-    assert wake.blocks(turn) == [90_000.0, 20.0, 20.0, 20.0]
-    # A turn that is shorter than a block is one.
-    assert wake.blocks(turn[-7:]) == [20.0]
-
-
-def test_a_row_takes_its_target_from_the_one_list_of_them() -> None:
-    for directory in ("rows", "report"):
-        for path in sorted((ROOT / "bench" / directory).glob("*.py")):
-            if path.name != "targets.py":
-                assert "Target(" not in path.read_text(), path
-    without = {"memcpy", "stash-memory", "packed-of-one-core", "packed-cold"}
-    assert set(ROWS) - without <= set(TARGETS)
+def test_a_skipped_row_says_why_and_is_judged_by_nothing() -> None:
+    row = skipped("daemon-leases", "leases", "needs 2 cores")
+    assert row.met is None and "skipped: needs 2 cores" in table([row])
 
 
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("hop-2048-cold", "at least 0.85 of memcpy"),
-        ("hop-16384-cold", "at least 0.85 of memcpy"),
-        ("packed", "at least 1.1 of memcpy"),
-        ("packed-of-bound", "at least 0.85 of its bound"),
-        ("four-producers", "at least 0.9 of one producer"),
-        ("wake-p99", "at most 10 us more"),
-        ("wake-loaded-p99", "at most 10 us more"),
-        ("polled-awake-p50", "at most 2 us"),
-        ("daemon-packed", "at least 0.9 of embedded"),
-        ("daemon-wake", "at most 25 us"),
-        ("daemon-polled", "at most 8 us"),
-        ("daemon-leases", "at least 100000 groups/s"),
-        ("large-image-1", "at least 1 of iceoryx2"),
-        ("large-image-8", "at least 0.91 of iceoryx2"),
+        ("hop-2048", "at least 0.9x"),
+        ("packed", "at least 1.1x"),
+        ("daemon-packed", "at least 0.9x"),
+        ("daemon-leases", "at least 100,000"),
+        ("daemon-wake", "at most 200"),
+        ("gateway-post", "at most 0.25x"),
+        ("against-multiprocessing.Queue", "at least 25x"),
+        ("survival-shmbus", "at most 0"),
     ],
 )
 def test_a_target_is_what_was_decided_and_not_what_was_measured(name: str, target: str) -> None:
     assert str(TARGETS[name]) == target
 
 
-def test_a_case_has_further_runs_until_it_is_narrow_or_time_is_over() -> None:
-    sizes = dataclasses.replace(TINY, repetitions=2, most_repetitions=6, rows_s=10.0)
-
-    def rounds(rates: list[float], clock: Callable[[], float]) -> int:
-        left = iter(rates)
-
-        def measure(_: Workload) -> Timed:
-            seconds = 1000 / next(left)
-            return Timed(trajectories=1000, seconds=seconds, consumer_cpu_s=0, producer_cpu_s=0)
-
-        case = throughput.Case(
-            name="made-up",
-            title="made up",
-            measure=measure,
-            workload=Workload(trajectories=8, tokens=1),
-            reference=throughput.Against(Yardstick(MEMCPY, lambda: 10.0), 1.0),
-        )
-        return len(throughput.repeat([case], sizes, lambda _: None, clock)["made-up"].timed)
-
-    still = itertools.repeat(0.0).__next__
-    assert rounds([5.0, 5.1], still) == 2
-    assert rounds([5.0, 6.0, 4.0, 7.0, 5.0, 5.5], still) == 6
-    assert rounds([5.0, 6.0, 4.0], itertools.count(0.0, 5.0).__next__) == 3
+# --- kept results and pages
 
 
-def test_a_yardstick_behind_one_run_stands_before_the_next_and_no_run_between_is_shared() -> None:
-    asked: list[str] = []
+@pytest.mark.parametrize("page", ["README.md", "bench/README.md"])
+def test_the_tables_of_a_page_are_those_of_the_results_that_are_kept(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert report.BLOCK.search(text)
+    assert report.filled(text, ROOT / page, draw=False) == text
 
-    def measure(what: str) -> Callable[..., Any]:
-        def run(*_: object) -> Any:
-            asked.append(what)
-            timed = Timed(trajectories=8, seconds=1.0, consumer_cpu_s=0, producer_cpu_s=0)
-            return 10.0 if what == "memcpy" else timed
 
-        return run
+def test_the_first_page_has_at_most_four_measured_rows() -> None:
+    (block,) = report.BLOCK.finditer((ROOT / "README.md").read_text())
+    assert 1 <= len([line for line in block[0].splitlines() if line.startswith("|")]) - 2 <= 4
 
-    cases = [
-        throughput.Case(
-            name=name,
-            title=name,
-            measure=measure(name),
-            workload=Workload(trajectories=8, tokens=1),
-            reference=throughput.Against(Yardstick(MEMCPY, measure("memcpy")), 1.0),
-        )
-        for name in ("a", "b")
-    ]
-    throughput.repeat(cases, TINY, lambda _: None)
-    assert asked == ["memcpy", "a", "memcpy", "b", "memcpy"]
+
+def test_every_kept_result_is_shown_on_a_page() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "bench" / "README.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    assert [path.name for path in RESULTS.iterdir() if path.name not in text] == []
+
+
+def test_a_page_without_a_block_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no block\n")
+    with pytest.raises(SystemExit):
+        report.main([str(page)])
+    assert page.read_text() == "no block\n"
+
+
+def test_the_picture_is_made_of_the_result_and_is_the_same_again(tmp_path: Path) -> None:
+    result = json.loads((RESULTS / "two-cores.json").read_text())
+    rows = [Row.from_json(each) for each in result["rows"]]
+    for name in ("a.svg", "b.svg"):
+        report.picture(rows, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+# --- programs
+
+
+def test_one_run_measures_what_was_asked_for_and_writes_it(spawn: Spawner, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    names = ["hop-2048-cold", "packed", "daemon-packed", "daemon-leases", "wake", "stash"]
+    arguments = ["bench", "--tiny", "--capacity", "8MiB", "--output", output]
+    for name in names:
+        arguments += ["--only", name]
+    printed = spawn.module("shmbus.cli", *arguments, env=PATH).finish(DEADLINE_S)
+    result = json.loads(output.read_text())
+    assert [row["name"] for row in result["rows"]] == names
+    for row in result["rows"]:
+        assert row["title"] in printed and row["value"] and not row["skipped"], row
+        assert row["beside_values"] or row["name"] == "daemon-leases"
+    wanted = {"python", "numpy", "torch", "shmbus", "kernel", "cpu", "date_utc", "commit"}
+    assert wanted | {"load_average", "cores"} <= set(result["machine"])
+    assert "its figures mean nothing" in printed
+
+
+@pytest.mark.slow
+def test_each_further_row_can_be_measured(spawn: Spawner) -> None:
+    arguments = ["--tiny"]
+    for name in ("memcpy", "hop-256", "packed-cold", "requests", "idle", "daemon-idle"):
+        arguments += ["--only", name]
+    arguments += ["--only", "daemon-wake"]
+    assert "skipped" not in spawn.module("bench", *arguments, env=PATH).finish(DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [["attention"], ["channel"], ["ranks", "--ranks", "2", "--capacity", "64MiB"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_each_program_measures_and_writes_rows(
+    arguments: list[str], spawn: Spawner, tmp_path: Path
+) -> None:
+    output = tmp_path / "figures.json"
+    name, *more = arguments
+    spawn.module(f"bench.{name}", "--tiny", *more, "--output", output, env=PATH).finish(DEADLINE_S)
+    rows = [Row.from_json(each) for each in json.loads(output.read_text())["rows"]]
+    assert rows and all(row.value is not None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "says"),
+    [
+        (suite.main, ["--only", "nothing"], "--only"),
+        (suite.main, ["--capacity", "1"], "--capacity: expected 4096 bytes to"),
+        (suite.main, ["--output", "no/such/place.json"], "directory that can be written"),
+        (suite.main, ["--output", "."], "directory that can be written"),
+        (suite.main, ["--repetitions", "two"], "expected a whole number, 1 or more, got 'two'"),
+        (weights.main, ["--size", "0.001"], "expected 0.0037 or more, got '0.001'"),
+        (weights.main, ["--size", "nan"], "expected 0.0037 or more, got 'nan'"),
+        (channel.main, ["--repetitions", "0"], "got '0'"),
+        (ranks.main, ["--ranks", "0"], "got '0'"),
+        (ranks.main, ["--capacity", "-1"], "--capacity: expected a number with KiB"),
+        (attention.main, ["--output", "/proc/none/figures.json"], "--output"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_measured(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    said = capsys.readouterr()
+    assert refused.value.code == 2 and said.out == "" and says in said.err
+
+
+def test_figures_that_cannot_be_written_in_the_end_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = program.parser_of("bench", "what it does").parse_args([])
+    options.output = tmp_path / "gone" / "figures.json"
+    row = Row(name="wake", title="t", unit="us", values=(1.0,))
+    assert program.finish("bench", options, {}, [row]) == 1
+    said = capsys.readouterr()
+    assert '"name": "wake"' in said.out and "the figures are on stdout" in said.err
+
+
+def test_where_nothing_can_be_measured_the_exit_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(suite, "use_template", lambda *_: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert suite.main(["--tiny", "--only", "hop-2048"]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capsys.readouterr()
+    assert "skipped: needs 2 cores, this process may run on 1" in said.out
+    assert "nothing could be measured" in said.err
+
+
+def test_a_small_shm_and_a_missing_module_are_said() -> None:
+    said = machine.lacks(shm_bytes=1 << 40)
+    assert re.search(r"needs 1048576 MiB in /dev/shm, \d+ are free", said)
+    assert "there is no nowhere here" in machine.lacks(modules=["nowhere"])
+    assert machine.lacks() == ""
+
+
+def test_the_summary_says_when_the_machine_is_not_its_own() -> None:
+    facts = machine.describe()
+    assert "other work" not in machine.summary({**facts, "load_average": (0.1, 0.1, 0.1)})
+    assert "other work" in machine.summary({**facts, "load_average": (2.0, 1.0, 0.5)})
+
+
+@pytest.mark.parametrize("capacity", ["64KiB", "64MiB"])
+def test_what_a_bus_takes_is_no_more_than_what_is_asked_for(bus_name: str, capacity: str) -> None:
+    with Bus.create(bus_name, capacity):
+        taken = os.stat(f"/dev/shm/shmbus.{bus_name}").st_blocks * 512
+    assert taken <= bus_bytes(capacity) <= 2 * taken + (1 << 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_program_that_leaves_nothing_behind(
+    number: signal.Signals, spawn: Spawner
+) -> None:
+    child = spawn.module("bench.weights", "--size", 0.01, "--repetitions", 1_000_000, env=PATH)
+    mine = f"shmbus-weights.bench-weights-{child.popen.pid}-"
+
+    def there() -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if name.startswith(mine)]
+
+    def published() -> bool:
+        for name in there():
+            with contextlib.suppress(LayoutMismatchError):  # it is being made
+                found = read_pool(name.removeprefix("shmbus-weights."), "weights")
+                return any(slot.newest for slot in found.slots)
+        return False
+
+    wait_until(lambda: published() or not child.running, what="weights that are published")
+    assert child.running, child.output()
+    child.popen.send_signal(number)
+    wait_until(lambda: not child.running, what="the program to end")
+    assert child.popen.returncode == 128 + number, child.output()
+    assert there() == [] and "Traceback" not in child.output()
+
+
+def test_the_hot_calls_say_who_runs_them(spawn: Spawner) -> None:
+    child = spawn.module("bench.calls", env=PATH)
+    wait_until(lambda: not child.running, what="the program to end")
+    assert child.popen.returncode == 1 and "make bench-calls" in child.output()
+
+
+# --- processes
 
 
 def end_by(start: Callable[[], None], number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def divide(start: Callable[[], None]) -> float:
+    return 1 / 0
+
+
+def fill_memory(start: Callable[[], None]) -> None:
+    raise MemoryError("16 GiB")
+
+
+def wait_for_ever(start: Callable[[], None], path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    signal.pause()
+
+
+def fail() -> None:
+    raise MemoryError("no sampler")
+
+
 @pytest.mark.parametrize(
-    "number, says",
-    [(signal.SIGBUS, "of SIGBUS, as where /dev/shm has no"), (signal.SIGKILL, "of SIGKILL")],
+    ("role", "says"),
+    [
+        (Role(end_by, (signal.SIGKILL,)), "end_by failed: it died without a word, of SIGKILL"),
+        (Role(divide), r"divide failed: Traceback[^$]*ZeroDivisionError"),
+        (Role(fill_memory), r"^fill_memory failed: 16 GiB$"),
+    ],
+    ids=["killed", "mistake", "limit"],
 )
-def test_a_process_that_dies_is_told_with_its_signal(number: int, says: str) -> None:
-    with pytest.raises(MeasurementError, match=f"end_by failed: it died without a word, {says}"):
-        processes.run_alone(end_by, number)
+def test_a_process_that_fails_says_which_and_why(role: Role, says: str) -> None:
+    with pytest.raises(MeasurementError, match=says):
+        run_alone(role.function, *role.arguments)
 
 
-def test_a_process_imports_what_its_role_needs_and_not_the_program_that_began_it() -> None:
-    main = sys.modules["__main__"]
-    before = main.__spec__, main.__dict__.get("__file__")
-    assert processes.run_together([processes.Role(program_of_a_role)]) == [None]
-    assert (main.__spec__, main.__dict__.get("__file__")) == before
-    theirs = type("Theirs", (), {"__module__": "__main__"})()
-    nested = processes.Role(print, (processes.Role(print, (theirs,)),))
-    assert processes._of_program(nested)
-    assert not processes._of_program(processes.Role(print, (1, "a", Workload)))
+def test_what_comes_to_no_end_is_given_up_and_ended(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with pytest.raises(MeasurementError, match="not done in 5 s: wait_for_ever"):
+        run_together([Role(wait_for_ever, (str(path),))], deadline_s=5.0)
+    if path.exists():
+        assert int(path.read_text()) not in processes.descendants(os.getpid())
 
 
-def test_the_curve_of_open_groups_does_not_measure_again_what_a_row_has(
+def test_a_role_that_was_started_alone_tells_its_failure() -> None:
+    started = Started(Role(fail))
+    try:
+        started.join(60.0)
+        assert started.failure() == "fail failed: no sampler"
+    finally:
+        started.end()
+
+
+def test_readers_that_end_are_told_and_no_figure_stands_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def measure(groups: tuple[int, int], adds: int) -> list[Row]:
-        asked.append(groups)
-        return made(groups)
-
-    def made(groups: tuple[int, int]) -> list[Row]:
-        figures = {"groups": groups, "few": {"ns": 100.0}, "many": {"ns": float(groups[1])}}
-        names = ("stash-by-age", "stash-scrambled")
-        return [Row(name=name, title="t", measured="m", figures=figures) for name in names]
-
-    monkeypatch.setattr(stash, "measure", measure)
-    found = curves.open_groups((10, 100, 1000), 1, lambda _: None, made((10, 1000)))
-    assert asked == [(10, 100)]
-    assert [one["ns"] for one in found if one["order"] == "by-age"] == [100.0, 100.0, 1000.0]
+    monkeypatch.setattr(weights, "READER", "raise SystemExit('no such weights')")
+    with (
+        pytest.raises(MeasurementError, match="a reader has ended: no such weights"),
+        weights._readers("none", 2),
+    ):
+        raise AssertionError("it was measured")
 
 
-def test_a_bad_command_line_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    for args in (["--only", "nothing"], ["--output", "no/such/place.json"], ["--capacity", "x"]):
-        with pytest.raises(SystemExit) as refused:
-            bench_run.main(args)
-        said = capsys.readouterr()
-        assert refused.value.code == 2
-        assert args[0] in said.err and "measuring" not in said.err
-    signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.mark.parametrize(
-    ("sense", "value", "met"),
-    [
-        ("at least", 0.9, True),
-        ("at least", 0.89, False),
-        ("at most", 0.9, True),
-        ("at most", 0.91, False),
-        ("at least", None, None),
-    ],
-)
-def test_a_verdict_follows_from_the_measured_value(
-    sense: Any, value: float | None, met: bool | None
-) -> None:
-    row = Row(name="n", title="t", measured="m", value=value, target=Target(sense, 0.9, "of it"))
-    assert row.met is met
-    assert row.verdict == {True: "met", False: "NOT met", None: ""}[met]
-    assert row.as_json()["met"] is met
-    assert f"{sense} 0.9 of it" in table([row])
-
-
-def test_a_skipped_row_says_why() -> None:
-    row = Row(name="n", title="t", measured="", skipped="no compiler")
-    assert table([row]).endswith("skipped: no compiler")
+# --- workloads and C programs
 
 
 def test_a_workload_sends_whole_groups_of_ids_that_are_its_producers_own() -> None:
@@ -317,25 +359,33 @@ def test_a_workload_sends_whole_groups_of_ids_that_are_its_producers_own() -> No
     assert len({identity for identity, _ in sent[0]}) == 4
 
 
-def test_only_the_last_trajectory_of_a_producer_differs() -> None:
-    for cold in (False, True):
-        workload = Workload(trajectories=16, tokens=1 << 16, cold=cold)
-        tokens = [int(source[0][0]) for _, source in workload.items(0)]
-        assert tokens == [0] * 15 + [1]
+@pytest.mark.parametrize("cold", [False, True])
+def test_only_the_last_trajectory_of_a_producer_differs(cold: bool) -> None:
+    workload = Workload(trajectories=16, tokens=1 << 16, cold=cold)
+    assert [int(source[0][0]) for _, source in workload.items(0)] == [0] * 15 + [1]
 
 
 def test_a_workload_that_leaves_a_group_incomplete_is_refused() -> None:
     with pytest.raises(AssertionError, match="no multiple"):
         Workload(trajectories=12, tokens=4)
+    assert Timed(trajectories=100, seconds=4.0).rate == 25.0
 
 
-def test_a_rate_counts_all_trajectories_of_the_span() -> None:
-    timed = Timed(trajectories=100, seconds=4.0, consumer_cpu_s=1.0, producer_cpu_s=1.0)
-    assert timed.rate == 25.0
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_runs_of_each_level_have_whole_groups_batches_and_calls(level: str) -> None:
+    sizes: Any = LEVELS[level]
+    assert sizes.hop_256 % 64 == 0 and sizes.packed * 2048 % 65_536 == 0
+    assert sizes.hop_2048 % GROUP_SIZE == sizes.hop_16384 % GROUP_SIZE == 0
 
 
-def test_the_summary_says_when_the_machine_is_not_its_own() -> None:
-    facts = machine.describe()
-    assert "other work" not in machine.summary({**facts, "load_average": (0.1, 0.1, 0.1)})
-    assert "other work" in machine.summary({**facts, "load_average": (2.0, 1.0, 0.5)})
-    assert facts["python"] in machine.summary(facts)
+def test_a_compiler_that_is_no_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", 'gcc "')
+    with pytest.raises(CannotRun, match="CC is no command: No closing quotation"):
+        compiler()
+
+
+def test_a_program_that_is_measured_has_nothing_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/a/sanitizer.so")
+    monkeypatch.setenv("CC", "clang")
+    said, complained = run_program(["env"])
+    assert "LD_PRELOAD" not in said and "CC=clang" in said and complained == ""

@@ -27,7 +27,6 @@ PAGES = sorted(
 # Names that look like ours, and what they are.
 NOT_OURS = {
     "Python.h": "CPython's header",
-    "shmbus-bench/": "what `make bench` writes",
     "shmbus.commands": "a group of entry points",
     "shmbus.drops": "a logger",
 }

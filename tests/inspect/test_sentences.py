@@ -242,10 +242,9 @@ def all_given_up(scene: Scene) -> None:
 
 def all_failing(scene: Scene) -> None:
     scene.begin(retries=1_000)
-    trainer = scene.trainer(then="wait")
-    worker = scene.worker("refuse")
-    scene.until(lambda status: len(status.wanted) >= GROUPS)
-    del trainer, worker
+    scene.trainer(then="wait")
+    scene.worker("refuse")
+    scene.until(lambda status: status.lane_pause is not None)
 
 
 def untaken(scene: Scene) -> None:
@@ -400,7 +399,9 @@ TABLE = [
     Row(all_given_up,
         rf"{TRAINER_IS} waits for groups, and no prompt is open: 4 groups were given up for "
         r"failed samples\. Offer more"),
-    Row(all_failing, r"\d samples failed, \d of them alike: connection refused\."),
+    Row(all_failing,
+        r"The request lane is paused: the last \d+ samples all failed: connection refused; asked "
+        r"again one at a time\. Mend what the workers report"),
     Row(untaken, r"4 prompts are open, and none of 1 producer takes one\."),
     Row(nobody_makes,
         rf"{TRAINER_IS} waits for groups, and no producer has ever attached\. Start producers"),

@@ -1,9 +1,9 @@
 """A week of a run, in minutes: a whole system under what goes wrong in a week, and an exact audit.
 
-Ranks that train in step as under torchrun (one dies, all start again from the newest checkpoint), a
-daemon, prefetch, evaluation, weights, workers. Meanwhile: samples that fail, an engine that is away,
-a judge that raises; workers, ranks, the daemon or all of it killed; a worker stopped; the number of
-ranks changed; the bus saved, removed and restored.
+Ranks that train in step as under torchrun (one dies, all start again from the newest checkpoint),
+a daemon, prefetch, evaluation, weights, workers. Meanwhile: samples that fail, an engine that is
+away, a judge that raises; workers, ranks, the daemon or all of it killed; a worker stopped; the
+number of ranks changed; the bus saved, removed and restored.
 
 A checkpoint holds what its model was trained on, so the audit is exact: every prompt up to the last
 position was trained once, but for those whose sample always fails, which were given up.

@@ -418,8 +418,8 @@ class RequestingHandler:
 
     def _restore_requests(self, saved: Any, here: bool) -> None:
         """Offer again what is not trained; a state without requests has none of them open."""
-        if saved is None and not self._saves_requests:
-            return
+        if not self._saves_requests:
+            return  # whoever saved the state: two ranks would offer twice
         state: Any = saved
         if saved is None:
             state = {**self._consumer.requests_state(), "open": []}

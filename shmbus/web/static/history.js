@@ -15,12 +15,8 @@ const BUS = {
   producer_died: (e) => `${e.who} died`, producer_gone: (e) => `${e.who} left or died`,
   trainer_came: (e) => `${e.who} came to take groups`, trainer_left: (e) => `${e.who} left`,
   trainer_lost: (e) => `${e.who} lost its connection`,
-<<<<<<< HEAD
   requests_paused: (e) => `requests are given out one at a time: ${e.text}`, requests_resumed: () => "requests are given out again",
-  paused: (e) => `producers were paused: ${e.text || "no reason given"}`, policy_version: (e) => `policy version ${e.text}`,
-=======
   paused: (e) => `producers were paused: ${e.text || "no reason given"}`, policy_version: (e) => `policy version${e.text.includes(" ") ? "s" : ""} ${e.text}`,
->>>>>>> page
 };
 const GROUP = {
   leased: (e) => `leased to ${e.who}`, given_back: () => "given back, to be delivered again",

@@ -96,7 +96,7 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     self->meta_bytes = header->meta_bytes;
     self->failed = (header->flags & SHMBUS_FLAG_FAILED) != 0;
     const uint32_t state = atomic_load_explicit(&header->state, memory_order_relaxed);
-    self->leased = (state & SHMBUS_LEASED) != 0 ? state : 0;
+    self->leased = shmbus_is_leased(state) ? state : 0;
     self->unscored = isnan(header->score) && !self->failed;
     self->shape = self->inline_shape;
     if (header->shape_words > INLINE_SHAPE_WORDS) {

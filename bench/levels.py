@@ -1,0 +1,107 @@
+"""How much is measured: to keep figures, for a quick check, or to see that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["LEVELS", "Level"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Counts and durations of all rows.
+
+    Attributes
+    ----------
+    repetitions : int
+        Runs of each row.
+    memcpy_bytes : int
+        Of the copy that stands around each run.
+    hop_2048, hop_16384, hop_256, packed : int
+        Trajectories of a run. They fill the bus many times over, since what lies in it at the first
+        delivery was sent before the clock started.
+    wakes : int
+        Wake-ups of a repetition.
+    requests : int
+        Groups that are offered.
+    stash_groups : (int, int)
+        Open groups, few and many.
+    stash_adds : int
+        Trajectories timed at each.
+    idle_s : float
+        Seconds asleep.
+    contest_s : float
+        Seconds that a contender's run is to take.
+    probes : int
+        Of a contender's latency.
+    kills : int
+        Writers of a contender that are killed.
+    """
+
+    repetitions: int
+    memcpy_bytes: int
+    hop_2048: int
+    hop_16384: int
+    hop_256: int
+    packed: int
+    wakes: int
+    requests: int
+    stash_groups: tuple[int, int]
+    stash_adds: int
+    idle_s: float
+    contest_s: float
+    probes: int
+    kills: int
+
+
+LEVELS: Final = {
+    "full": Level(
+        repetitions=5,
+        memcpy_bytes=256 << 20,
+        hop_2048=800_000,
+        hop_16384=200_000,
+        hop_256=1_600_000,
+        packed=640_000,
+        wakes=1000,
+        requests=12_000,
+        stash_groups=(1000, 1_000_000),
+        stash_adds=1_000_000,
+        idle_s=5.0,
+        contest_s=1.5,
+        probes=1000,
+        kills=20,
+    ),
+    "quick": Level(
+        repetitions=3,
+        memcpy_bytes=256 << 20,
+        hop_2048=320_000,
+        hop_16384=40_000,
+        hop_256=512_000,
+        packed=192_000,
+        wakes=500,
+        requests=4000,
+        stash_groups=(1000, 100_000),
+        stash_adds=400_000,
+        idle_s=2.0,
+        contest_s=0.5,
+        probes=300,
+        kills=4,
+    ),
+    "tiny": Level(
+        repetitions=1,
+        memcpy_bytes=8 << 20,
+        hop_2048=1024,
+        hop_16384=128,
+        hop_256=1024,
+        packed=1024,
+        wakes=20,
+        requests=16,
+        stash_groups=(100, 1000),
+        stash_adds=10_000,
+        idle_s=0.2,
+        contest_s=0.005,
+        probes=20,
+        kills=1,
+    ),
+}

@@ -1,1 +1,0 @@
-"""The report of a run: verdicts, tables and plots, made of ``results.json`` alone."""

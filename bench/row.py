@@ -1,0 +1,153 @@
+"""The one form of a result: a row has its values, what stands beside them, and its target.
+
+Invariants:
+
+- The value of a row is the median of its repetitions; the lowest and the highest stand beside it.
+- What a row is compared with was measured beside each of its repetitions, in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.targets import TARGETS
+
+__all__ = ["Row", "cells", "skipped", "table"]
+
+HEADS = ("what", "measured", "lowest-highest (of)", "beside", "times that", "target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a table, one object of the JSON.
+
+    Attributes
+    ----------
+    name, title : str
+        For programs, and for people. The target is that of the name in `bench.targets`.
+    unit : str
+        Of the values and of what stands beside them: "trajectories/s", "us".
+    values : tuple of float
+        Of each repetition.
+    beside : str
+        What the row is compared with, such as "memcpy"; "" for nothing.
+    beside_values : tuple of float
+        What that came to: one a repetition, or one for all.
+    skipped : str
+        Why there is no value, where there is none.
+    note : str
+        What a reader of the value has to know.
+    figures : dict
+        Further numbers, for the JSON.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    values: tuple[float, ...] = ()
+    beside: str = ""
+    beside_values: tuple[float, ...] = ()
+    skipped: str = ""
+    note: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float | None:
+        """The median of the repetitions."""
+        return statistics.median(self.values) if self.values else None
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the repetitions' ratios to what stands beside them."""
+        if not self.values or not self.beside_values:
+            return None
+        if len(self.values) == len(self.beside_values):
+            pairs = zip(self.values, self.beside_values, strict=True)
+            return statistics.median(mine / other for mine, other in pairs)
+        return statistics.median(self.values) / statistics.median(self.beside_values)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None where there is no target or no value."""
+        target = TARGETS.get(self.name)
+        judged = None if target is None else self.ratio if target.of_beside else self.value
+        return None if target is None or judged is None else target.met_by(judged)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as what json can write; `from_json` makes it again."""
+        target = TARGETS.get(self.name)
+        return {
+            "name": self.name,
+            "title": self.title,
+            "unit": self.unit,
+            "value": self.value,
+            "values": self.values,
+            "beside": self.beside,
+            "beside_values": self.beside_values,
+            "ratio": self.ratio,
+            "target": str(target) if target else "",
+            "skipped": self.skipped,
+            "note": self.note,
+            "figures": self.figures,
+        }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Row:
+        """Make a row of what `as_json` returned."""
+        return cls(
+            name=found["name"],
+            title=found["title"],
+            unit=found["unit"],
+            values=tuple(found["values"]),
+            beside=found["beside"],
+            beside_values=tuple(found["beside_values"]),
+            skipped=found["skipped"],
+            note=found["note"],
+            figures=found["figures"],
+        )
+
+
+def skipped(name: str, title: str, why: str) -> Row:
+    """Make the row of what cannot be measured here."""
+    return Row(name=name, title=title, skipped=why)
+
+
+def number(value: float) -> str:
+    """Write a value with three digits that count, or all of a large one."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def cells(row: Row) -> list[str]:
+    """Return the cells of a row, one for each of `HEADS`."""
+    target = TARGETS.get(row.name)
+    wanted = str(target) if target else ""
+    if row.met is False:
+        wanted += ", missed"
+    if row.skipped or row.value is None:
+        return [row.title, f"skipped: {row.skipped}", "", "", "", str(target or "")]
+    beside = f"{row.beside} {number(statistics.median(row.beside_values))}" if row.beside else ""
+    spread = f"{number(min(row.values))}-{number(max(row.values))} ({len(row.values)})"
+    return [
+        row.title,
+        f"{number(row.value)} {row.unit}" + (f"; {row.note}" if row.note else ""),
+        spread if len(row.values) > 1 else "",
+        beside,
+        "" if row.ratio is None else number(row.ratio),
+        wanted,
+    ]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Lay rows out as plain text, each column as wide as its widest cell."""
+    lines: list[Sequence[str]] = [HEADS, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
