@@ -23,7 +23,8 @@ def add_parser(commands: Commands) -> None:
         run,
         help="serve Prometheus metrics of a bus",
         description="Serves /metrics and /healthz of a bus until SIGTERM or SIGINT. The bus need "
-        "not exist yet, and may be removed and created again. docs/grafana.json is a dashboard.",
+        "not exist yet, and may be removed and created again. docs/grafana.json is a dashboard, "
+        "docs/alerts.yml has alert rules.",
         examples=[
             "shmbus metrics run1",
             "shmbus metrics run1 --port 9500 & curl -s localhost:9500/metrics",

@@ -303,7 +303,8 @@ class StatusReply(_Message):
     """The answer to GetStatus.
 
     `recovering` while the daemon waits for clients of its predecessor. `next_steps` has each rank's
-    next step; `in_doubt` counts groups that a client which has not come back may hold.
+    next step; `in_doubt` counts groups that a client which has not come back may hold;
+    `failed_attempts` counts those since the daemon began by the kind of their reason.
     """
 
     id: int
@@ -321,6 +322,7 @@ class StatusReply(_Message):
     world_size: int = 0
     next_steps: dict[int, int] = {}
     paused: str | None = None
+    failed_attempts: dict[str, int] = {}
 
 
 class GroupsReply(_Message):

@@ -6,6 +6,7 @@ its size, so that noting costs little beside leasing it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 from shmbus import limits
@@ -13,6 +14,7 @@ from shmbus._keys import make_key
 from shmbus.control import messages
 from shmbus.daemon.events import Events, ProducerWatch
 from shmbus.daemon.leases import Lease, Session
+from shmbus.inspect.failure_kinds import kind_of
 from shmbus.inspect.view_types import BusEvent
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
@@ -31,6 +33,11 @@ class History:
     ----------
     collector : Collector
         Tells of its drops and failures from now on.
+
+    Attributes
+    ----------
+    failed_attempts : Counter[str]
+        Of samples, by the kind of their reason.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -40,6 +47,7 @@ class History:
         self._producers = ProducerWatch()
         #: Who is ending a lease, so that a drop has a name.
         self._ending = ""
+        self.failed_attempts: Counter[str] = Counter()
         self._paused = self._segment.paused()
         self._lane_pause = collector.lane_pause
         self._version = self._segment.policy_version
@@ -121,6 +129,7 @@ class History:
         self._events.note_group("dropped", first.key, who, reason, index=index, count=len(samples))
 
     def _failed(self, key: Hashable, index: int, failed: FailedIndex[_core.Trajectory]) -> None:
+        self.failed_attempts[kind_of(failed.reason)] += 1
         report = failed.report
         self._events.note_group(
             "failed" if failed.request is None else "asked",

@@ -4,8 +4,9 @@ Invariants:
 
 - Each scrape reads the bus; nothing is cached or counted here. Histograms are the collector's, with
   fixed buckets.
-- Cardinality is bounded: labels are states, reasons, splits (16 at most) and producer slots, up to
-  `MAX_SLOTS_LABELLED`; no pid, process label or instance id becomes a label.
+- Cardinality is bounded: labels are states, kinds of reasons, splits (16 at most), ranks, producer
+  slots and readers of weights, up to `MAX_SLOTS_LABELLED` of each; no pid, process label, instance
+  id or text of a reason becomes a label.
 - No client keeps another from being answered (`shmbus.daemon.http_server`).
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -32,14 +35,16 @@ from prometheus_client.registry import Collector
 from shmbus import errors, limits
 from shmbus._version import VERSION
 from shmbus.daemon.http_server import MAX_CONNECTIONS, Answer, HttpServer
+from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
 from shmbus.inspect.types import BusStatus
 from shmbus.ledger import REASONS
+from shmbus.pool.survey import read_pools
 
 __all__ = ["BusCollector", "MetricsServer", "health"]
 
-#: Producer slots with a label of their own; the others share one, so that thousands of producers do
-#: not make thousands of time series.
+#: Producer slots, ranks and readers with a label of their own; the others share one, or have none,
+#: so that thousands of them do not make thousands of time series.
 MAX_SLOTS_LABELLED = 64
 
 
@@ -83,6 +88,7 @@ class BusCollector(Collector):
         yield from _producers(status)
         if status.daemon is not None:
             yield from _daemon(status)
+        yield from _weights(status)
 
 
 def _gauge(name: str, text: str, status: BusStatus, value: float) -> Metric:
@@ -165,6 +171,31 @@ def _failures(status: BusStatus) -> Iterator[Metric]:
         "state",
         {"taken": taken, "open": len(status.wanted) - taken},
     )
+    kinds = Counter(kind_of(wanted.reason) for wanted in status.wanted)
+    yield _gauges(
+        "shmbus_wanted_samples_by_reason",
+        "Open retry requests for failed samples, by the kind of the last failure's reason.",
+        status,
+        "reason",
+        {kind: kinds[kind] for kind in KINDS},
+    )
+    pause = status.lane_pause
+    yield _gauge(
+        "shmbus_lane_paused",
+        "Whether workers get one sample at a time, since all of late failed alike.",
+        status,
+        pause is not None,
+    )
+    daemon = status.daemon
+    if daemon is not None and daemon.answers:
+        failed = CounterMetricFamily(
+            "shmbus_failed_attempts",
+            "Failed attempts of samples since the daemon began, by the kind of their reason.",
+            labels=["bus", "reason"],
+        )
+        for kind in KINDS:
+            failed.add_metric([status.name, kind], daemon.failed_attempts.get(kind, 0))
+        yield failed
 
 
 def _requests(status: BusStatus) -> Iterator[Metric]:
@@ -187,6 +218,18 @@ def _requests(status: BusStatus) -> Iterator[Metric]:
                 "given_up": lane.given_up,
             },
         )
+        yield _gauge(
+            "shmbus_requested_groups", "Requests that have not ended.", status, lane.groups
+        )
+        by_split = GaugeMetricFamily(
+            "shmbus_split_requests",
+            "Requested samples that are not made yet, by split and state.",
+            labels=["bus", "split", "state"],
+        )
+        for split, (is_open, claimed) in lane.by_split.items():
+            by_split.add_metric([status.name, split, "open"], is_open)
+            by_split.add_metric([status.name, split, "claimed"], claimed)
+        yield by_split
     if lead is not None:
         yield _gauges(
             "shmbus_lead_groups",
@@ -299,12 +342,14 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     states = {"alive": 0.0, "dead": 0.0, "closed": 0.0, "gone": 0.0}
     committed: dict[str, float] = {}
     held: dict[str, float] = {}
+    waited: dict[str, float] = {}
     for producer in status.producers:
         states[producer.state] += 1
         # The number of slots is bounded; the next owner of a slot continues its counter.
-        slot = str(producer.slot) if producer.slot < MAX_SLOTS_LABELLED else "other"
+        slot = _label(producer.slot)
         committed[slot] = committed.get(slot, 0) + producer.committed
         held[slot] = held.get(slot, 0) + producer.held_bytes
+        waited[slot] = waited.get(slot, 0) + producer.waited_s
     yield _gauges("shmbus_producers", "Producer slots by state.", status, "state", states)
     counter = CounterMetricFamily(
         "shmbus_producer_committed",
@@ -314,6 +359,14 @@ def _producers(status: BusStatus) -> Iterator[Metric]:
     for slot, value in committed.items():
         counter.add_metric([status.name, slot], value)
     yield counter
+    seconds = CounterMetricFamily(
+        "shmbus_producer_waited_seconds",
+        "Seconds waited for space, in pauses and for the bound on groups, by producer slot.",
+        labels=["bus", "slot"],
+    )
+    for slot, value in waited.items():
+        seconds.add_metric([status.name, slot], value)
+    yield seconds
     yield _gauges(
         "shmbus_producer_held_bytes", "Ring bytes held, by producer slot.", status, "slot", held
     )
@@ -346,6 +399,18 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
         status,
         max((lease.oldest_lease_s for lease in daemon.leases if lease.groups), default=0.0),
     )
+    waited: Counter[tuple[str, str]] = Counter()
+    for lease in daemon.leases:
+        rank = "none" if lease.rank < 0 else _label(lease.rank)
+        waited[lease.split, rank] += lease.waited_s  # type: ignore[assignment]
+    seconds = CounterMetricFamily(
+        "shmbus_trainer_waited_seconds",
+        "Seconds that attached trainers have waited with nothing in hand, by split and rank.",
+        labels=["bus", "split", "rank"],
+    )
+    for (split, rank), value in waited.items():
+        seconds.add_metric([status.name, split, rank], value)
+    yield seconds
     oldest = max((group.age_s for group in status.oldest_incomplete), default=0.0)
     yield _gauge(
         "shmbus_oldest_incomplete_group_seconds",
@@ -353,6 +418,62 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
         status,
         oldest,
     )
+
+
+def _weights(status: BusStatus) -> Iterator[Metric]:
+    """Yield what pools of weights beside the bus hold, and who runs what of it."""
+    pools = read_pools(status.name)
+    if not pools:
+        return
+    labels = ["bus", "kind"]
+    newest = GaugeMetricFamily(
+        "shmbus_weights_version", "Newest published version of the weights.", labels=labels
+    )
+    age = GaugeMetricFamily(
+        "shmbus_weights_age_seconds", "Seconds since that version was published.", labels=labels
+    )
+    published = CounterMetricFamily(
+        "shmbus_weights_published", "Versions of the weights published.", labels=labels
+    )
+    skipped = CounterMetricFamily(
+        "shmbus_weights_skipped", "Versions given up since all slots were held.", labels=labels
+    )
+    readers = GaugeMetricFamily(
+        "shmbus_weights_readers",
+        "Subscribers and servers, by whether they run the newest version, an older one, or have "
+        "refused a newer one.",
+        labels=[*labels, "state"],
+    )
+    runs = GaugeMetricFamily(
+        "shmbus_weights_reader_version",
+        "Version that a subscriber or server runs, by its row.",
+        labels=[*labels, "reader"],
+    )
+    for pool in pools:
+        own = [status.name, pool.kind]
+        published.add_metric(own, pool.published)
+        skipped.add_metric(own, pool.skipped)
+        if pool.version is not None:
+            newest.add_metric(own, pool.version)
+        for slot in pool.slots:
+            if slot.newest and slot.published_unix_ns:
+                age.add_metric(own, max(0.0, time.time() - slot.published_unix_ns / 1e9))
+        states = {"newest": 0, "older": 0, "refused": 0}
+        for reader in pool.readers:
+            if reader.state != "alive":
+                continue
+            refused = reader.refused_version is not None
+            is_newest = reader.applied_version == pool.version
+            states["refused" if refused else "newest" if is_newest else "older"] += 1
+            if reader.reader < MAX_SLOTS_LABELLED and reader.applied_version is not None:
+                runs.add_metric([*own, str(reader.reader)], reader.applied_version)
+        for state, count in states.items():
+            readers.add_metric([*own, state], count)
+    yield from (newest, age, published, skipped, readers, runs)
+
+
+def _label(number: int) -> str:
+    return str(number) if number < MAX_SLOTS_LABELLED else "other"
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:

@@ -645,6 +645,7 @@ class Service(PlainGrants):
             world_size=0 if self._planner is None else self._planner.size,
             next_steps={} if self._planner is None else dict(self._planner.next_steps),
             paused=None if paused is None else paused[0] or "no reason given",
+            failed_attempts=dict(self.history.failed_attempts),
         )
 
     def groups(self, request: messages.GetGroups) -> messages.GroupsReply:

@@ -45,11 +45,16 @@ class Registration(msgspec.Struct, kw_only=True):
     reads_bus: bool = False
 
 
+#: What an environment is called that gives no name.
+_UNNAMED: Final = "environment"
+
+
 class NewEnvironment(msgspec.Struct, kw_only=True):
     """What an environment registers with."""
 
     max_token_length: Integer
-    desired_name: str
+    #: None is what atroposlib's BaseEnv sends by default; its own server refuses that.
+    desired_name: str | None
     weight: float
     group_size: Integer
     min_batch_allocation: Share | None = None
@@ -179,7 +184,8 @@ class Registry:
         found = state.registration
         if not state.started or found is None:
             return {"status": "wait for trainer to start"}
-        _check_names(new.desired_name)
+        name = _UNNAMED if new.desired_name is None else new.desired_name
+        _check_names(name)
         if not 1 <= new.group_size <= settings.MAX_GROUP_SIZE:
             raise Refusal(
                 HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -192,14 +198,16 @@ class Registry:
                 f"environments: expected at most {settings.MAX_ENVS} of one trainer, got one more; "
                 "reset the data before the next run",
             )
-        same = sum(each.desired_name == new.desired_name for each in state.environments)
+        same = sum(each.desired_name == name for each in state.environments)
         self._change()
         env_id = len(state.environments)
-        state.environments.append(Environment(**msgspec.structs.asdict(new)))
+        state.environments.append(
+            Environment(**{**msgspec.structs.asdict(new), "desired_name": name})
+        )
         return {
             "status": "success",
             "env_id": env_id,
-            "wandb_name": f"{new.desired_name}_{same}",
+            "wandb_name": f"{name}_{same}",
             "checkpoint_dir": found.checkpoint_dir,
             "starting_step": state.step,
             "checkpoint_interval": found.save_checkpoint_interval,

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shmbus._format import printable
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.types import LeadStatus, RequestsStatus
 from shmbus.inspect.view_types import GroupCells
@@ -61,8 +62,12 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
     counts = {_IS_OPEN: 0, _IS_CLAIMED: 0, _IS_DONE: 0}
     open_rows = rows[states == _OPEN]
     unmade = 0
-    for first, group_size in zip(
-        open_rows["first_cell"].tolist(), open_rows["group_size"].tolist(), strict=True
+    splits: dict[int, list[int]] = {}
+    for first, group_size, split in zip(
+        open_rows["first_cell"].tolist(),
+        open_rows["group_size"].tolist(),
+        open_rows["split"].tolist(),
+        strict=True,
     ):
         claims = cells[first : first + group_size]
         kinds = claims >> np.uint64(62)
@@ -71,8 +76,12 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
         given_up += int(np.count_nonzero(nobody))
         done -= int(np.count_nonzero(nobody))
         unmade += bool(np.any((kinds == _IS_OPEN) | (kinds == _IS_CLAIMED)))
+        of_split = splits.setdefault(split, [0, 0])
         for kind in counts:
-            counts[kind] += int(np.count_nonzero(kinds == kind))
+            amount = int(np.count_nonzero(kinds == kind))
+            counts[kind] += amount
+            if kind != _IS_DONE:
+                of_split[kind - _IS_OPEN] += amount
     taken_ns = int(lane["taken_ns"])
     return RequestsStatus(
         offered=int(lane["offered"]),
@@ -82,6 +91,10 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
         given_up=given_up,
         groups=len(open_rows),
         unmade=unmade,
+        by_split={
+            printable(file.split_label(split)): (is_open, claimed)
+            for split, (is_open, claimed) in splits.items()
+        },
         taken_s=max(0.0, (_core.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
     )
 

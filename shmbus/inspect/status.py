@@ -144,6 +144,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         in_doubt=reply.in_doubt,
         world_size=reply.world_size,
         next_steps=reply.next_steps,
+        failed_attempts=reply.failed_attempts,
         groups_open=reply.ledger.groups_open,
         groups_ready=reply.ledger.groups_ready,
         groups_leased=reply.ledger.groups_leased,

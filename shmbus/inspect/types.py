@@ -351,6 +351,8 @@ class DaemonStatus(msgspec.Struct, frozen=True):
         Incomplete groups; complete ones that wait to be taken; leased ones.
     leases : list[LeaseStatus]
         Its clients.
+    failed_attempts : dict[str, int]
+        Failed attempts since it began, by the kind of their reason.
     """
 
     answers: bool
@@ -367,6 +369,7 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     groups_ready: int = 0
     groups_leased: int = 0
     leases: list[LeaseStatus] = []
+    failed_attempts: dict[str, int] = {}
 
 
 class LeadStatus(msgspec.Struct, frozen=True):
@@ -440,6 +443,8 @@ class RequestsStatus(msgspec.Struct, frozen=True):
         Requests that have not ended.
     unmade : int
         Those of them with a sample that is open or with a worker.
+    by_split : dict[str, tuple[int, int]]
+        `open` and `claimed` of each split that has any request that has not ended.
     taken_s : float | None
         Seconds since a worker took one; None where none ever did.
     """
@@ -452,6 +457,7 @@ class RequestsStatus(msgspec.Struct, frozen=True):
     groups: int
     taken_s: float | None
     unmade: int = 0
+    by_split: dict[str, tuple[int, int]] = {}
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,11 @@ from shmbus.daemon import http_server
 from shmbus.daemon.http_server import MAX_THREADS
 from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MetricsServer, health
 from shmbus.inspect.histograms import HISTOGRAMS
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from shmbus_ext import _core
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+ALERTS = DASHBOARD.with_name("alerts.yml")
 
 
 @pytest.fixture
@@ -205,7 +207,7 @@ def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
         assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
         assert sum(found[key] for key in slots) == 400
         # Of those 85 of five histograms, whose buckets are fixed.
-        assert len(found) < 270
+        assert len(found) < 360
         for producer in producers:
             producer.close()
 
@@ -405,24 +407,49 @@ def test_health_of_a_bus_that_is_not_there_is_no_exception(bus_name: str) -> Non
     assert not healthy and bus_name in body["problem"]
 
 
+def names_in(expressions: Iterable[str]) -> set[str]:
+    """The metrics that expressions ask for."""
+    return set(re.findall(r"\bshmbus_\w+", " ".join(expressions)))
+
+
+def names_of_a_busy_bus(bus_name: str, server: MetricsServer, spawn: Spawner) -> set[str]:
+    """All metrics of a bus with a daemon, requests and weights."""
+    child = spawn.module(
+        "shmbus.cli", "serve", bus_name, "--capacity", "1MiB", "--sample-retries", "1"
+    )
+    try:
+        wait_until(lambda: ("shmbus_daemon_up", ()) in scrape(server), what="a daemon that answers")
+        with (
+            shmbus.Producer(bus_name) as producer,
+            shmbus.Feeder(bus_name) as feeder,
+            shmbus.Consumer(bus_name),
+            PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=4096)) as publisher,
+            PoolReader(bus_name, "weights", label="replica") as reader,
+        ):
+            feeder.request("b", group_size=2, prompt=[1])
+            with publisher.begin(1, 4096) as write:  # type: ignore[union-attr]
+                write.view()[:] = 1
+            with reader.latest(timeout=5) as lease:
+                reader.applied(lease)
+            put_group(producer, "a")
+            names = {name for name, _ in scrape(server)}
+            publisher.close(remove=True)
+    finally:
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+    return names
+
+
 def test_the_dashboard_asks_only_for_metrics_that_exist(
     bus_name: str, server: MetricsServer, spawn: Spawner
 ) -> None:
     board = json.loads(DASHBOARD.read_text())
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
-    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
-    wanted = set(re.findall(r"\bshmbus_\w+", " ".join(expressions)))
-    child = spawn.module("shmbus.cli", "serve", bus_name, "--capacity", "1MiB")
-    try:
-        wait_until(lambda: ("shmbus_daemon_up", ()) in scrape(server), what="a daemon that answers")
-        with shmbus.Producer(bus_name) as producer:
-            put_group(producer, "a")
-            names = {name for name, _ in scrape(server)}
-    finally:
-        child.send_signal(signal.SIGTERM)
-        child.wait()
+    wanted = names_in(target["expr"] for panel in panels for target in panel["targets"])
+    names = names_of_a_busy_bus(bus_name, server, spawn)
     assert wanted <= names, wanted - names
-    for word in ("Trajectories a second", "Fill", "Groups by state", "Drops", "Producers"):
+    for word in ("Trajectories a second", "Fill", "Groups by state", "Drops", "Producers",
+                 "Requested", "Failed attempts", "Waited", "Weights"):  # fmt: skip
         assert any(word in panel["title"] for panel in panels), word
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
@@ -434,6 +461,101 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(
     ]
     assert len(places) == len(set(places))
     assert max(x for x, _ in places) < 24
+
+
+def test_requests_are_counted_by_split_and_failures_by_kind(
+    bus_name: str, server: MetricsServer, spawn: Spawner
+) -> None:
+    child = spawn.module(
+        "shmbus.cli", "serve", bus_name, "--capacity", "4MiB", "--sample-retries", "5"
+    )
+    wait_until(lambda: ("shmbus_daemon_up", ()) in scrape(server), what="a daemon that answers")
+    with (
+        shmbus.Feeder(bus_name) as feeder,
+        shmbus.Producer(bus_name) as producer,
+        shmbus.Consumer(bus_name, label="train.py") as consumer,
+    ):
+        feeder.request("a", group_size=4, prompt=[1])
+        feeder.request("b", group_size=2, prompt=[1], split="eval")
+        request = producer.requests.next(timeout=10)
+        assert request is not None and request.split == "train"
+        found = scrape(server)
+        assert found["shmbus_split_requests", ("train", "open")] == 3
+        assert found["shmbus_split_requests", ("train", "claimed")] == 1
+        assert found["shmbus_split_requests", ("eval", "open")] == 2
+        assert found["shmbus_requested_groups", ()] == 2
+        assert found["shmbus_lane_paused", ()] == 0
+        producer.requests.fail(request, "sandbox timed out after 30 s, pid 4711")
+        wait_until(
+            lambda: scrape(server)["shmbus_failed_attempts_total", ("timeout",)] == 1,
+            what="the failed attempt",
+        )
+        wait_until(
+            lambda: scrape(server)["shmbus_wanted_samples_by_reason", ("timeout",)] == 1,
+            what="the retry",
+        )
+        found = scrape(server)
+        assert found["shmbus_wanted_samples_by_reason", ("connection",)] == 0
+        assert not any("4711" in label for _, labels in found for label in labels)
+        assert consumer.take(timeout=0.3) == []
+        wait_until(
+            lambda: scrape(server)["shmbus_trainer_waited_seconds_total", ("none", "train")] > 0.2,
+            what="what the trainer waited",
+        )
+        assert scrape(server)["shmbus_producer_waited_seconds_total", ("0",)] >= 0
+    child.send_signal(signal.SIGTERM)
+    child.wait()
+
+
+def test_weights_are_told_by_version_age_and_who_runs_what(
+    bus_name: str, server: MetricsServer
+) -> None:
+    with (
+        shmbus.Bus.create(bus_name, "1MiB"),
+        PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=4096)) as publisher,
+    ):
+        for version in (11, 12):
+            with publisher.begin(version, 4096) as write:  # type: ignore[union-attr]
+                write.view()[:] = 1
+            if version == 11:
+                reader = PoolReader(bus_name, "weights", label="replica")
+                with reader.latest(timeout=5) as lease:
+                    reader.applied(lease)
+        found = scrape(server)
+        assert found["shmbus_weights_version", ("weights",)] == 12
+        assert found["shmbus_weights_published_total", ("weights",)] == 2
+        assert found["shmbus_weights_skipped_total", ("weights",)] == 0
+        assert 0 <= found["shmbus_weights_age_seconds", ("weights",)] < 60
+        assert found["shmbus_weights_reader_version", ("weights", "0")] == 11
+        with reader.latest(timeout=5) as lease:
+            reader.refused(lease, 3, "no room")
+        assert scrape(server)["shmbus_weights_readers", ("weights", "refused")] == 1
+        reader.close()
+        found = scrape(server)
+        assert ("shmbus_weights_reader_version", ("weights", "0")) not in found
+        publisher.close(remove=True)
+        assert not any(name.startswith("shmbus_weights") for name, _ in scrape(server))
+
+
+def test_each_alert_asks_only_for_metrics_that_exist_and_says_what_to_do(
+    bus_name: str, server: MetricsServer, spawn: Spawner
+) -> None:
+    # No dependency of its own: transformers and ray bring it.
+    yaml = pytest.importorskip("yaml")
+    rules = [
+        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 10
+    for rule in rules:
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}, rule
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert re.fullmatch(r"\d+[smh]", rule["for"])
+        assert "{{ $labels.bus }}" in rule["annotations"]["summary"]
+        for pair in ("()", "{}", "[]"):
+            assert rule["expr"].count(pair[0]) == rule["expr"].count(pair[1]), rule
+    wanted = names_in(rule["expr"] for rule in rules)
+    assert wanted <= names_of_a_busy_bus(bus_name, server, spawn)
 
 
 def test_pausing_shows(bus_name: str, server: MetricsServer) -> None:

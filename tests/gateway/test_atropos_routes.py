@@ -73,6 +73,17 @@ def test_a_run_from_registration_to_reset(gateway: Gateway) -> None:
     assert gateway.get("/latest_example").json()["tokens"] == second["tokens"]
 
 
+def test_an_environment_without_a_name_is_given_one(gateway: Gateway) -> None:
+    """What BaseEnv sends where its wandb_name is None, as it is by default."""
+    gateway.post("/register", REGISTRATION)
+    assert gateway.batch() is None
+    new = {"max_token_length": 512, "desired_name": None, "weight": 1.0, "group_size": 2}
+    for number in range(2):
+        answer = gateway.post("/register-env", new)
+        assert answer.status == 200
+        assert answer.json()["wandb_name"] == f"environment_{number}"
+
+
 def test_all_of_a_group_travels_at_equal_value(gateway: Gateway) -> None:
     gateway.register(batch_size=2)
     gateway.post("/scored_data", EVERYTHING)

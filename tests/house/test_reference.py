@@ -40,7 +40,7 @@ WITHOUT_A_PAGE = {
     "trainer_adapter.adapters.ended": "what adapters say of groups that never come",
     "trainer_adapter.adapters.parted": "prompt and response, for the verl and SkyRL adapters",
     "trainer_adapter.adapters.place": "where put_episode puts",
-    "trainer_adapter.adapters.request_meta": "what of a data set and a trainer reaches workers",
+    "trainer_adapter.adapters.request_meta": "what adapters tell workers of a prompt",
     "trainer_adapter.adapters.splits": "how adapters take evaluations",
     "trainer_adapter.adapters.stack": "the names of other stacks, for all adapters",
 }
