@@ -78,6 +78,7 @@ collect_ignore = [
         "peers/vllm": ("vllm",),
         "web": ("aiohttp",),
         "web/test_browser.py": ("playwright",),
+        "web/test_busy_page.py": ("playwright",),
         "web/test_narrow_pages.py": ("playwright",),
         "web/test_odd_names.py": ("playwright",),
     }.items()
