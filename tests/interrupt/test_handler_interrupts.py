@@ -20,7 +20,10 @@ def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
 
 #: What each test runs; `make interrupts` has all of it, and more often.
 OPERATIONS = {
-    "alone": "next next-stale next-twice ack give-back state load attach close",
+    "that takes a batch": "next next-stale next-twice",
+    "that ends a batch": "ack give-back",
+    "that begins and ends": "attach close",
+    "that saves and loads": "state load",
     "with prefetch": "next-prefetch next-twice-prefetch ack-prefetch close-prefetch",
     "of a daemon": "served-ack served-give-back served-close",
     "of one of two ranks": "rank-ack rank-next-twice-prefetch rank-close",
