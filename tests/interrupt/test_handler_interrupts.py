@@ -19,12 +19,28 @@ def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
 
 
 #: What each test runs; `make interrupts` has all of it, and more often.
-OPERATIONS = (
-    "next next-stale next-twice offer ack give-back state load attach close "
-    "next-prefetch next-twice-prefetch ack-prefetch close-prefetch "
-    "served-ack served-give-back served-close "
-    "rank-ack rank-next-twice-prefetch rank-close"
-).split()
+OPERATIONS = [
+    "next",
+    "next-stale",
+    "next-twice",
+    "offer",
+    "ack",
+    "give-back",
+    "state",
+    "load",
+    "attach",
+    "close",
+    "next-prefetch",
+    "next-twice-prefetch",
+    "ack-prefetch",
+    "close-prefetch",
+    "served-ack",
+    "served-give-back",
+    "served-close",
+    "rank-ack",
+    "rank-next-twice-prefetch",
+    "rank-close",
+]
 
 
 @pytest.mark.timeout(240)
