@@ -18,12 +18,11 @@ def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
     return report
 
 
-#: What each test runs; `make interrupts` has all of it, and more often.
+#: What each test runs; `make interrupts` has all of it, offers too, and more often.
 OPERATIONS = [
     "next",
     "next-stale",
     "next-twice",
-    "offer",
     "ack",
     "give-back",
     "state",
