@@ -112,6 +112,8 @@ def test_what_a_gateway_had_is_found_by_its_successors(
 
     for held in (c.held for c in programs("gateway") if (c.how, c.other) == (how, other)):
         gateway = Gateway(spawn, f"{bus_name}.{held}", ("--create", "1MiB"))
+        for prefix in ("shmbus.", "shmbus-gateway."):
+            stack.callback(Path(f"/dev/shm/{prefix}{gateway.name}").unlink, missing_ok=True)
         gateway.register(batch_size=2)
         awaited: list[int] = []
         given: list[int] = []
