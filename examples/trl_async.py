@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import shmbus
+from shmbus.weights import WeightSubscriber
 from trainer_adapter.adapters.trl import (
     ShmbusRolloutWorker,
     ShmbusWeights,
     last_whole_checkpoint,
 )
-from trainer_adapter.weights import WeightSubscriber
 
 WORDS = 16
 ANSWER_TOKENS = 6

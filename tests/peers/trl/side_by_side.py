@@ -28,7 +28,7 @@ import torch
 from tiny import COMPLETION_TOKENS, FIRST_WORD, VOCABULARY, make_model, on_a_cpu, sample
 
 import shmbus
-from trainer_adapter.weights import WeightSubscriber
+from shmbus.weights import WeightSubscriber
 
 torch.set_num_threads(1)
 
