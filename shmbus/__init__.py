@@ -2,7 +2,8 @@
 
 Invariants:
 
-- Importing this loads no torch; `shmbus.tensors`, `shmbus.weights` and `shmbus.engines` do when they are imported.
+- Importing this loads no torch; importing `shmbus.tensors`, `shmbus.weights` or `shmbus.engines`
+  does.
 - A handle is imported when it is first used, so that a rollout worker does not pay for the
   trainer's side, nor for the daemon.
 - Every public name is in `__all__`, sorted.
