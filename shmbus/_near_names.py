@@ -15,7 +15,7 @@ __all__ = ["near_argument", "near_field"]
 ALIKE: Final = 0.8
 
 ARGUMENTS: Final = (
-    "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout",
+    "instance_id", "group_size", "index", "score", "policy_version", "round", "meta", "timeout",
     "split", "need",
 )  # fmt: skip
 

@@ -68,7 +68,7 @@ def work(bus: str, directory: str, seed: int) -> None:
             # Room for a group first: what is sampled waits for nobody.
             producer.wait_ready(timeout=None)
             tokens, logprobs, rewards = sampler(word, GROUP_SIZE)
-            epoch = producer.next_round()
+            round = producer.next_round()
             producer.put_group(
                 f"w{word}",
                 [
@@ -79,7 +79,7 @@ def work(bus: str, directory: str, seed: int) -> None:
                     }
                     for index, reward in enumerate(rewards)
                 ],
-                epoch=epoch,
+                round=round,
             )  # fmt: skip
 
 
