@@ -151,6 +151,40 @@ def test_a_rank_counts_of_others_what_they_were_yielded_up_to_its_own_step(
         wait_until(lambda: sum(len(pairs) for _, pairs in zero.state_dict()["trained"]) == 2)
 
 
+def test_a_prompt_that_another_rank_trained_after_rank_0_saved_is_not_offered_again(
+    daemon: Served, bus_name: str
+) -> None:
+    """The states of one step are one, though rank 1 had no batch of it yet when rank 0 saved."""
+    daemon("--capacity", "4MiB")
+
+    def ranks() -> list[OnlineDataHandler]:
+        return [
+            OnlineDataHandler(bus_name, groups_per_batch=1, rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+
+    zero, one = ranks()
+    with zero, one, Producer(bus_name) as producer:
+        zero.offer([(f"q{number}", np.arange(4)) for number in range(4)], group_size=1)
+        for request in producer.requests.next_many(4, timeout=20):
+            producer.requests.answer(request, tokens=np.arange(8, dtype=np.int32))
+        batches = [zero.next_batch(20)]
+        states = [zero.state_dict()]
+        batches.append(one.next_batch(20))
+        states.append(one.state_dict())
+        states = json.loads(json.dumps(states))
+        zero.ack(batches[0])
+        one.ack(batches[1])
+        assert wait_until(lambda: zero.stats().requests.groups == 2)
+    zero, one = ranks()
+    with zero, one:
+        for handler in (zero, one):
+            handler.load_state_dict(states)
+        found = zero.restored_requests
+        assert found is not None
+        assert (found.offered, found.kept, found.ended) == (0, 2, 0)
+
+
 def test_states_of_different_steps_are_refused(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         state = handler.state_dict()

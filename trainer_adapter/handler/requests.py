@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
 from trainer_adapter._checks import checked_int
+from trainer_adapter.handler.checkpoint import Key as _Key
+from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prompt_source import PromptSource, check_state, rank_state
 
@@ -52,10 +54,6 @@ class _Seen(NamedTuple):
 
 class PromptsEndedError(EOFError):
     """Every prompt that was offered was trained or given up, and there are no more."""
-
-
-#: Instance id, epoch and split.
-_Key = tuple[str, "int | None", str]
 
 
 def _keys_of(groups: Iterable[shmbus.Group]) -> Counter[_Key]:
@@ -297,6 +295,14 @@ class RequestingHandler:
             one.group for each in (*made, *planner.out.values()) for one in each.planned
         )
 
+    def _keys_out(self) -> Counter[_Key]:
+        """Return the groups of batches that were yielded, and not acknowledged yet."""
+        return _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
+
+    def _groups_to_save(self) -> list[_Key]:
+        """Return what rank 0 may not know of, where this is another: it may save before."""
+        return [] if self._saves_requests else list(self._keys_out().elements())
+
     def _count_coming(self) -> int:
         """Count the requests whose groups are open or on their way, and in no batch."""
         keys = self._open_keys()
@@ -393,19 +399,8 @@ class RequestingHandler:
         if not self._saves_requests:
             return None
         state: Any = self._consumer.requests_state()
-        trained = self._trained_open + (
-            on_ranks
-            | _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
-        )
-        found: list[_Key] = []
-        opened = []
-        for each in state["open"]:
-            key = (each["instance_id"], each["epoch"], each["split"])
-            if trained[key] > 0:
-                trained[key] -= 1
-                found.append(key)
-            else:
-                opened.append(each)
+        trained = self._trained_open + (on_ranks | self._keys_out())
+        found, opened = part_trained(state["open"], trained)
         self._trained_open &= Counter(found)  # the others have ended
         saved = {
             "open": opened,
