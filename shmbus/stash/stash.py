@@ -467,8 +467,7 @@ class Stash(Generic[S]):
     def follow_lane(self, now_s: float) -> None:
         """Open the request lane once a sample has come, and note which requests are due."""
         lane = self.failures.lane
-        if lane.paused:
-            lane.look(self.table.accepted)
+        lane.look(self.table.accepted)
         if lane.changed:
             lane.changed = False
             self.failures.dirty = True
