@@ -402,7 +402,8 @@ class Stash(Generic[S]):
             self._discard_group(reason, key, samples)
             self._discard("failed", key, reports)
         if has_epoch(key):
-            self.table.recent[key] = None
+            # Where nobody has asked for it on this bus, whoever does so begins it anew.
+            self.table.recent[key] = None if self.failures.in_lane(key) else 0
         self._cancel(key)
         self._note_failing()
 
