@@ -17,6 +17,8 @@ from shmbus import limits
 from shmbus._arguments import TRAIN, check_timeout
 from shmbus._schema import Schema, mapping_of, parse
 from shmbus.feeder import Feeder, check_offer
+from shmbus.inspect.open_groups import OpenGroups
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.take.attached import AttachedConsumer
 from shmbus_ext import _core
 
@@ -67,7 +69,9 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         Requests of the state that were open still.
     beyond : list of (str, int | None, str)
         Instance ids, epochs and splits of open requests that the state does not have: they were
-        offered after it was saved, and whoever feeds should not offer them again.
+        offered after it was saved, and whoever feeds should not offer them again. Where this is
+        another bus than the state's, as one restored from a snapshot, these are the complete groups
+        that are on it, of those with an epoch.
     trained : list of (str, int | None, str)
         Those of the state's `trained` that are open still.
     number : int or None
@@ -304,14 +308,25 @@ class PromptRequests(AttachedConsumer):
             feeder._offer([offer], timeout)
             offered += 1
         here = number is not None and state.get("bus") == feeder._segment.identity
+        beyond = list(there.elements())
+        if number is not None and not here:
+            # What was asked for is not in a snapshot, only what came of it.
+            known = {*beyond, *trained, *map(_key, state["open"])}
+            beyond += [key for key in self._complete_groups() if key not in known]
         return RestoredRequests(
             offered,
             kept,
-            list(there.elements()),
+            beyond,
             list(trained.elements()),
             number,
             max(0, newest - (number or 0) - there.total()) if here else 0,
         )
+
+    def _complete_groups(self) -> list[tuple[str, int | None, str]]:
+        """Return the groups with an epoch that are whole on the bus, delivered or not."""
+        with SegmentFile(self.name) as file:
+            file.require()
+            return [key for key in OpenGroups(file, 0).whole if key[1] is not None]
 
 
 def _key(request: OpenRequest) -> tuple[str, int | None, str]:
