@@ -6,8 +6,8 @@ Invariants:
   and its sequence number there. No two samples share one, and a restored bus keeps it.
 - A state is plain ints, strs and lists, for any serialiser.
 - It names what all ranks had trained when it was saved. So any rank's state is the job's, whatever
-  its world size is; those of several ranks together are, too, also where a rank saved before another
-  one had its batch.
+  its world size is; those of several ranks together are, too, also where one saved before another
+  had its batch.
 """
 
 from __future__ import annotations
