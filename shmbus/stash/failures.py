@@ -16,8 +16,8 @@ Invariants
 - A failed sample is asked for again only once its backoff is over.
 - A failure that comes while the request lane is paused for failures that are alike uses up none of
   its sample's attempts, however often it comes. Nor does one that may be the engine's: no sample
-  has come since this one failed before, and there are others that fail or that nobody has taken.
-  Of these, `limits.ALIKE_FAILURES` of a sample are excused at the most.
+  has come since this one was asked for again, and there are others that fail or that nobody has
+  taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at the most.
 - Whether a failure that an earlier collector had read has used up an attempt is not known, so it
   uses up none.
 - The report of a failure stays in the ring until its sample has arrived or its group has ended. So
@@ -70,7 +70,10 @@ _MAX_ATTEMPTS = 1 << 20
 class Request:
     """A retry request for one sample."""
 
-    __slots__ = ("attempt", "deadline_s", "due_s", "group_size", "index", "key", "need", "reason")
+    __slots__ = (
+        "attempt", "deadline_s", "due_s", "group_size", "index", "key", "need", "reason",
+        "successes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -94,6 +97,8 @@ class Request:
         self.due_s = due_s
         #: None until producers can take it.
         self.deadline_s: float | None = None
+        #: How many samples had come by then.
+        self.successes: int | None = None
 
 
 class FailedIndex(Generic[S]):
@@ -322,9 +327,11 @@ class Failures(Generic[S]):
     ) -> None:
         """Count a failed attempt, 0 for the first, and request the next one, if any is left."""
         failed = group.failed[index]
-        in_lane, alone = self.in_lane(group.key), self.lane.successes == failed.successes
+        in_lane, successes = self.in_lane(group.key), self.lane.successes
         alike = words_of(reason) == words_of(failed.reason)
-        failed.suspect |= failed.failures > 0 and not alone and alike
+        failed.suspect |= failed.failures > 0 and successes > failed.successes and alike
+        asked = None if failed.request is None else failed.request.successes
+        alone = successes == (failed.successes if asked is None else asked)
         if reported and in_lane and not failed.suspect:
             self.lane.failed(group.key, reason, now_s)
         excused = in_lane and (
@@ -334,7 +341,7 @@ class Failures(Generic[S]):
         )
         self._withdraw(group, index, failed)
         failed.reason = reason
-        failed.successes = self.lane.successes
+        failed.successes = successes
         at = (group.key, index)
         attempt = max(attempt + (not excused), self.earlier_attempts.get(at, 0))
         failed.attempts = attempt
@@ -379,6 +386,7 @@ class Failures(Generic[S]):
     def publish(self, request: Request, now_s: float) -> None:
         """Start the timeout of a request: from now on producers can take it."""
         request.deadline_s = now_s + self.retry_timeout_s
+        request.successes = self.lane.successes
         group = self.groups[request.key]
         assert group is not None
         self._schedule(group)

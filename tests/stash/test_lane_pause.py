@@ -180,6 +180,21 @@ def test_a_sample_that_fails_alone_while_no_other_comes_is_not_given_up(before: 
     assert lane.whole == ["000"]
 
 
+def test_a_failure_counts_only_where_a_sample_has_come_since_it_was_asked_for() -> None:
+    lane = Lane(2, size=2)
+    failures = lane.stash.failures
+    lane.put("000", 0, "tool call 7 failed")
+    lane.put("000", 1)
+    lane.stash.follow_lane(1.0)
+    failures.publish(failures.requests["000", 0], 1.0)  # and the engine goes away
+    lane.put("000", 0, REFUSED, attempt=1)
+    assert failures.requests["000", 0].attempt == 1
+    failures.publish(failures.requests["000", 0], 2.0)
+    lane.put("001", 0)
+    lane.put("000", 0, "tool call 8 failed", attempt=1)
+    assert failures.requests["000", 0].attempt == 2
+
+
 @pytest.mark.parametrize("away_s", [0.4, 5.0, 30.0, 3600.0])
 def test_few_prompts_of_one_sample_outlive_an_engine_that_is_away(away_s: float) -> None:
     lane = Lane(3, size=1)
