@@ -69,9 +69,7 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         Requests of the state that were open still.
     beyond : list of (str, int | None, str)
         Instance ids, epochs and splits of open requests that the state does not have: they were
-        offered after it was saved, and whoever feeds should not offer them again. Where this is
-        another bus than the state's, as one restored from a snapshot, these are the complete groups
-        that are on it, of those with an epoch.
+        offered after it was saved, and whoever feeds should not offer them again.
     trained : list of (str, int | None, str)
         Those of the state's `trained` that are open still.
     number : int or None
@@ -81,6 +79,11 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         Requests behind that one that have ended, on this bus: they were trained after the state was
         saved, and must be offered again. `OnlineDataHandler.request` and whoever else goes over the
         data again does; a `Feeder` in another process must be told.
+    whole : list of (str, int | None, str)
+        Groups with an epoch that are complete on this bus, and whose request neither it nor the
+        state has, where it is another than the state's: a snapshot has what came of a request, and
+        not the request. They are as those of `beyond`; one that is offered before it is taken is
+        trained once, too.
     """
 
     offered: int
@@ -89,6 +92,7 @@ class RestoredRequests(msgspec.Struct, frozen=True):
     trained: list[tuple[str, int | None, str]]
     number: int | None = None
     ended: int = 0
+    whole: list[tuple[str, int | None, str]] = []
 
 
 class PromptRequests(AttachedConsumer):
@@ -308,18 +312,16 @@ class PromptRequests(AttachedConsumer):
             feeder._offer([offer], timeout)
             offered += 1
         here = number is not None and state.get("bus") == feeder._segment.identity
-        beyond = list(there.elements())
-        if number is not None and not here:
-            # What was asked for is not in a snapshot, only what came of it.
-            known = {*beyond, *trained, *map(_key, state["open"])}
-            beyond += [key for key in self._complete_groups() if key not in known]
+        known = {*there, *trained, *map(_key, state["open"])}
+        complete = self._complete_groups() if number is not None and not here else []
         return RestoredRequests(
             offered,
             kept,
-            beyond,
+            list(there.elements()),
             list(trained.elements()),
             number,
             max(0, newest - (number or 0) - there.total()) if here else 0,
+            [key for key in complete if key not in known],
         )
 
     def _complete_groups(self) -> list[tuple[str, int | None, str]]:

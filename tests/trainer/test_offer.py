@@ -791,6 +791,8 @@ def test_what_was_offered_after_a_checkpoint_is_trained_once_on_a_restored_bus(
     with OnlineDataHandler(restored, groups_per_batch=1) as handler:
         handler.load_state_dict(state)
         handler.offer(prompts(3), ahead=1, group_size=1)
+        opened = handler.state_dict()["requests"]["open"]
+        assert [each["instance_id"] for each in opened] == ["q0", "q1"]
         handler.ack(batch := handler.next_batch(20))
         trained = ids(batch)
         assert trained == ["q1"]
