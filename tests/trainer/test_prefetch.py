@@ -200,7 +200,7 @@ def test_a_timeout_says_what_is_missing_and_loses_nothing(bus: Bus, producer: Pr
         with pytest.raises(TimeoutError, match="no batch within 0 s"):
             handler.next_batch(0)
         wait_until(lambda: handler.stats().stashed == 1, what="it is read")
-        with pytest.raises(TimeoutError, match=r"no batch.*1 incomplete groups"):
+        with pytest.raises(TimeoutError, match=r"no batch.*1 incomplete group "):
             handler.next_batch(0.05)
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]
