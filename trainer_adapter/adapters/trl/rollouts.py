@@ -322,7 +322,8 @@ class ShmbusRollouts:
             raise TimeoutError(
                 f"bus {self.bus!r}: {several(len(wanted), 'group')} did not come in "
                 f"{self._timeout_s:g} s, the first is {next(iter(wanted), None)!r}; requests: "
-                f"{requests.open} open, {requests.claimed} with workers; `shmbus status {self.bus}` shows the workers"
+                f"{requests.open} open, {requests.claimed} with workers; "
+                f"`shmbus status {self.bus}` shows the workers"
             )
         consumer, groups = self._attached().take(split, _TAKE_GROUPS, timeout_s)
         try:
