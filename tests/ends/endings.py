@@ -260,8 +260,10 @@ def load(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
 
 
 def load_by_workers(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, _utils
 
+    # Seconds that torch waits for the end of a worker that failed, each time in vain.
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.2
     # One of each party: all that it says.
     for held in {held.task.who: held for held in lives}.values():
         loader = DataLoader(held.handle, batch_size=None, num_workers=1)

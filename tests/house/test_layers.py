@@ -86,7 +86,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "trainer_adapter._checks",
         "trainer_adapter._masked",
-        "trainer_adapter._near_names",
         "trainer_adapter.scored_group",
     ),
     ("trainer_adapter.advantages", "trainer_adapter.compat", "trainer_adapter.losses"),
@@ -110,10 +109,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# What a trainer may use of shmbus: its public names, these rooms, how files are called, and how
-# programs are started.
+# What a trainer may use of shmbus: its public names, these rooms, how files are called, how programs
+# are started, and words of messages.
 OPEN_TO_TRAINERS = (
     "shmbus.batch.",
+    "shmbus._format.several",
+    "shmbus._near_names.unknown_option",
     "shmbus._programs.",
     "shmbus.channel.",
     "shmbus.device_calls.",
