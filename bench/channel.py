@@ -25,7 +25,7 @@ from bench import machine, program
 from bench.processes import Role, run_together, use_template
 from bench.row import Row, skipped
 from bench.yardsticks import passed_on_us
-from trainer_adapter.channel import ChannelClosedError, TensorChannel
+from shmbus.tensors import ChannelClosedError, TensorChannel
 
 __all__ = ["main"]
 
@@ -141,7 +141,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         return [skipped("channel", "a tensor channel", why)]
     torch.set_num_threads(1)
     if options.tiny and device == "cpu":
-        use_template("torch", "trainer_adapter.channel", "bench.yardsticks")
+        use_template("torch", "shmbus.tensors", "bench.yardsticks")
     steps, shapes = (3, TINY) if options.tiny else (STEPS, SHAPES)
     turns = options.repetitions or (1 if options.tiny else TURNS)
     rows = []

@@ -33,7 +33,7 @@ import torch
 from bench import machine, program
 from bench.processes import MeasurementError
 from bench.row import Row, skipped
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 __all__ = ["main", "model_of"]
 
@@ -53,7 +53,7 @@ RAY_LEAST_BYTES: Final = 80_000_000
 
 READER: Final = """
 import sys
-from trainer_adapter.weights import WeightSubscriber
+from shmbus.weights import WeightSubscriber
 with WeightSubscriber(sys.argv[1]) as reader:
     newest = reader.wait(timeout=60)
     print("ready", flush=True)

@@ -22,7 +22,7 @@ import torch
 
 from bench.processes import MeasurementError
 from bench.row import Row
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 __all__ = ["measure"]
 

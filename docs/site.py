@@ -67,9 +67,9 @@ REFERENCE = {
         ["trainer_adapter.attention"],
     ),
     "weights": (
-        "trainer_adapter.weights",
+        "shmbus.weights",
         "Weights back to inference: publishers, subscribers, carriers.",
-        ["trainer_adapter.weights"],
+        ["shmbus.weights"],
     ),
     "pool": (
         "shmbus.pool",
@@ -77,9 +77,9 @@ REFERENCE = {
         ["shmbus.pool"],
     ),
     "channel": (
-        "trainer_adapter.channel",
+        "shmbus.tensors",
         "Tensors of a step, from one process to one other.",
-        ["trainer_adapter.channel"],
+        ["shmbus.tensors"],
     ),
     "steps": (
         "shmbus.channel",
@@ -114,9 +114,9 @@ REFERENCE = {
         ],
     ),
     "engines": (
-        "trainer_adapter.engines",
+        "shmbus.engines",
         "Inference servers that get new weights whole, or not at all.",
-        ["trainer_adapter.engines"],
+        ["shmbus.engines"],
     ),
 }
 

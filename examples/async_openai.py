@@ -27,9 +27,9 @@ import openai
 import torch
 
 import shmbus
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 DIGITS, ANSWER_TOKENS, GROUP_SIZE, GROUPS_PER_BATCH, AT_ONCE = 10, 4, 8, 16, 32
 SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer_adapter.channel import ChannelClosedError, StepSkippedError, TensorChannel
+from shmbus.tensors import ChannelClosedError, StepSkippedError, TensorChannel
 
 ROWS, WIDTH, TOKENS, LONGEST = 16, 64, 128, 20
 SPECS = {"hidden": ("float32", (ROWS, None, WIDTH)), "ids": ("int64", (ROWS, None))}

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 import shmbus
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 DIGITS, ANSWER_TOKENS, GROUP_SIZE, GROUPS_PER_BATCH, EVALUATE_EVERY = 10, 4, 8, 16, 5
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import shmbus
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import Batch, OnlineDataHandler
 from trainer_adapter.losses import policy_loss
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 DIGITS, ANSWER_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, WORLD_SIZE = 10, 4, 8, 16, 2
 

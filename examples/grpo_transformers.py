@@ -116,7 +116,7 @@ def roll_out(
                     try:
                         producer.put(
                             prompt,
-                            epoch=round_number * len(prompts) + number,
+                            round=round_number * len(prompts) + number,
                             group_size=GROUP_SIZE,
                             index=index,
                             score=float(np.mean(tokens[-ANSWER_TOKENS:] == right)),

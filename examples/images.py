@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 import shmbus
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import Batch, OnlineDataHandler
 from trainer_adapter.losses import policy_loss
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 COLOURS, QUESTION, PATCH = 4, 4, 12
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 16

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 import shmbus
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 DIGITS, CALL, QUESTION, VOCABULARY = 10, 10, 11, 12
 MAX_TURNS, GROUP_SIZE, GROUPS_PER_BATCH = 4, 8, 16

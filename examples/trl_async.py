@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import shmbus
+from shmbus.weights import WeightSubscriber
 from trainer_adapter.adapters.trl import (
     ShmbusRolloutWorker,
     ShmbusWeights,
     last_whole_checkpoint,
 )
-from trainer_adapter.weights import WeightSubscriber
 
 WORDS = 16
 ANSWER_TOKENS = 6
@@ -93,10 +93,10 @@ def work(bus: str, directory: str, temperature: float, seed: int) -> None:
             word = dice.randrange(2, WORDS)
             tokens, logprobs = sample(model, word, temperature, generator)
             rewards = (tokens[:, 1:] == word).float().mean(1).tolist()
-            epoch = producer.next_round()
+            round = producer.next_round()
             producer.put_many(
                 {
-                    "instance_id": f"w{word}", "epoch": epoch, "group_size": GROUP_SIZE,
+                    "instance_id": f"w{word}", "round": round, "group_size": GROUP_SIZE,
                     "index": index, "score": reward, "policy_version": version,
                     "tokens": tokens[index], "logprobs": logprobs[index],
                     "loss_mask": [0] + [1] * ANSWER_TOKENS,

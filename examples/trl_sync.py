@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import shmbus
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter.adapters.trl import ShmbusRollouts
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 WORDS = 16
 ANSWER_TOKENS = 6

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ModuleSource,
     WeightPublisher,
     WeightSubscriber,

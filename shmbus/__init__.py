@@ -2,7 +2,8 @@
 
 Invariants:
 
-- Importing this loads no torch; the parts that need it are in ``trainer_adapter``.
+- Importing this loads no torch; importing `shmbus.tensors`, `shmbus.weights` or `shmbus.engines`
+  does.
 - A handle is imported when it is first used, so that a rollout worker does not pay for the
   trainer's side, nor for the daemon.
 - Every public name is in `__all__`, sorted.

@@ -78,14 +78,14 @@ def check_int(name: str, value: object) -> int:
     raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
 
-def check_epoch(value: object) -> int | None:
+def check_round(value: object) -> int | None:
     """Return the number of a round: None, or an int of 0 or more that 63 bits hold."""
     if value is None:
         return None
-    epoch = check_int("epoch", value)
-    if not 0 <= epoch <= _LARGEST_INT:
-        raise ValueError(f"epoch: expected 0 to 2**63 - 1, got {epoch}")
-    return epoch
+    round = check_int("round", value)
+    if not 0 <= round <= _LARGEST_INT:
+        raise ValueError(f"round: expected 0 to 2**63 - 1, got {round}")
+    return round
 
 
 def check_instance_id(value: object) -> str:

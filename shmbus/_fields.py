@@ -25,7 +25,7 @@ _RESERVED = frozenset(
         "index",
         "score",
         "policy_version",
-        "epoch",
+        "round",
         "meta",
         "timeout",
         "split",

@@ -1,7 +1,7 @@
 """The key of a group: what its samples have in common.
 
-A key is an instance id; or (instance id, epoch) where producers give epochs; or, of another split
-than "train", (instance id, epoch or None, number of the split). The core makes the keys of
+A key is an instance id; or (instance id, round) where producers give rounds; or, of another split
+than "train", (instance id, round or None, number of the split). The core makes the keys of
 trajectories so.
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Hashable
 
 from shmbus_ext import _core
 
-__all__ = ["has_epoch", "make_key", "split_key", "split_of"]
+__all__ = ["has_round", "make_key", "split_key", "split_of"]
 
 
-def make_key(instance_id: str, epoch: int | None, split: int) -> Hashable:
+def make_key(instance_id: str, round: int | None, split: int) -> Hashable:
     """Return the key of a group, as the core makes it."""
     if split != _core.SPLIT_TRAIN:
-        return (instance_id, epoch, split)
-    return instance_id if epoch is None else (instance_id, epoch)
+        return (instance_id, round, split)
+    return instance_id if round is None else (instance_id, round)
 
 
 def split_key(key: Hashable) -> tuple[str, int | None, int]:
-    """Return instance id, epoch and the number of the split."""
+    """Return instance id, round and the number of the split."""
     if not isinstance(key, tuple):
         return str(key), None, _core.SPLIT_TRAIN
     return key[0], key[1], key[2] if len(key) > 2 else _core.SPLIT_TRAIN
@@ -33,6 +33,6 @@ def split_of(key: Hashable) -> int:
     return key[2] if isinstance(key, tuple) and len(key) > 2 else _core.SPLIT_TRAIN
 
 
-def has_epoch(key: Hashable) -> bool:
+def has_round(key: Hashable) -> bool:
     """Whether a repetition of the prompt has another key."""
     return isinstance(key, tuple) and key[1] is not None

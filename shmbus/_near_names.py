@@ -16,7 +16,7 @@ __all__ = ["OPTIONS", "near_argument", "near_field", "near_options", "unknown_op
 ALIKE: Final = 0.8
 
 ARGUMENTS: Final = (
-    "instance_id", "group_size", "index", "score", "policy_version", "epoch", "meta", "timeout",
+    "instance_id", "group_size", "index", "score", "policy_version", "round", "meta", "timeout",
     "split", "need",
 )  # fmt: skip
 

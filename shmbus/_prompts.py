@@ -34,7 +34,7 @@ _KNOWN_DTYPES: Final = {**_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32)}
 _LENGTH = struct.Struct("<I")
 #: A claim in the request lane: number, word, row, cell, index of the sample.
 Claim = tuple[int, int, int, int, int]
-#: What a request says: id, epoch, split, group_size, need, priority, offered_ns, where its prompt
+#: What a request says: id, round, split, group_size, need, priority, offered_ns, where its prompt
 #: begins in the bytes, and these.
 RequestText = tuple[str, "int | None", str, int, int, int, int, int, bytes]
 _Table = tuple[bytes | None, list[tuple[str, bytes, list[int]]]]
@@ -205,7 +205,7 @@ class Request:
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int | None
+    round : int | None
         Which repetition of the prompt this is.
     split : str
         What the group is for.
@@ -229,12 +229,22 @@ class Request:
     """
 
     __slots__ = (
-        "_claim", "_prompt", "_retry", "attempt", "epoch", "group_size", "index", "instance_id",
-        "need", "priority", "reason", "split",
+        "_claim",
+        "_prompt",
+        "_retry",
+        "attempt",
+        "group_size",
+        "index",
+        "instance_id",
+        "need",
+        "priority",
+        "reason",
+        "round",
+        "split",
     )  # fmt: skip
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     split: str
     group_size: int
     need: int
@@ -260,7 +270,7 @@ class Request:
     ) -> Request:
         self = cls.__new__(cls)
         (
-            self.instance_id, self.epoch, self.split, self.group_size, self.need, self.priority, *_
+            self.instance_id, self.round, self.split, self.group_size, self.need, self.priority, *_
         ) = text  # fmt: skip
         self.index = index
         self._claim = claim
@@ -281,7 +291,7 @@ class Request:
 
     def _group(self) -> dict[str, Any]:
         """Return what a sample, or a report of its failure, says of its group."""
-        group: dict[str, Any] = {"group_size": self.group_size, "epoch": self.epoch}
+        group: dict[str, Any] = {"group_size": self.group_size, "round": self.round}
         if self.need != self.group_size:
             group["need"] = self.need
         if self.split != _core.TRAIN:
@@ -301,9 +311,9 @@ class Request:
         return name in self._prompt.fields
 
     def __repr__(self) -> str:
-        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        round = "" if self.round is None else f" round={self.round}"
         again = f" attempt={self.attempt}" if self.attempt else ""
-        return f"<Request {self.instance_id!r}{epoch} {self.index}/{self.group_size}{again}>"
+        return f"<Request {self.instance_id!r}{round} {self.index}/{self.group_size}{again}>"
 
 
 def check_request(value: object) -> Request:

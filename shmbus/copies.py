@@ -93,8 +93,8 @@ class TrajectoryCopy:
         Samples in its group.
     need : int
         Samples that complete its group.
-    epoch : int or None
-        The producer's epoch, where it gave one.
+    round : int or None
+        The producer's round, where it gave one.
     split : str
         Who it is for.
     key : str or tuple
@@ -123,7 +123,6 @@ class TrajectoryCopy:
         "_arrays",
         "_score",
         "committed_ns",
-        "epoch",
         "group_size",
         "index",
         "instance_id",
@@ -134,6 +133,7 @@ class TrajectoryCopy:
         "newest_policy_version",
         "policy_version",
         "producer_id",
+        "round",
         "sequence",
         "split",
     )  # fmt: skip
@@ -147,7 +147,7 @@ class TrajectoryCopy:
         index: int,
         group_size: int,
         need: int,
-        epoch: int | None,
+        round: int | None,
         split: str,
         key: str | tuple[str, int] | tuple[str, int | None, int],
         score: float,
@@ -164,7 +164,7 @@ class TrajectoryCopy:
         self.index = index
         self.group_size = group_size
         self.need = need
-        self.epoch = epoch
+        self.round = round
         self.split = split
         self.key = key
         self._score = score
@@ -283,7 +283,7 @@ class TrajectoryCopy:
         Returns
         -------
         dict
-            "instance_id", "group_size", "index", "score", "policy_version", "epoch", "split",
+            "instance_id", "group_size", "index", "score", "policy_version", "round", "split",
             "need", "meta", and each array field by its name: the arrays of this copy, not copied
             again. "policy_version" is a pair where it was sampled by several. "rows" has the
             fields of rows, where it was put with them.
@@ -299,7 +299,7 @@ class TrajectoryCopy:
                 if several
                 else self.policy_version
             ),
-            "epoch": self.epoch,
+            "round": self.round,
             "split": self.split,
             "need": None if self.need == self.group_size else self.need,
             "meta": self.meta,
@@ -308,7 +308,7 @@ class TrajectoryCopy:
 
     def _arguments(self) -> tuple[Any, ...]:
         return (
-            self.instance_id, self.index, self.group_size, self.need, self.epoch, self.split,
+            self.instance_id, self.index, self.group_size, self.need, self.round, self.split,
             self.key, self._score, self.policy_version, self.newest_policy_version,
             self.producer_id, self.sequence, self.committed_ns, self.nbytes, self.meta,
             self._arrays,
@@ -334,21 +334,21 @@ class GroupCopy(ReadGroup[TrajectoryCopy]):
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int | None
-        The producers' epoch, if they gave one.
+    round : int | None
+        The producers' round, if they gave one.
     size : int
         Samples in a complete group. ``len(group)`` is how many are here.
     trajectories : list[TrajectoryCopy]
         The samples, ordered by index.
     """
 
-    __slots__ = ("epoch", "instance_id", "size", "trajectories")
+    __slots__ = ("instance_id", "round", "size", "trajectories")
 
     def __init__(
-        self, instance_id: str, epoch: int | None, size: int, trajectories: list[TrajectoryCopy]
+        self, instance_id: str, round: int | None, size: int, trajectories: list[TrajectoryCopy]
     ) -> None:
         self.instance_id = instance_id
-        self.epoch = epoch
+        self.round = round
         self.size = size
         self.trajectories = trajectories
 
@@ -380,19 +380,19 @@ class GroupCopy(ReadGroup[TrajectoryCopy]):
         Returns
         -------
         dict
-            "instance_id", "epoch", "size", and "trajectories": a list of the dicts that
+            "instance_id", "round", "size", and "trajectories": a list of the dicts that
             `TrajectoryCopy.to_dict` gives, which `Producer.put_many` takes as it is.
         """
         return {
             "instance_id": self.instance_id,
-            "epoch": self.epoch,
+            "round": self.round,
             "size": self.size,
             "trajectories": [sample.to_dict() for sample in self.trajectories],
         }
 
     def __reduce__(self) -> tuple[type[GroupCopy], tuple[Any, ...]]:
-        return GroupCopy, (self.instance_id, self.epoch, self.size, self.trajectories)
+        return GroupCopy, (self.instance_id, self.round, self.size, self.trajectories)
 
     def __repr__(self) -> str:
-        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
-        return f"<GroupCopy {self.instance_id!r}{epoch} {len(self)}/{self.size}>"
+        round = "" if self.round is None else f" round={self.round}"
+        return f"<GroupCopy {self.instance_id!r}{round} {len(self)}/{self.size}>"

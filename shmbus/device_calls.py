@@ -1,6 +1,6 @@
 """A device's driver, called by the addresses of its functions: a step's copies, a wait, a launch.
 
-`shmbus` knows no driver. Who does, as ``trainer_adapter.device`` does CUDA's, gives the addresses.
+`shmbus` knows no driver. Who does, as ``shmbus.tensors.device`` does CUDA's, gives the addresses.
 
 Invariant: what waits in the driver waits without the interpreter lock.
 """

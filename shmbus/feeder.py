@@ -17,9 +17,9 @@ from shmbus import errors, limits
 from shmbus._arguments import (
     TRAIN,
     check_count,
-    check_epoch,
     check_instance_id,
     check_int,
+    check_round,
     check_timeout,
 )
 from shmbus._loop_waits import LoopWaits
@@ -39,7 +39,7 @@ _WAITS_FOR = "room in the request lane"
 _HELD_POLL_S = 0.0005
 
 
-#: A request as the core takes it: id, epoch, number of the split, group_size, need, level, prompt.
+#: A request as the core takes it: id, round, number of the split, group_size, need, level, prompt.
 Offer = tuple[bytes, "int | None", int, int, int, int, bytes]
 
 
@@ -48,7 +48,7 @@ def check_offer(
     instance_id: str | int,
     group_size: int,
     need: int | None,
-    epoch: int | None,
+    round: int | None,
     split: str,
     priority: int,
     prompt: bytes,
@@ -60,10 +60,10 @@ def check_offer(
     wanted = size if need is None else check_count("need", need, 1)
     if wanted > size:
         raise ValueError(f"need: expected 1 to group_size={size}, got {wanted}")
-    if wanted < size and epoch is None:
+    if wanted < size and round is None:
         raise ValueError(
-            f"need: {wanted} of {size} needs an epoch, which tells late samples from those of the "
-            "prompt's next round; give epoch=, such as the number of the pass over the data"
+            f"need: {wanted} of {size} needs a round, which tells late samples from those of the "
+            "prompt's next round; give round=, such as the number of the pass over the data"
         )
     level = check_int("priority", priority)
     if not 0 <= level < _core.REQUEST_LEVELS:
@@ -72,7 +72,7 @@ def check_offer(
         )
     return (
         check_instance_id(instance_id).encode(),
-        check_epoch(epoch),
+        check_round(round),
         _core.split_number(segment, split),
         size,
         wanted,
@@ -112,7 +112,7 @@ class Feeder:
 
         with shmbus.Feeder("run1") as feeder:
             for number, prompt in enumerate(prompts):
-                feeder.request(f"q{number}", group_size=8, epoch=0, prompt=prompt)
+                feeder.request(f"q{number}", group_size=8, round=0, prompt=prompt)
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Feeder:
         *,
         group_size: int,
         need: int | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str = TRAIN,
         priority: int = 0,
         meta: Any = None,
@@ -152,7 +152,7 @@ class Feeder:
             Samples to make, 1 to 16384.
         need : int, optional
             How many of them make the group complete; all by default.
-        epoch : int, optional
+        round : int, optional
             Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
         split : str, default "train"
             What the group is for.
@@ -188,7 +188,7 @@ class Feeder:
             instance_id,
             group_size=group_size,
             need=need,
-            epoch=epoch,
+            round=round,
             split=split,
             priority=priority,
             meta=meta,
@@ -233,7 +233,7 @@ class Feeder:
         *,
         group_size: int,
         need: int | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str = TRAIN,
         priority: int = 0,
         meta: Any = None,
@@ -241,7 +241,7 @@ class Feeder:
     ) -> Offer:
         encoded = encode_prompt(prompt, meta, self._declared)
         return check_offer(
-            self._segment, instance_id, group_size, need, epoch, split, priority, encoded
+            self._segment, instance_id, group_size, need, round, split, priority, encoded
         )
 
     def _checked_many(self, requests: Iterable[Mapping[str, Any]]) -> list[Offer]:

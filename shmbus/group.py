@@ -30,8 +30,8 @@ class Group(ReadGroup[Trajectory], GroupBase):
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int | None
-        The producers' epoch, if they gave one.
+    round : int | None
+        The producers' round, if they gave one.
     size : int
         Samples of the group. ``len(group)`` is how many are here: fewer only for a group that needs
         no more, or was delivered under a "partial" option of the Consumer.
@@ -67,7 +67,7 @@ class Group(ReadGroup[Trajectory], GroupBase):
         BusClosedError
             The group was acknowledged or dropped, or its consumer is closed.
         """
-        return GroupCopy(self.instance_id, self.epoch, self.size, [t.copy() for t in self])
+        return GroupCopy(self.instance_id, self.round, self.size, [t.copy() for t in self])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, with owned arrays.
@@ -75,7 +75,7 @@ class Group(ReadGroup[Trajectory], GroupBase):
         Returns
         -------
         dict
-            "instance_id", "epoch", "size", and "trajectories": a list of the dicts that
+            "instance_id", "round", "size", and "trajectories": a list of the dicts that
             `Trajectory.to_dict` gives, which `Producer.put_many` takes as it is.
 
         Raises
@@ -170,7 +170,7 @@ class Group(ReadGroup[Trajectory], GroupBase):
         )
 
     def __repr__(self) -> str:
-        epoch = "" if self.epoch is None else f" epoch={self.epoch}"
+        round = "" if self.round is None else f" round={self.round}"
         if self.split != TRAIN:
-            epoch += f" split={self.split!r}"
-        return f"<Group {self.instance_id!r}{epoch} {len(self)}/{self.size} {self.state}>"
+            round += f" split={self.split!r}"
+        return f"<Group {self.instance_id!r}{round} {len(self)}/{self.size} {self.state}>"

@@ -51,7 +51,7 @@ class TrainedBefore(NamedTuple):
     names : set of bytes
         The lasting names of its samples (`Consumer.lasting_names`).
     groups : list of (str, int | None, str)
-        Instance ids, epochs and splits of those that some rank holds or held last.
+        Instance ids, rounds and splits of those that some rank holds or held last.
     """
 
     names: set[bytes]

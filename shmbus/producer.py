@@ -64,7 +64,7 @@ class Producer(GroupPuts, RetryPuts):
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
     waits without blocking an event loop, and `fail` reports that a sample will not come.
-    `next_round` gives an epoch of its own to each round of a prompt that is sampled again.
+    `next_round` gives a number of its own to each round of a prompt that is sampled again.
     `requests.next` takes a prompt to sample, and `requests.answer` answers it.
 
     A handle pickles by name, so it can be sent to a spawned process or a Ray actor, where it
@@ -142,7 +142,7 @@ class Producer(GroupPuts, RetryPuts):
         fields: Mapping[str, FieldSpec],
         score: float | None = 0.0,
         policy_version: int | tuple[int, int] = 0,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str | None = None,
         need: int | None = None,
         meta: Any = None,
@@ -170,7 +170,7 @@ class Producer(GroupPuts, RetryPuts):
             The reward, finite; ``slot.score = ...`` sets it later. None, as for `put`.
         policy_version : int or tuple of (int, int), default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
-        epoch : int, optional
+        round : int, optional
             Which round of the prompt this is, as for `put`.
         split : str, optional
             Who the group is for, as for `put`.
@@ -211,7 +211,7 @@ class Producer(GroupPuts, RetryPuts):
             "index": index,
             "score": score,
             "policy_version": policy_version,
-            "epoch": epoch,
+            "round": round,
             "split": split,
             "need": need,
             "meta": meta,

@@ -37,7 +37,7 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
         Its identity on its bus.
     instance_id : str
         The prompt's key.
-    epoch : int or None
+    round : int or None
         The round of the prompt, where its producer gave one.
     group_size, index : int
         Its place in its group; a failure may not know the size, which is 0 then.
@@ -62,7 +62,7 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
     producer_id: int
     sequence: int
     instance_id: str
-    epoch: int | None
+    round: int | None
     group_size: int
     index: int
     score: float
@@ -87,7 +87,7 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
     @property
     def key(self) -> str | tuple[str, int]:
         """What its group is known by."""
-        return self.instance_id if self.epoch is None else (self.instance_id, self.epoch)
+        return self.instance_id if self.round is None else (self.instance_id, self.round)
 
 
 class RecordReader(OriginReader):
@@ -290,7 +290,7 @@ def _head(t: _core.Trajectory, check: int) -> RecordHead:
         t.producer_id,
         t.sequence,
         t.instance_id,
-        t.epoch,
+        t.round,
         t.group_size,
         t.index,
         t.score if t.scored else math.nan,

@@ -390,7 +390,7 @@ class Restorer:
         need: int,
         index: int,
         split: int,
-        epoch: int,
+        round: int,
         flags: int,
         id: bytes,
         schema: bytes,

@@ -33,10 +33,10 @@ class Trajectory:
     split : str
         Who it is for: "train", or what its producer said.
     key : str or tuple
-        What tells its group: instance_id, or (instance_id, epoch); of another split than
-        "train" (instance_id, epoch or None, the split's number).
-    epoch : int or None
-        The producer's epoch, where it gave one.
+        What tells its group: instance_id, or (instance_id, round); of another split than
+        "train" (instance_id, round or None, the split's number).
+    round : int or None
+        The producer's round, where it gave one.
     score : float
         The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this
         process; before that, reading it raises UnscoredError.
@@ -69,7 +69,7 @@ class Trajectory:
     index: int
     group_size: int
     key: str | tuple[str, int] | tuple[str, int | None, int]
-    epoch: int | None
+    round: int | None
     score: float
     scored: bool
     policy_version: int
@@ -182,7 +182,7 @@ class Trajectory:
         Returns
         -------
         dict
-            "instance_id", "group_size", "index", "score", "policy_version", "epoch", "split",
+            "instance_id", "group_size", "index", "score", "policy_version", "round", "split",
             "need", "meta", and each array field by its name.
 
         Raises
@@ -200,8 +200,8 @@ class GroupBase:
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int or None
-        The producers' epoch, where they gave one.
+    round : int or None
+        The producers' round, where they gave one.
     size : int
         Samples in a complete group.
     state : str
@@ -211,7 +211,7 @@ class GroupBase:
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     size: int
     state: Any
     trajectories: list[Trajectory]

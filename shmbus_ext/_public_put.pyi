@@ -129,7 +129,7 @@ class Writer:
         index: int,
         score: float | SupportsItem | None = 0.0,
         policy_version: int | tuple[int, int] = 0,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str | None = None,
         need: int | None = None,
         meta: Any = None,
@@ -160,9 +160,9 @@ class Writer:
             Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it
             changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the
             trainer's current version, which `Producer.policy_version` reads.
-        epoch : int, optional
+        round : int, optional
             Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else
-            has, for all samples of a round. With an epoch, (instance_id, epoch) is the group's key,
+            has, for all samples of a round. With a round, (instance_id, round) is the group's key,
             and a sample of a group that was complete before is dropped as surplus. Without one,
             such a sample begins the prompt's next group.
         split : str, optional
@@ -172,7 +172,7 @@ class Writer:
         need : int, optional
             Samples that complete the group, the first that come: at most group_size, which is the
             default. Late ones are dropped as surplus; `cancelled` tells their workers to stop.
-            Fewer than group_size need an epoch.
+            Fewer than group_size need a round.
         meta : object, optional
             Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy
             scalars, arrays and tensors come back as numbers and nested lists, pydantic models and
@@ -294,7 +294,7 @@ class Writer:
         2
         """
     def cancelled(
-        self, instance_id: str | int, *, epoch: int | None, split: str | None = None
+        self, instance_id: str | int, *, round: int | None, split: str | None = None
     ) -> bool:
         """Whether a group has ended without this sample, so that work on it can stop.
 
@@ -306,8 +306,8 @@ class Writer:
         ----------
         instance_id : str or int
             The prompt's key, as for `put`.
-        epoch : int or None
-            The group's epoch. A group without one is never cancelled: its key may begin again.
+        round : int or None
+            The group's round. A group without one is never cancelled: its key may begin again.
         split : str, optional
             Who the group is for, as for `put`.
 
@@ -349,7 +349,7 @@ class Writer:
         index: int,
         score: float,
         policy_version: int,
-        epoch: int | None,
+        round: int | None,
         split: str | None,
         meta: str,
         timeout: float | None,
@@ -361,10 +361,10 @@ class Writer:
     ) -> None: ...
     def _take_requests(self, known: int, limit: int, /) -> list[tuple[_Claim, _Text | None]]: ...
     def _begin(
-        self, instance_id: str, epoch: int | None, split: str | None, index: int, /
+        self, instance_id: str, round: int | None, split: str | None, index: int, /
     ) -> bool: ...
     def _leave_begun(
-        self, instance_id: str, epoch: int | None, split: str | None, index: int, /
+        self, instance_id: str, round: int | None, split: str | None, index: int, /
     ) -> bool: ...
     def _give_back_request(self, claim: _Claim, /) -> bool: ...
     def _holds_request(self, claim: _Claim, /) -> bool: ...

@@ -12,7 +12,7 @@ def retry_publish(
     entry: int,
     number: int,
     id: str,
-    epoch: int,
+    round: int,
     split: int,
     group_size: int,
     need: int,

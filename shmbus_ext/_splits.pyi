@@ -1,8 +1,8 @@
-"""The functions of the C core on splits and epochs, for type checkers; they are in ``_core``."""
+"""The functions of the C core on splits and rounds, for type checkers; they are in ``_core``."""
 
 from shmbus_ext._core import Segment
 
-NO_EPOCH: int
+NO_ROUND: int
 MAX_SPLITS: int
 SPLIT_TRAIN: int
 SPLIT_LABEL_BYTES: int

@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import default_collate
 
 import shmbus
+from shmbus._checks import check_choice, check_text, checked_int
 from shmbus._near_names import unknown_option
 from shmbus.batch.gather import FieldNames, GatherThreads
-from trainer_adapter._checks import check_choice, check_text, checked_int
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [

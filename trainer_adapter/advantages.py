@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shmbus._checks import check_choice
 from shmbus.batch.baseline import (
     DEVIATION,
     LEAVE_ONE_OUT,
@@ -29,7 +30,6 @@ from shmbus.batch.baseline import (
     Baseline,
     relative_scores,
 )
-from trainer_adapter._checks import check_choice
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
 __all__ = ["advantages_for_groups", "check_kind", "group_advantages", "baseline_of"]

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Final
 
-from trainer_adapter._checks import checked_int
+from shmbus._checks import checked_int
 
 __all__ = ["balance", "by_budget"]
 

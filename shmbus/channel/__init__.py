@@ -1,7 +1,7 @@
 """A channel: steps of bytes from one process to one other, in order and acknowledged.
 
 It is a companion segment, as a slot pool is, with a protocol of its own (``shmbus_ext/channel``,
-with its LAYOUT.md): here are files, deadlines and words. ``trainer_adapter.channel`` sends tensors.
+with its LAYOUT.md): here are files, deadlines and words. ``shmbus.tensors`` sends tensors.
 
 Invariants:
 

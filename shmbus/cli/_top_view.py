@@ -335,9 +335,9 @@ def _group(group: GroupStatus) -> tuple[Text, ...]:
     more = group.size - group.present - len(group.missing)
     if more:
         missing += f" and {more} more"
-    epoch = "" if group.epoch is None else f" epoch {group.epoch}"
+    round = "" if group.round is None else f" round {group.round}"
     return (
-        Text(group.instance_id + epoch),
+        Text(group.instance_id + round),
         Text(f"{group.present} of {group.size}"),
         Text(show_duration(group.age_s)),
         Text(missing, style="yellow"),

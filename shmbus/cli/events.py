@@ -36,7 +36,7 @@ def add_parser(commands: Commands) -> None:
         examples=[
             "shmbus events run1",
             "shmbus events run1 --follow --json | jq -c 'select(.kind == \"producer_died\")'",
-            "shmbus events run1 --group gsm8k-17 --epoch 3",
+            "shmbus events run1 --group gsm8k-17 --round 3",
         ],
         json=True,
     )
@@ -58,7 +58,7 @@ def add_parser(commands: Commands) -> None:
         "--follow", action="store_true", help="go on with what happens; JSON is a line each then"
     )
     parser.add_argument("--group", metavar="ID", help="the history of this group")
-    parser.add_argument("--epoch", metavar="N", type=int, help="its epoch, where it has one")
+    parser.add_argument("--round", metavar="N", type=int, help="its round, where it has one")
     parser.add_argument("--split", metavar="S", default="train", help="its split (default train)")
 
 
@@ -117,7 +117,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 def _run_group(arguments: argparse.Namespace) -> int:
     found = read_group(
-        arguments.name, arguments.group, epoch=arguments.epoch, split=arguments.split
+        arguments.name, arguments.group, round=arguments.round, split=arguments.split
     )
     if arguments.json:
         print_json(found)

@@ -212,7 +212,7 @@ def _trouble(run: RunView) -> str:
 def _records(records: list[RecordView], omitted: int) -> str:
     rows = []
     for record in records:
-        name = record.instance_id + ("" if record.epoch is None else f" epoch {record.epoch}")
+        name = record.instance_id + ("" if record.round is None else f" round {record.round}")
         rows.append(
             (
                 f"{record.extent}+{record.offset}",

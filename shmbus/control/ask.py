@@ -64,7 +64,7 @@ def ask_groups(
 
 
 def ask_group(
-    name: str, instance_id: str, epoch: int | None, split: str
+    name: str, instance_id: str, round: int | None, split: str
 ) -> messages.GroupReply | str | None:
     """Ask the daemon of a bus where a group is, and what happened to it.
 
@@ -72,7 +72,7 @@ def ask_group(
     ----------
     name : str
         The bus.
-    instance_id, epoch, split : str, int | None, str
+    instance_id, round, split : str, int | None, str
         The group.
 
     Returns
@@ -80,7 +80,7 @@ def ask_group(
     GroupReply, str or None
         As for `ask_groups`.
     """
-    request = messages.GetGroup(id=1, instance_id=instance_id, epoch=epoch, split=split)
+    request = messages.GetGroup(id=1, instance_id=instance_id, round=round, split=split)
     reply = _look(name, request, "group")
     assert reply is None or isinstance(reply, (messages.GroupReply, str))
     return reply

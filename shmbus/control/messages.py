@@ -206,7 +206,7 @@ class GetGroup(_Message):
 
     id: Count
     instance_id: Text
-    epoch: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    round: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     split: Label = "train"
 
 
@@ -277,7 +277,7 @@ class Ended(_Message):
 class TrainedReply(_Message):
     """The answer to GetTrained: lasting names in order, and whether there are more.
 
-    `groups` has the instance ids, epochs and splits of the groups; the first answer has all.
+    `groups` has the instance ids, rounds and splits of the groups; the first answer has all.
     """
 
     id: int

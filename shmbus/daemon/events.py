@@ -143,9 +143,9 @@ class Events:
         return noted.text if first == noted.text else f"{first} to {noted.text}"
 
     def _told(self, noted: _Noted, after: int = 0) -> BusEvent:
-        key, epoch, split = ("", None, _core.SPLIT_TRAIN)
+        key, round, split = ("", None, _core.SPLIT_TRAIN)
         if noted.key is not None:
-            key, epoch, split = split_key(noted.key)
+            key, round, split = split_key(noted.key)
         return BusEvent(
             number=noted.number,
             unix_s=noted.unix_s,
@@ -153,7 +153,7 @@ class Events:
             who=noted.who,
             text=self._text(noted, after)[: limits.FAIL_REASON_CHARS],
             instance_id=key,
-            epoch=epoch,
+            round=round,
             split=_core.split_label(self._segment, split),
             index=noted.sample,
             count=noted.amount,

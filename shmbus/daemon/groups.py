@@ -45,13 +45,13 @@ def oldest_groups(collector: Collector, count: int, now_s: float) -> list[OpenGr
     """
     oldest = []
     for group in collector.stash.oldest(count):
-        key, epoch, split = split_key(group.key)
+        key, round, split = split_key(group.key)
         failed = group.failed if isinstance(group, FailingGroup) else {}
         present = {sample.index for sample in group.samples}
         oldest.append(
             OpenGroup(
                 instance_id=key,
-                epoch=epoch,
+                round=round,
                 split=_core.split_label(collector.segment, split),
                 need=group.need or group.size,
                 size=group.size,
@@ -181,7 +181,7 @@ def _shown(
     now_s: float,
     most: int = limits.MAX_CELLS_SHOWN,
 ) -> tuple[GroupCells, int]:
-    instance_id, epoch, split = split_key(key)
+    instance_id, round, split = split_key(key)
     # Samples are in the order of their indices, so these are the first ones.
     cells = [_there(sample, now_s) for sample in samples[:most]]
     cells += [_failed(index, failed[index], now_s) for index in sorted(failed)[:most]]
@@ -194,7 +194,7 @@ def _shown(
         shown.append(cell)
     group = GroupCells(
         instance_id=instance_id,
-        epoch=epoch,
+        round=round,
         split=_core.split_label(collector.segment, split),
         need=need or size,
         size=size,

@@ -147,7 +147,7 @@ class History:
         labels = {label: number for number, label, *_ in _core.splits(self._segment)}
         # A split that nobody has used has no groups; no number is given to it here.
         split = labels.get(request.split, -1)
-        return make_key(request.instance_id, request.epoch, split)
+        return make_key(request.instance_id, request.round, split)
 
     def of_group(self, key: Hashable) -> list[BusEvent]:
         """Return the events of a group, oldest first."""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: Ends what a dead trainer left of an update: ``python -m`` it, with the bus's name. It runs in a
 #: process of its own, and nothing of it is imported here.
-RESUME_PROGRAM: Final = "trainer_adapter.engines.resume"
+RESUME_PROGRAM: Final = "shmbus.engines.resume"
 #: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.
 CHECK_S: Final = 2.0
 #: Seconds after a program that did not resume all of them.

@@ -528,8 +528,8 @@ class Service(PlainGrants):
         for lease in leases:
             if 0 <= lease.trained_at < request.step:
                 names.update(*_core.lasting_origins(lease.samples))
-                key, epoch, split = split_key(lease.samples[0].key)
-                groups.append((key, epoch, _core.split_label(self.collector.segment, split)))
+                key, round, split = split_key(lease.samples[0].key)
+                groups.append((key, round, _core.split_label(self.collector.segment, split)))
         behind = sorted(name for name in names if name > request.after)
         most = messages.NAMES_BYTES // messages.NAME_BYTES
         return messages.TrainedReply(

@@ -93,7 +93,7 @@ class RecordView(msgspec.Struct, frozen=True):
         Where it lies.
     producer_id, sequence : int
         Its identity.
-    instance_id, epoch, index, group_size : str, int | None, int, int
+    instance_id, round, index, group_size : str, int | None, int, int
         Its place in its group; "" and 0 while it is reserved.
     state : str
         "reserved", "committed", "aborted", "released", "unknown" or "unreadable".
@@ -116,7 +116,7 @@ class RecordView(msgspec.Struct, frozen=True):
     producer_id: int
     sequence: int
     instance_id: str
-    epoch: int | None
+    round: int | None
     index: int
     group_size: int
     state: str
@@ -345,7 +345,7 @@ def _record(row: RecordRow, now_ns: int) -> RecordView:
         producer_id=row.producer_id,
         sequence=row.sequence if has_body else 0,
         instance_id=printable(row.instance_id),
-        epoch=row.epoch,
+        round=row.round,
         index=row.index if has_body else 0,
         group_size=row.group_size if has_body else 0,
         state=row.state,

@@ -143,10 +143,10 @@ def _with_requests(groups: list[GroupCells], wanted: list[WantedStatus]) -> list
     """Add what the retry table says: who makes a failed sample again."""
     if not wanted:
         return groups
-    requests = {(each.instance_id, each.epoch, each.split, each.index): each for each in wanted}
+    requests = {(each.instance_id, each.round, each.split, each.index): each for each in wanted}
 
     def with_request(group: GroupCells, cell: SampleCell) -> SampleCell:
-        request = requests.get((group.instance_id, group.epoch, group.split, cell.index))
+        request = requests.get((group.instance_id, group.round, group.split, cell.index))
         if cell.state in ("there", "begun") or request is None:
             return cell
         return msgspec.structs.replace(cell, state="asked", taken_by=request.taken_by)

@@ -59,9 +59,9 @@ def _row(group: GroupCells) -> tuple[str, ...]:
     makers = sorted(
         {c.producer for c in group.cells if c.producer is not None and c.state == "begun"}
     )
-    epoch = "" if group.epoch is None else f" epoch {group.epoch}"
+    round = "" if group.round is None else f" round {group.round}"
     return (
-        group.instance_id + epoch + ("" if group.split == "train" else f" ({group.split})"),
+        group.instance_id + round + ("" if group.split == "train" else f" ({group.split})"),
         f"{group.present} of {group.need or group.size}",
         show_duration(group.age_s),
         "".join(signs[index] for index in sorted(signs)) + ("..." if group.size > _SIGNS else ""),

@@ -114,7 +114,7 @@ def read_group(
     name: str,
     instance_id: str,
     *,
-    epoch: int | None = None,
+    round: int | None = None,
     split: str = "train",
     walk_records: int = WALK_RECORDS,
 ) -> GroupHistory:
@@ -124,7 +124,7 @@ def read_group(
     ----------
     name : str
         The bus.
-    instance_id, epoch, split : str, int | None, str
+    instance_id, round, split : str, int | None, str
         The group; its names may be written as they are shown, with escapes.
     walk_records : int
         Undelivered trajectories up to which the records are walked, where no daemon says it.
@@ -142,18 +142,18 @@ def read_group(
     for key, label in dict.fromkeys(product(ids, (split, unprinted(split)))):
         # A name with escapes may be longer than any is.
         if len(key.encode()) <= _core.MAX_ID_BYTES or key == ids[1]:
-            found = _read_group(name, key, label, epoch, walk_records)
+            found = _read_group(name, key, label, round, walk_records)
             if found.state != "gone" or found.events:
                 break
     return found
 
 
 def _read_group(
-    name: str, instance_id: str, split: str, epoch: int | None, walk_records: int
+    name: str, instance_id: str, split: str, round: int | None, walk_records: int
 ) -> GroupHistory:
     with SegmentFile(check_name(name)) as file:
         file.require()
-        reply = ask_group(name, instance_id, epoch, split)
+        reply = ask_group(name, instance_id, round, split)
         if reply is not None and not isinstance(reply, str):
             return GroupHistory(
                 source="daemon",
@@ -168,7 +168,7 @@ def _read_group(
         undelivered = max(0, sum(committed) - sum(released))
         if undelivered > walk_records:
             return GroupHistory(source="none", state="gone", problem=problem)
-        found = OpenGroups(file, undelivered).find(instance_id, epoch, split)
+        found = OpenGroups(file, undelivered).find(instance_id, round, split)
         if found is None:
             return GroupHistory(source="records", state="gone", problem=problem)
         shown = joined(file, [found])[0]

@@ -68,7 +68,7 @@ def _line(event: BusEvent) -> str:
         if event.kind in ("paused", "requests_paused"):
             text = f": {event.text or 'no reason given'}"
         return f"{at}  {' '.join(parts)}{text}"
-    group = event.instance_id + ("" if event.epoch is None else f" epoch {event.epoch}")
+    group = event.instance_id + ("" if event.round is None else f" round {event.round}")
     if event.split != "train":
         group += f" ({event.split})"
     sample = "" if event.index is None else f"[{event.index}]"

@@ -113,11 +113,11 @@ class OpenGroups:
             found.append(shown)
         return found, len(self._groups) - len(found)
 
-    def find(self, instance_id: str, epoch: int | None, split: str) -> GroupCells | None:
+    def find(self, instance_id: str, round: int | None, split: str) -> GroupCells | None:
         """Show one incomplete group, before `file` is closed; None where it is not among them."""
         for group in self._groups.values():
             row = next(iter({**group.rows, **group.failed}.values()))
-            if (row.instance_id, row.epoch) == (instance_id, epoch) and (
+            if (row.instance_id, row.round) == (instance_id, round) and (
                 self._file.split_label(row.split) == split
             ):
                 return _cells(self._file, group, self._now_ns, _MAX_CELLS)
@@ -129,7 +129,7 @@ def _cells(file: SegmentFile, group: _Open, now_ns: int, room: int) -> GroupCell
     first = min(rows.values(), key=lambda row: row.committed_ns)
     return GroupCells(
         instance_id=first.instance_id,
-        epoch=first.epoch,
+        round=first.round,
         need=group.need or group.size,
         split=file.split_label(first.split),
         size=group.size,
@@ -171,7 +171,7 @@ def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
     missing = (index for index in range(group.size) if index not in group.rows)
     return GroupStatus(
         instance_id=printable(first.instance_id),
-        epoch=first.epoch,
+        round=first.round,
         need=group.need or group.size,
         split=printable(file.split_label(first.split)),
         size=group.size,

@@ -116,7 +116,7 @@ class RecordRow(msgspec.Struct, frozen=True):
     need: int
     index: int
     split: int
-    epoch: int | None
+    round: int | None
     committed_ns: int
     meta_offset: int
     meta_bytes: int
@@ -129,7 +129,7 @@ class RecordRow(msgspec.Struct, frozen=True):
     @property
     def key(self) -> Hashable:
         """The key of its group, as the stash has it."""
-        return make_key(self.instance_id, self.epoch, self.split)
+        return make_key(self.instance_id, self.round, self.split)
 
     @property
     def moved(self) -> bool:
@@ -198,7 +198,7 @@ def unreadable_rest(run: Run, at: int) -> RecordRow:
         need=0,
         index=0,
         split=0,
-        epoch=None,
+        round=None,
         committed_ns=0,
         meta_offset=0,
         meta_bytes=0,

@@ -138,14 +138,14 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
         return found
     _, rows, cells, units_at = tables
     at_name = {
-        (_bytes(group.instance_id), _epoch(group.epoch), group.split): at
+        (_bytes(group.instance_id), _round(group.round), group.split): at
         for at, group in enumerate(groups)
     }
     is_open = (rows["word"] & np.uint64(3)) == _OPEN
-    asked = np.isin(rows["epoch"], [epoch for _, epoch, _ in at_name])
+    asked = np.isin(rows["round"], [round for _, round, _ in at_name])
     for row in rows[is_open & asked]:
         split = file.split_label(int(row["split"]))
-        at = at_name.get((_id_of(file, row, units_at), int(row["epoch"]), split))
+        at = at_name.get((_id_of(file, row, units_at), int(row["round"]), split))
         if at is None or groups[at].size != int(row["group_size"]):
             continue
         first = int(row["first_cell"])
@@ -160,8 +160,8 @@ def _bytes(instance_id: str) -> bytes:
     return instance_id.encode("utf-8", "surrogateescape")
 
 
-def _epoch(epoch: int | None) -> int:
-    return _core.NO_EPOCH if epoch is None else epoch
+def _round(round: int | None) -> int:
+    return _core.NO_ROUND if round is None else round
 
 
 def _id_of(file: SegmentFile, row: Any, units_at: int) -> bytes:

@@ -31,7 +31,7 @@ def read_lane_pause(file: SegmentFile) -> LanePauseStatus | None:
     for entry, row in _rows(file):
         if int(row["attempt"]) == _core.RETRY_PAUSE:
             reason = _text(entry, _ID_ROOM, int(row["reason_bytes"]))
-            return LanePauseStatus(reason=reason, since_unix_s=int(row["epoch"]) / 1e9)
+            return LanePauseStatus(reason=reason, since_unix_s=int(row["round"]) / 1e9)
     return None
 
 
@@ -60,10 +60,10 @@ def read_wanted(file: SegmentFile) -> list[WantedStatus]:
         if int(row["attempt"]) == _core.RETRY_PAUSE:
             continue
         claim = int(row["claim"])
-        epoch = int(row["epoch"])
+        round = int(row["round"])
         wanted = WantedStatus(
             instance_id=_text(entry, 0, int(row["id_bytes"])),
-            epoch=None if epoch == _core.NO_EPOCH else epoch,
+            round=None if round == _core.NO_ROUND else round,
             split=printable(file.split_label(int(row["split"]))),
             index=int(row["index"]),
             attempt=int(row["attempt"]),

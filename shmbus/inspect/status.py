@@ -160,7 +160,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
     oldest = status.oldest_incomplete or [
         GroupStatus(
             instance_id=printable(group.instance_id),
-            epoch=group.epoch,
+            round=group.round,
             split=printable(group.split),
             need=group.need,
             size=group.size,

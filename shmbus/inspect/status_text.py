@@ -87,13 +87,13 @@ def _groups(status: BusStatus) -> str:
         missing = ", ".join(map(str, group.missing[:_MISSING_SHOWN]))
         if group.size - group.present > _MISSING_SHOWN:
             missing += ", ..."
-        epoch = "" if group.epoch is None else f" epoch {group.epoch}"
+        round = "" if group.round is None else f" round {group.round}"
         if group.split != TRAIN:
-            epoch += f" of {group.split}"
+            round += f" of {group.split}"
         needs = f"{group.need} needed of {group.size}" if group.need < group.size else group.size
         rows.append(
             (
-                group.instance_id + epoch,
+                group.instance_id + round,
                 f"{group.present} of {needs}",
                 show_duration(group.age_s),
                 missing,
@@ -192,7 +192,7 @@ def _wanted(status: BusStatus) -> str:
     rows = [
         (
             f"{wanted.instance_id}[{wanted.index}]"
-            + ("" if wanted.epoch is None else f" epoch {wanted.epoch}"),
+            + ("" if wanted.round is None else f" round {wanted.round}"),
             str(wanted.attempt),
             show_duration(wanted.asked_s),
             "nobody" if wanted.taken_by is None else f"producer {wanted.taken_by}",

@@ -195,7 +195,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int | None
+    round : int | None
         None where its producers gave none.
     size, present : int
         Samples of its group, 0 where that is not known yet, and samples that are here.
@@ -212,7 +212,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     size: int
     present: int
     missing: list[int]
@@ -239,7 +239,7 @@ class WantedStatus(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    instance_id, epoch, index : str, int | None, int
+    instance_id, round, index : str, int | None, int
         The sample.
     attempt : int
         1 for its first retry.
@@ -254,7 +254,7 @@ class WantedStatus(msgspec.Struct, frozen=True):
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     index: int
     attempt: int
     reason: str

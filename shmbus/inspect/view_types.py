@@ -68,7 +68,7 @@ class GroupCells(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int | None
+    round : int | None
         None where its producers gave none.
     size, present : int
         Samples of its group, 0 where that is not known yet, and samples that are here.
@@ -85,7 +85,7 @@ class GroupCells(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     size: int
     present: int
     age_s: float
@@ -103,7 +103,7 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     number : int
         Grows with each event of a daemon.
     unix_s : float
-        When, in seconds of the epoch.
+        When, in seconds since 1970.
     kind : str
         "daemon_began", "producer_came", "producer_left", "producer_died", "producer_gone" (left or
         died), "trainer_came", "trainer_left", "trainer_lost", "paused", "resumed",
@@ -115,7 +115,7 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text : str
         The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5"
         where versions followed each other.
-    instance_id, epoch, split : str, int | None, str
+    instance_id, round, split : str, int | None, str
         The group; an id of "" where it is of none.
     index : int | None
         The sample.
@@ -129,7 +129,7 @@ class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     who: str = ""
     text: str = ""
     instance_id: str = ""
-    epoch: int | None = None
+    round: int | None = None
     split: str = "train"
     index: int | None = None
     count: int = 0

@@ -59,7 +59,7 @@ def _noted(file: SegmentFile, groups: Sequence[GroupCells]) -> list[_Begun]:
         return found
     labels = {file.split_label(number): number for number in range(_core.MAX_SPLITS)}
     at_key = {
-        _core.begun_key(group.instance_id, group.epoch, labels.get(group.split, 0)): at
+        _core.begun_key(group.instance_id, group.round, labels.get(group.split, 0)): at
         for at, group in enumerate(groups)
     }
     now_ns = _core.monotonic_ns()

@@ -76,7 +76,7 @@ class AsynchronousPuts(AttachedWriter):
         index: int,
         score: float | SupportsItem | None = 0.0,
         policy_version: int | tuple[int, int] = 0,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str | None = None,
         need: int | None = None,
         meta: Any = None,
@@ -88,7 +88,7 @@ class AsynchronousPuts(AttachedWriter):
 
         Parameters
         ----------
-        instance_id, group_size, index, score, policy_version, epoch, split, need, meta : object
+        instance_id, group_size, index, score, policy_version, round, split, need, meta : object
             As for `put`.
         rows, **arrays
             As for `put`. The arrays must not change before this returns.
@@ -112,7 +112,7 @@ class AsynchronousPuts(AttachedWriter):
             index=index,
             score=score,
             policy_version=policy_version,
-            epoch=epoch,
+            round=round,
             split=split,
             need=need,
             meta=meta,
@@ -236,7 +236,7 @@ class AsynchronousPuts(AttachedWriter):
         *,
         timeout: float | None = None,
         instance_id: str | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str = TRAIN,
     ) -> bool:
         """Wait, with all other tasks of the loop, until the pressure is below a bound.
@@ -253,8 +253,8 @@ class AsynchronousPuts(AttachedWriter):
         instance_id : str, optional
             The prompt that is to be sampled. Give it where workers share groups: a sample of a
             group that others have begun need not wait for the bound on groups.
-        epoch : int, optional
-            Its epoch, as for `put`.
+        round : int, optional
+            Its round, as for `put`.
         split : str, default "train"
             Its split, as for `put`.
 
@@ -278,7 +278,7 @@ class AsynchronousPuts(AttachedWriter):
         began = time.monotonic()
         deadline = None if timeout is None else began + timeout
         number = _core.split_number(self._here(), check_split(split))
-        group = None if instance_id is None else (instance_id, epoch, number)
+        group = None if instance_id is None else (instance_id, round, number)
         while self._pressure(group) >= below:
             if deadline is not None and time.monotonic() >= deadline:
                 return False

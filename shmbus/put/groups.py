@@ -16,7 +16,7 @@ from shmbus.put.rounds import RoundPuts
 __all__ = ["GroupPuts"]
 
 #: What belongs to the group, and so cannot be a sample's own.
-_OF_THE_GROUP = ("instance_id", "group_size", "index", "epoch", "split", "need", "timeout")
+_OF_THE_GROUP = ("instance_id", "group_size", "index", "round", "split", "need", "timeout")
 
 
 class GroupPuts(AsynchronousPuts, RoundPuts):
@@ -29,14 +29,14 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
         *,
         meta: object = None,
         split: str | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         policy_version: int | tuple[int, int] | None = None,
         need: int | None = None,
         timeout: float | None = None,
     ) -> int:
         """Put all samples of a prompt in one call: all of them are in the ring afterwards, or none.
 
-        That holds against a full bus, an exception, and SIGKILL. The group gets an epoch of its
+        That holds against a full bus, an exception, and SIGKILL. The group gets a round of its
         own, so the same prompt can be put again at any time.
 
         Parameters
@@ -50,7 +50,7 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
             The meta of samples that have none of their own, as for `put`.
         split : str, optional
             Who the group is for, as for `put`.
-        epoch : int, optional
+        round : int, optional
             Which round of the prompt this is; None takes `next_round()`.
         policy_version : int or tuple of (int, int), optional
             Of samples that have none of their own, as for `put`.
@@ -62,7 +62,7 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
         Returns
         -------
         int
-            The group's epoch.
+            The group's round.
 
         Raises
         ------
@@ -84,11 +84,11 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
 
             producer.put_group("q1", [{"score": 1.0, "tokens": first}, {"tokens": second}])
         """
-        items, epoch = self._group_items(
-            instance_id, samples, meta, split, epoch, policy_version, need
+        items, round = self._group_items(
+            instance_id, samples, meta, split, round, policy_version, need
         )
         self._put_group(items, timeout)
-        return epoch
+        return round
 
     async def aput_group(
         self,
@@ -97,7 +97,7 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
         *,
         meta: object = None,
         split: str | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         policy_version: int | tuple[int, int] | None = None,
         need: int | None = None,
         timeout: float | None = None,
@@ -106,7 +106,7 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
 
         Parameters
         ----------
-        instance_id, samples, meta, split, epoch, policy_version, need
+        instance_id, samples, meta, split, round, policy_version, need
             As for `put_group`. The arrays must not change before this returns.
         timeout : float, optional
             Seconds to wait for space: None waits for ever, 0 does not wait.
@@ -114,7 +114,7 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
         Returns
         -------
         int
-            The group's epoch.
+            The group's round.
 
         Raises
         ------
@@ -126,11 +126,11 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
             The task was cancelled during the wait; nothing of the group was put.
         """
         check_timeout(timeout)
-        items, epoch = self._group_items(
-            instance_id, samples, meta, split, epoch, policy_version, need
+        items, round = self._group_items(
+            instance_id, samples, meta, split, round, policy_version, need
         )
         await self._retry(lambda: self._put_group(items, 0), timeout)
-        return epoch
+        return round
 
     def _group_items(
         self,
@@ -138,11 +138,11 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
         samples: Iterable[Mapping[str, Any]],
         meta: object,
         split: str | None,
-        epoch: int | None,
+        round: int | None,
         policy_version: int | tuple[int, int] | None,
         need: int | None,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return the arguments of `put` for each sample, and the group's epoch."""
+        """Return the arguments of `put` for each sample, and the group's round."""
         if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
             raise TypeError(
                 f"samples: expected an iterable of mappings, one a sample, got "
@@ -151,10 +151,10 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
         listed = list(samples)
         if not listed:
             raise ValueError("samples: expected at least one, got an empty iterable")
-        if epoch is None:
-            epoch = self.next_round()
+        if round is None:
+            round = self.next_round()
         common: dict[str, Any] = {"instance_id": instance_id, "group_size": len(listed)}
-        common |= {"epoch": epoch, "split": split, "need": need, "meta": meta}
+        common |= {"round": round, "split": split, "need": need, "meta": meta}
         if policy_version is not None:
             common["policy_version"] = policy_version
         items = []
@@ -171,4 +171,4 @@ class GroupPuts(AsynchronousPuts, RoundPuts):
                     "put_group, which numbers the samples in their order"
                 )
             items.append({**common, **sample, "index": index})
-        return items, epoch
+        return items, round

@@ -326,7 +326,7 @@ class ProducerRequests:
                 number,
                 claimant,
                 id_,
-                epoch,
+                round,
                 split,
                 size,
                 need,
@@ -339,14 +339,14 @@ class ProducerRequests:
                     break
                 if claimant or attempt == _core.RETRY_PAUSE:
                     continue
-                text = _core.request_find(segment, id_, epoch, split)
+                text = _core.request_find(segment, id_, round, split)
                 if text is None or not _core.retry_claim(segment, row, number, mine):
                     continue
                 label = _core.split_label(segment, split)
                 sample = WantedSample(
-                    id_, epoch, index, size or None, attempt, why, label, need or None
+                    id_, round, index, size or None, attempt, why, label, need or None
                 )
-                self._producer._taken[make_key(id_, epoch, split), index] = sample
+                self._producer._taken[make_key(id_, round, split), index] = sample
                 found.append(
                     Request._of(text, Prompt(text[8], text[7]), index, retry=(row, attempt, why))
                 )
@@ -355,7 +355,7 @@ class ProducerRequests:
     def _at(self, request: Request) -> tuple[Hashable, int]:
         """Return what `_taken` has a sample by."""
         split = _core.split_number(self._producer._segment, request.split)
-        return make_key(request.instance_id, request.epoch, split), request.index
+        return make_key(request.instance_id, request.round, split), request.index
 
     def is_wanted(self, request: Request) -> bool:
         """Whether the sample is still to be made: its group has neither ended nor been delivered.
@@ -416,7 +416,7 @@ class ProducerRequests:
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> bool:
-        """Put the sample that a request asked for: id, epoch, index and sizes are the request's.
+        """Put the sample that a request asked for: id, round, index and sizes are the request's.
 
         The sample and the end of the request are one: whenever this process dies, the sample is in
         the ring and is asked of nobody, or it is not and is asked of others.
@@ -445,7 +445,7 @@ class ProducerRequests:
         """
         if not self.is_wanted(request):
             return False
-        for name in ("instance_id", "group_size", "index", "epoch", "need", "split"):
+        for name in ("instance_id", "group_size", "index", "round", "need", "split"):
             if name in arrays:
                 raise TypeError(f"requests.answer: {name} is the request's; leave it out")
         given: dict[str, Any] = {

@@ -25,7 +25,7 @@ class WantedSample(msgspec.Struct, frozen=True):
     ----------
     instance_id : str
         The prompt's key.
-    epoch : int | None
+    round : int | None
         Where its producers gave one.
     index : int
         Which sample of its group.
@@ -43,7 +43,7 @@ class WantedSample(msgspec.Struct, frozen=True):
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     index: int
     group_size: int | None
     attempt: int
@@ -74,7 +74,7 @@ class RetryPuts(AsynchronousPuts):
         group_size: int | None = None,
         need: int | None = None,
         split: str | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class RetryPuts(AsynchronousPuts):
             Samples that complete it, as for `put`.
         split : str, optional
             Who the group is for, as for `put`.
-        epoch : int, optional
+        round : int, optional
             Which round of the prompt this is, as for `put`.
         policy_version : int, default 0
             Version of the policy that was to sample it.
@@ -121,7 +121,7 @@ class RetryPuts(AsynchronousPuts):
         if split is not None:
             number = _core.split_number(self._here(), check_split(split))
         with self._taking:
-            request = self._taken.get((make_key(str(instance_id), epoch, number), index))
+            request = self._taken.get((make_key(str(instance_id), round, number), index))
         if group_size is None and request is not None:
             group_size, need = request.group_size, request.need
         (self._fail_unsized if group_size is None else self._fail)(
@@ -132,7 +132,7 @@ class RetryPuts(AsynchronousPuts):
             index=index,
             score=0.0 if request is None else float(request.attempt),
             policy_version=policy_version,
-            epoch=epoch,
+            round=round,
             meta=reason,
             timeout=timeout,
         )
@@ -168,7 +168,7 @@ class RetryPuts(AsynchronousPuts):
                 number,
                 claimant,
                 id_,
-                epoch,
+                round,
                 split,
                 size,
                 need,
@@ -177,7 +177,7 @@ class RetryPuts(AsynchronousPuts):
                 why,
                 _,
             ) in requests:
-                at = (make_key(id_, epoch, split), index)
+                at = (make_key(id_, round, split), index)
                 if attempt == _core.RETRY_PAUSE:
                     continue
                 if claimant == self.producer_id + 1:
@@ -190,7 +190,7 @@ class RetryPuts(AsynchronousPuts):
                     label = _core.split_label(segment, split)
                     found.append(
                         WantedSample(
-                            id_, epoch, index, size or None, attempt, why, label, need or None
+                            id_, round, index, size or None, attempt, why, label, need or None
                         )
                     )
                     self._taken[at] = found[-1]

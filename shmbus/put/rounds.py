@@ -1,4 +1,4 @@
-"""Before a sample is made: an epoch for its round, and a note of who has begun it.
+"""Before a sample is made: a number for its round, and a note of who has begun it.
 
 Invariants:
 
@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus._arguments import check_count, check_epoch, check_instance_id, check_split
+from shmbus._arguments import check_count, check_instance_id, check_round, check_split
 from shmbus.put.attached import AttachedWriter
 from shmbus_ext import _core
 
@@ -29,9 +29,9 @@ class RoundPuts(AttachedWriter):
         return _core.groups_useless(self._here())
 
     def next_round(self) -> int:
-        """Return a number that nobody else gets on this bus, for the `epoch` of one round.
+        """Return a number that nobody else gets on this bus, for the `round` of one round.
 
-        Ask once for each time that a prompt is sampled, and pass it as `epoch=` with all samples of
+        Ask once for each time that a prompt is sampled, and pass it as `round=` with all samples of
         that round: they are a group of their own then, also while another round of the same prompt
         is under way. Where several workers sample one round, one asks and tells the others.
 
@@ -60,7 +60,7 @@ class RoundPuts(AttachedWriter):
         instance_id: str | int,
         index: int,
         *,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str | None = None,
     ) -> bool:
         """Say that this producer samples it now, so that others can tell who is missing.
@@ -75,7 +75,7 @@ class RoundPuts(AttachedWriter):
             The prompt's key, as for `put`.
         index : int
             Which sample of its group, from 0.
-        epoch : int, optional
+        round : int, optional
             Which round of the prompt, as for `put`.
         split : str, optional
             Who the group is for, as for `put`.
@@ -97,14 +97,14 @@ class RoundPuts(AttachedWriter):
         -----
         A compare-and-swap in shared memory: it waits for nobody.
         """
-        return self._begin(*_sample(instance_id, index, epoch, split))
+        return self._begin(*_sample(instance_id, index, round, split))
 
     def abandon(
         self,
         instance_id: str | int,
         index: int,
         *,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str | None = None,
     ) -> bool:
         """Take back what `begin` said: the sample is not made here any more.
@@ -113,7 +113,7 @@ class RoundPuts(AttachedWriter):
 
         Parameters
         ----------
-        instance_id, index, epoch, split : object
+        instance_id, index, round, split : object
             As for `begin`.
 
         Returns
@@ -126,11 +126,11 @@ class RoundPuts(AttachedWriter):
         TypeError, ValueError, BusClosedError
             As for `begin`.
         """
-        return self._leave_begun(*_sample(instance_id, index, epoch, split))
+        return self._leave_begun(*_sample(instance_id, index, round, split))
 
 
 def _sample(
-    instance_id: object, index: object, epoch: object, split: object
+    instance_id: object, index: object, round: object, split: object
 ) -> tuple[str, int | None, str | None, int]:
     """Check the arguments that name a sample."""
     key = check_instance_id(instance_id)
@@ -139,7 +139,7 @@ def _sample(
         raise ValueError(f"index: expected less than {_core.MAX_GROUP_SIZE}, got {number}")
     return (
         key,
-        check_epoch(epoch),
+        check_round(round),
         None if split is None else check_split(split),
         number,
     )

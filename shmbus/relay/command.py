@@ -261,7 +261,7 @@ def show_relay(name: str, note: RelayNote) -> str:
         groups = [
             (
                 printable(each.instance_id)
-                + ("" if each.epoch is None else f" epoch {each.epoch}"),
+                + ("" if each.round is None else f" round {each.round}"),
                 f"{each.here} of {each.size}",
                 show_duration(each.age_s),
                 ", ".join(map(str, each.missing)),

@@ -60,7 +60,7 @@ class Coordinator(GroupedHeads):
 
     Parameters
     ----------
-    epoch : int
+    term : int
         Greater than that of any earlier coordinator of these sinks.
     buses : sequence of str
         Identities of the sources' buses.
@@ -74,13 +74,13 @@ class Coordinator(GroupedHeads):
 
     def __init__(
         self,
-        epoch: int,
+        term: int,
         buses: Sequence[str],
         sinks: Sequence[str],
         policy: StashPolicy | None = None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        self.epoch = epoch
+        self.term = term
         self.buses = tuple(buses)
         super().__init__(policy)
         self.newest: dict[str, Mark] = {}
@@ -111,13 +111,13 @@ class Coordinator(GroupedHeads):
         """Ask everybody what there is."""
         return [
             *self.ask_sinks(),
-            *(Subscription(bus, self.epoch, self._question) for bus in self.buses),
+            *(Subscription(bus, self.term, self._question) for bus in self.buses),
         ]
 
     def ask_sinks(self) -> list[Message]:
         """Ask those that have not answered."""
         return [
-            SinkStateWanted(name, self.epoch) for name, view in self.sinks.items() if not view.heard
+            SinkStateWanted(name, self.term) for name, view in self.sinks.items() if not view.heard
         ]
 
     # -- what sources say ------------------------------------------------------------------------
@@ -158,9 +158,9 @@ class Coordinator(GroupedHeads):
 
     def _adopt(self, message: Announcement, named: dict[Origin, OriginHead]) -> None:
         """Take orphans for new, which their source holds after they were orphaned."""
-        epoch, question = message.answers
+        term, question = message.answers
         for origin in [each for each in self.orphans if is_of(each, message.bus)]:
-            if epoch == self.epoch and question >= self.orphans[origin]:
+            if term == self.term and question >= self.orphans[origin]:
                 del self.orphans[origin]
                 if origin in named and self.taken.get(origin, _NEVER) is None:
                     del self.taken[origin]
@@ -177,7 +177,7 @@ class Coordinator(GroupedHeads):
         return self._ask({bus_of(origin) for origin in left})
 
     def _ask(self, buses: Iterable[str]) -> list[Message]:
-        return [Subscription(bus, self.epoch, self._question) for bus in sorted(buses)]
+        return [Subscription(bus, self.term, self._question) for bus in sorted(buses)]
 
     def _is_news(self, mark: Mark, newest: Mark) -> bool:
         return mark > newest
@@ -257,7 +257,7 @@ class Coordinator(GroupedHeads):
         if sink is None:
             return []
         incarnation = self.sinks[sink].incarnation
-        return [Drop(sink, incarnation, self.epoch, self.dropped[whole], whole) for whole in wholes]
+        return [Drop(sink, incarnation, self.term, self.dropped[whole], whole) for whole in wholes]
 
     def drop_again(self) -> list[Message]:
         """Say once more what is dropped: a sink ignores what it has, and what has gone is gone."""
@@ -276,8 +276,8 @@ class Coordinator(GroupedHeads):
         view = self.sinks[message.sink]
         if message.incarnation <= view.incarnation:
             return []
-        if message.epoch != self.epoch:
-            return [SinkStateWanted(message.sink, self.epoch)]
+        if message.term != self.term:
+            return [SinkStateWanted(message.sink, self.term)]
         view.incarnation = message.incarnation
         view.heard = True
         has = message.settled | message.owed
@@ -400,13 +400,13 @@ class Coordinator(GroupedHeads):
         """Have producers asked for what has failed since, and not for what has come."""
         heard = [bus for bus in self.buses if bus in self.newest]
         changed = self.retries.update(heard, now_s)
-        return [self.retries.wanted(bus, self.epoch) for bus in sorted(changed)]
+        return [self.retries.wanted(bus, self.term) for bus in sorted(changed)]
 
     def wanted_of(self, bus: str, confirmed: tuple[int, int]) -> list[Wanted]:
         """Say a source's list once more, unless it has said that it took the newest one."""
-        if bus not in self.newest or confirmed == (self.epoch, self.retries.number(bus)):
+        if bus not in self.newest or confirmed == (self.term, self.retries.number(bus)):
             return []
-        return [self.retries.wanted(bus, self.epoch)]
+        return [self.retries.wanted(bus, self.term)]
 
     def unanswered(self, message: Unanswered, now_s: float) -> list[Message]:
         """Count an attempt as failed: who had the sample has died, and put nothing before."""
@@ -494,4 +494,4 @@ class Coordinator(GroupedHeads):
         checks = tuple(map(_CHECK, samples))
         incarnation = self.sinks[name].incarnation
         missing = find_missing(group, samples) if len(group.samples) < group.need else ()
-        return Assignment(name, incarnation, self.epoch, origins, weight, checks, missing)
+        return Assignment(name, incarnation, self.term, origins, weight, checks, missing)

@@ -60,7 +60,7 @@ ASK_AGAIN_S = 1.0
 SILENT_S = 3.0
 #: Seconds between rounds without a message: deadlines of groups are as exact as this.
 ROUND_S = 0.05
-#: Bits of an epoch below its number: two coordinators that begin at once differ in them.
+#: Bits of a term below its number: two coordinators that begin at once differ in them.
 _RANDOM_BITS = 16
 #: What was refused, and samples of a group that are missing: how many of them a note tells.
 _SHOWN = 16
@@ -123,7 +123,7 @@ class CoordinatorParty:
         for address in [*self.sources, *self.sinks]:
             heard = self.hellos.get(address)
             if heard is None or now_s - heard[1] > SILENT_S:
-                self._mailbox.send(address, HelloWanted(self.pure.epoch if self.pure else 0))
+                self._mailbox.send(address, HelloWanted(self.pure.term if self.pure else 0))
 
     # -- who is there ----------------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class CoordinatorParty:
             self._count_refused(f"{address} is not among the relay's peers; start it with them all")
             return
         elsewhere = hello.coordinator != self._mailbox.address
-        if self.pure is not None and hello.epoch > self.pure.epoch and elsewhere:
+        if self.pure is not None and hello.term > self.pure.term and elsewhere:
             raise errors.BusBusyError(
-                f"relay: {address} follows coordinator {hello.epoch} at {hello.coordinator}, and "
-                f"this is {self.pure.epoch} at {self._mailbox.address}: another one was started "
+                f"relay: {address} follows coordinator {hello.term} at {hello.coordinator}, and "
+                f"this is {self.pure.term} at {self._mailbox.address}: another one was started "
                 "for the same trainers; this one ends"
             )
         before = self._bus_of.get(address)
@@ -153,7 +153,7 @@ class CoordinatorParty:
         self._note_clock(hello)
         if self.pure is None:
             self._begin_if_all_sinks_are_there()
-        elif hello.epoch > self.pure.epoch:
+        elif hello.term > self.pure.term:
             # Of one that was here before, and whose last words came late.
             self._begin()
         elif before is not None and before != hello.bus:
@@ -169,7 +169,7 @@ class CoordinatorParty:
             view = self.pure.sinks[address]
             if view.heard and view.incarnation < hello.incarnation:
                 # What it said when it began was lost.
-                self._say([SinkStateWanted(address, self.pure.epoch)])
+                self._say([SinkStateWanted(address, self.pure.term)])
         self._tell_peers()
         self._steer()
 
@@ -201,12 +201,12 @@ class CoordinatorParty:
 
     def _begin(self) -> None:
         """Begin, or begin again, under a number above all that anybody has heard."""
-        heard = [hello.epoch for hello, _ in self.hellos.values()]
-        newest = max([*heard, 0 if self.pure is None else self.pure.epoch])
-        epoch = (newest >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+        heard = [hello.term for hello, _ in self.hellos.values()]
+        newest = max([*heard, 0 if self.pure is None else self.pure.term])
+        term = (newest >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
         buses = [self._bus_of[address] for address in self.sources if address in self._bus_of]
         drops = self.pure.drops if self.pure is not None else None
-        self.pure = Coordinator(epoch, buses, self.sinks, self._policy, self._window)
+        self.pure = Coordinator(term, buses, self.sinks, self._policy, self._window)
         if drops is not None:
             self.pure.drops = drops
         for address in self.sources:
@@ -227,7 +227,7 @@ class CoordinatorParty:
     def _meet_source(self, bus: str) -> None:
         assert self.pure is not None
         self.pure.buses = (*self.pure.buses, bus)
-        self._say([Subscription(bus, self.pure.epoch)])
+        self._say([Subscription(bus, self.pure.term)])
 
     def _bus_changed(self, hello: Hello, before: str) -> None:
         """Begin again with a bus that was removed and made again under its name."""
@@ -427,9 +427,9 @@ class CoordinatorParty:
             self._say(self.pure.assign_again(late))
         if self.pure.dropped and self._drops.is_over(len(self.pure.dropped), now_s):
             self._say(self.pure.drop_again())
-        epoch = self.pure.epoch
+        term = self.pure.term
         unheard = [bus for bus in self.pure.buses if bus not in self.pure.newest]
-        self._say([Subscription(bus, epoch) for bus in unheard])
+        self._say([Subscription(bus, term) for bus in unheard])
         self._told = ()
         self._tell_peers()
 
@@ -472,7 +472,7 @@ class CoordinatorParty:
         ]  # fmt: skip
         everybody = [*self.sources, *self.sinks]
         return RelayNote(
-            pure.epoch if pure else 0,
+            pure.term if pure else 0,
             peers,
             [address for address in everybody if address not in self.hellos],
             pure.stash.open_records if pure else 0,

@@ -112,10 +112,10 @@ def find_missing(
     group: GroupEntry[OriginHead], records: Iterable[OriginHead]
 ) -> tuple[MissingSample, ...]:
     """Return samples that a group goes without, and of which no record says that they failed."""
-    id_, epoch, _ = split_key(group.key)
+    id_, round, _ = split_key(group.key)
     there = {sample.index for sample in records}
     return tuple(
-        MissingSample(id_, epoch, group.size, group.need, index, 0, _NOT_COMING)
+        MissingSample(id_, round, group.size, group.need, index, 0, _NOT_COMING)
         for index in range(group.size)
         if index not in there
     )

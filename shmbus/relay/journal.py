@@ -63,7 +63,7 @@ class BusJournal:
                 owed.append(origin)
         #: What the sinks before this one have left.
         self.found = Journal(frozenset(settled), tuple(sorted(owed)), ended=frozenset(ends))
-        self.epoch = _core.relay_words(segment)[4]
+        self.term = _core.relay_words(segment)[4]
         self.capacity = _core.relay_words(segment)[0]
 
     def bind(self, writer: _core.Writer) -> None:
@@ -132,6 +132,6 @@ class BusJournal:
         """Have `ends` return all once more, though no more has ended."""
         self._ended = -1
 
-    def note(self, epoch: int, seen_ns: int, figures: tuple[int, ...]) -> None:
+    def note(self, term: int, seen_ns: int, figures: tuple[int, ...]) -> None:
         """Write what a successor and `shmbus status` need."""
-        _core.relay_note(self._segment, epoch, seen_ns, figures)
+        _core.relay_note(self._segment, term, seen_ns, figures)

@@ -4,7 +4,7 @@ Messages may be late, lost with whoever sent or awaited them, and overtake each 
 one judges it by its numbers alone:
 
 - An announcement by (incarnation, number): only growing ones are taken.
-- What a coordinator says by its epoch, and what is said to a sink by that sink's incarnation.
+- What a coordinator says by its term, and what is said to a sink by that sink's incarnation.
 - An answer with records by the number of its question: what has been put since, or was given back,
   may be assigned again, and an answer from before that names records that their source let go.
 """
@@ -51,7 +51,7 @@ _LARGEST = 2**62
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 #: Of a coordinator, or -1 of who has heard none. The next one is greater, and as valid: honest ones
 #: never come near the end.
-Epoch: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST // 2)]
+Term: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST // 2)]
 #: Of the ledger, for a record's end.
 Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(REASONS)})$")]
 #: The identity of a bus: 128 bits.
@@ -74,7 +74,7 @@ class Subscription(NamedTuple):
     """
 
     bus: str
-    epoch: Epoch = 0
+    term: Term = 0
     question: Count = 0
 
 
@@ -82,7 +82,7 @@ class Announcement(NamedTuple):
     """A source to the coordinator: heads of what it holds, as the core packs them.
 
     `whole` says that it holds nothing else; otherwise they are what came since the one before.
-    `answers` are epoch and question of the newest Subscription that was there when it was made.
+    `answers` are term and question of the newest Subscription that was there when it was made.
     """
 
     bus: str
@@ -93,10 +93,10 @@ class Announcement(NamedTuple):
 
 
 class SinkStateWanted(NamedTuple):
-    """A coordinator to a sink: say what you have, and take no assignment of an earlier epoch."""
+    """A coordinator to a sink: say what you have, and take no assignment of an earlier term."""
 
     sink: str
-    epoch: Epoch
+    term: Term
 
 
 class SinkState(NamedTuple):
@@ -108,7 +108,7 @@ class SinkState(NamedTuple):
 
     sink: str
     incarnation: int
-    epoch: int
+    term: int
     settled: frozenset[Origin]
     owed: frozenset[Origin]
 
@@ -117,7 +117,7 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample that failed, or never came: of which group, and why. `attempt` is the next one."""
 
     instance_id: _Id
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None
+    round: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None
     group_size: _Size
     need: _Size
     index: _Place
@@ -140,7 +140,7 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
     @property
     def id(self) -> tuple[str, int | None, int, int]:
         """What it is known by: the same sample asked for once more is another one."""
-        return (self.instance_id, self.epoch, self.index, self.attempt)
+        return (self.instance_id, self.round, self.index, self.attempt)
 
 
 class Assignment(NamedTuple):
@@ -152,7 +152,7 @@ class Assignment(NamedTuple):
 
     sink: str
     incarnation: int
-    epoch: int
+    term: int
     origins: _Records
     nbytes: Count = 0
     checks: tuple[int, ...] = ()
@@ -174,7 +174,7 @@ class Drop(NamedTuple):
 
     sink: str
     incarnation: int
-    epoch: int
+    term: int
     reason: Reason
     origins: tuple[Origin, ...]
 
@@ -248,9 +248,9 @@ class Confirmation(NamedTuple):
 
 
 class HelloWanted(NamedTuple):
-    """A coordinator to all: say who you are. One that begins has epoch 0: it will be the newest."""
+    """A coordinator to all: say who you are. One that begins has term 0: it will be the newest."""
 
-    epoch: Epoch = 0
+    term: Term = 0
 
 
 class Hello(NamedTuple):
@@ -258,8 +258,8 @@ class Hello(NamedTuple):
 
     `largest_record` and `largest_group` are bytes that its bus takes, `largest_count` records of a
     group; 0 of a source. `paused` is why its bus is paused. `clock_ns` is its CLOCK_MONOTONIC, and
-    `held`, `moving` and `settled` count records, for messages. `epoch` is that of the newest
-    coordinator that it has heard, and `coordinator` where that one is. `asked` are epoch and number
+    `held`, `moving` and `settled` count records, for messages. `term` is that of the newest
+    coordinator that it has heard, and `coordinator` where that one is. `asked` are term and number
     of the newest Wanted that a source has taken, `mark` is that of its newest announcement: a
     coordinator that has not got that one asks for all. `oldest_ns` is when the record was committed
     that it has held for longest, 0 for none.
@@ -270,7 +270,7 @@ class Hello(NamedTuple):
     name: str
     bus: Identity
     incarnation: Count
-    epoch: Epoch
+    term: Term
     coordinator: str
     policy_version: Count
     paused: str | None
@@ -296,11 +296,11 @@ class Steering(NamedTuple):
 class Wanted(NamedTuple):
     """The coordinator to a source: its producers are asked for these samples, and for no others.
 
-    `number` grows within an epoch; an older list than the newest taken is ignored.
+    `number` grows within a term; an older list than the newest taken is ignored.
     """
 
     bus: str
-    epoch: Epoch
+    term: Term
     number: Count
     samples: tuple[MissingSample, ...]
 

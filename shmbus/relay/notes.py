@@ -66,7 +66,7 @@ class WaitingNote(msgspec.Struct, frozen=True):
     ----------
     instance_id : str
         Its prompt.
-    epoch : int or None
+    round : int or None
         The round of the prompt.
     size, here : int
         Its samples, and how many were announced.
@@ -79,7 +79,7 @@ class WaitingNote(msgspec.Struct, frozen=True):
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     size: int
     here: int
     age_s: float
@@ -92,7 +92,7 @@ class RelayNote(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    epoch : int
+    term : int
         Of this coordinator.
     peers : list[PeerNote]
         Sources and sinks that have said who they are.
@@ -118,7 +118,7 @@ class RelayNote(msgspec.Struct, frozen=True):
         The groups that wait longest for samples.
     """
 
-    epoch: int
+    term: int
     peers: list[PeerNote]
     missing: list[str]
     announced: int
@@ -158,13 +158,13 @@ def waiting_notes(
     for group in stash.oldest(_MOST_WAITING):
         if not group.samples:
             continue  # nothing but reports of failures
-        id_, epoch, _ = split_key(group.key)
+        id_, round, _ = split_key(group.key)
         here = {sample.index for sample in group.samples}
         age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
         on = {bus_of(sample.origin) for sample in group.samples}
         at = sorted(address_of.get(bus, bus) for bus in on)
         missing = [index for index in range(group.size) if index not in here]
         found.append(
-            WaitingNote(id_, epoch, group.size, len(here), age_s, at, missing[:most_missing])
+            WaitingNote(id_, round, group.size, len(here), age_s, at, missing[:most_missing])
         )
     return found

@@ -17,7 +17,7 @@ __all__ = ["OriginHead", "head_of", "unpack_heads"]
 def head_of(bus: str, head: RecordHead) -> OriginHead:
     """Return what a head of the bus of this identity is among all buses."""
     return OriginHead(
-        make_origin(bus, *head.id), head.instance_id, head.epoch, head.group_size, head.index,
+        make_origin(bus, *head.id), head.instance_id, head.round, head.group_size, head.index,
         head.score, head.policy_version, head.nbytes, head.committed_ns, head.check, head.need,
         head.reason,
     )  # fmt: skip

@@ -131,19 +131,19 @@ class RetryRequests:
         Request or None
             The request.
         """
-        key = make_key(sample.instance_id, sample.epoch, _core.SPLIT_TRAIN)
+        key = make_key(sample.instance_id, sample.round, _core.SPLIT_TRAIN)
         request, asked = self._at.get((key, sample.index), (None, ""))
         same = request is not None and asked == bus and request.attempt == sample.attempt
         return request if same else None
 
-    def wanted(self, bus: str, epoch: int) -> Wanted:
+    def wanted(self, bus: str, term: int) -> Wanted:
         """Return all that a source's producers are asked for.
 
         Parameters
         ----------
         bus : str
             The source's.
-        epoch : int
+        term : int
             The coordinator's.
 
         Returns
@@ -152,7 +152,7 @@ class RetryRequests:
             The list, with its number.
         """
         samples = tuple(_sample(request) for request, at in self._at.values() if at == bus)
-        return Wanted(bus, epoch, self._numbers[bus], samples)
+        return Wanted(bus, term, self._numbers[bus], samples)
 
     def number(self, bus: str) -> int:
         """Return the number of a source's newest list."""
@@ -160,8 +160,8 @@ class RetryRequests:
 
 
 def _sample(request: Request) -> MissingSample:
-    instance_id, epoch, _ = split_key(request.key)
+    instance_id, round, _ = split_key(request.key)
     return MissingSample(
-        instance_id, epoch, request.group_size, request.need, request.index, request.attempt,
+        instance_id, round, request.group_size, request.need, request.index, request.attempt,
         request.reason,
     )  # fmt: skip

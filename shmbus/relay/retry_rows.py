@@ -37,14 +37,14 @@ class RetryRows:
     def __init__(self, segment: _core.Segment, identity: str) -> None:
         self._segment = segment
         self._bus = identity
-        #: Epoch and number of the newest list.
+        #: Term and number of the newest list.
         self.mark = (0, 0)
         self._rows: dict[_Id, int] = {}
         #: Those whose claimant was found dead, and whose records may not all have been read.
         self._dead: dict[_Id, int] = {}
-        for row, _, _, id_, epoch, split, _, _, index, attempt, _, _ in self._read():
+        for row, _, _, id_, round, split, _, _, index, attempt, _, _ in self._read():
             if split == _core.SPLIT_TRAIN:
-                self._rows[id_, epoch, index, attempt] = row
+                self._rows[id_, round, index, attempt] = row
         taken = set(self._rows.values())
         self._free = [row for row in range(_core.RETRY_ENTRIES - 1, -1, -1) if row not in taken]
         for row in self._free:
@@ -66,7 +66,7 @@ class RetryRows:
         message : Wanted
             The list.
         """
-        mark = (message.epoch, message.number)
+        mark = (message.term, message.number)
         if mark < self.mark:
             return
         self.mark = mark
@@ -88,7 +88,7 @@ class RetryRows:
             # Grows over sources too, so that a claim is always for the request that was seen.
             _core.monotonic_ns(),
             sample.instance_id,
-            _core.NO_EPOCH if sample.epoch is None else sample.epoch,
+            _core.NO_ROUND if sample.round is None else sample.round,
             _core.SPLIT_TRAIN,
             sample.group_size,
             sample.need,
@@ -122,10 +122,10 @@ class RetryRows:
         if not self._dead:
             return []
         said = []
-        for _, _, claimant, id_, epoch, _, size, need, index, attempt, _, _ in self._read():
-            if claimant and self._dead.get((id_, epoch, index, attempt)) == claimant - 1:
+        for _, _, claimant, id_, round, _, size, need, index, attempt, _, _ in self._read():
+            if claimant and self._dead.get((id_, round, index, attempt)) == claimant - 1:
                 why = f"producer {claimant - 1} died while it had it"
-                sample = MissingSample(id_, epoch, size, need, index, attempt, why)
+                sample = MissingSample(id_, round, size, need, index, attempt, why)
                 said.append(Unanswered(self._bus, sample))
         return said
 

@@ -132,7 +132,7 @@ class Sink:
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        self.epoch = -1
+        self.term = -1
         self.release_on = release
         #: What the journal says, which is written as one, and before anything that it vouches for.
         self.settled: set[Origin] = set(journal.settled)
@@ -177,18 +177,18 @@ class Sink:
 
     def _state(self) -> SinkState:
         settled, owed = frozenset(self.settled), frozenset(self.owed)
-        return SinkState(self.name, self.incarnation, self.epoch, settled, owed)
+        return SinkState(self.name, self.incarnation, self.term, settled, owed)
 
     def tell(self, message: SinkStateWanted) -> list[Message]:
         """Say what there is to a coordinator, unless it has a successor already."""
-        if message.epoch < self.epoch:
+        if message.term < self.term:
             return []
-        self.epoch = message.epoch
+        self.term = message.term
         return [self._state()]
 
     def _is_meant(self, message: Assignment | Drop) -> bool:
         """Whether it is for this sink, by its coordinator, and about nothing that it has."""
-        if (message.incarnation, message.epoch) != (self.incarnation, self.epoch):
+        if (message.incarnation, message.term) != (self.incarnation, self.term):
             return False
         return self.owed.isdisjoint(message.origins) and self.settled.isdisjoint(message.origins)
 

@@ -156,7 +156,7 @@ class SinkParty:
             mailbox.address, self.journal.incarnation, self.journal.found, release, block_bytes,
             min(BLOCK_RECORDS, self.journal.capacity // _BLOCK_SHARE),
         )  # fmt: skip
-        self.sink.epoch = self.journal.epoch
+        self.sink.term = self.journal.term
         self._tracks_ends = release == "acknowledged"
         #: Where each source is, by its bus's identity.
         self.addresses: dict[str, str] = {}
@@ -212,14 +212,14 @@ class SinkParty:
         self._mailbox.send(
             to or self._coordinator,
             Hello(
-                sink.name, True, bus.name, bus.identity, sink.incarnation, sink.epoch,
+                sink.name, True, bus.name, bus.identity, sink.incarnation, sink.term,
                 self._coordinator,
                 bus.policy_version, bus.paused, bus.record_limit, bus.capacity // _GROUP_SHARE,
                 self.journal.capacity // _GROUP_SHARE, now, 0, moving, settled,
             ),
         )  # fmt: skip
         figures = (moving, settled, self.records, self.refused, len(self.addresses))
-        self.journal.note(sink.epoch, now, figures)
+        self.journal.note(sink.term, now, figures)
 
     # -- hearing ---------------------------------------------------------------------------------
 
@@ -228,14 +228,14 @@ class SinkParty:
         sink = self.sink
         match envelope.message:
             case HelloWanted() as wanted:
-                if wanted.epoch == 0:
+                if wanted.term == 0:
                     self._coordinator = envelope.sender
                 self._hello(envelope.sender)
             case SinkStateWanted() as message if message.sink == sink.name:
                 said = sink.tell(message)
                 if said:
                     self._coordinator = envelope.sender
-                    self.journal.note(sink.epoch, time.monotonic_ns(), ())
+                    self.journal.note(sink.term, time.monotonic_ns(), ())
                 self._say(said)
             case Assignments() as message:
                 self._say(sink.assign_all(g for g in message.groups if g.sink == sink.name))
@@ -427,7 +427,7 @@ class SinkParty:
                     continue
                 try:
                     self.producer.fail(
-                        sample.instance_id, sample.index, sample.reason, epoch=sample.epoch,
+                        sample.instance_id, sample.index, sample.reason, round=sample.round,
                         group_size=sample.group_size or None, need=sample.need or None,
                         timeout=0.0,
                     )  # fmt: skip

@@ -81,7 +81,7 @@ class Source:
 
     def subscribe(self, message: Subscription) -> list[Message]:
         """Announce all that is held to a coordinator that has missed something."""
-        self.asked = max(self.asked, (message.epoch, message.question))
+        self.asked = max(self.asked, (message.term, message.question))
         return [self._announce(self.held, whole=True)]
 
     def fetch(self, message: Fetch) -> list[Message]:

@@ -92,7 +92,7 @@ class SourceParty:
         #: Records that only this bus has a word for: their split is not "train".
         self.kept = 0
         #: Of the newest coordinator.
-        self.epoch = 0
+        self.term = 0
         self._new: dict[Origin, _core.Trajectory] = {}
         self._next_announcement_s = 0.0
         self._next_hello_s = 0.0
@@ -136,7 +136,7 @@ class SourceParty:
             to or self._coordinator,
             Hello(
                 self._mailbox.address, False, self.reader.name, self.source.bus,
-                self.source.incarnation, self.epoch, self._coordinator,
+                self.source.incarnation, self.term, self._coordinator,
                 self.reader.policy_version, self._bus.paused,
                 0, 0, 0, time.monotonic_ns(), len(self.source.held), 0, self.released,
                 self.rows.mark, self.source.mark, self._oldest_ns(),
@@ -177,12 +177,12 @@ class SourceParty:
         """Act on a message."""
         match envelope.message:
             case HelloWanted() as wanted:
-                if wanted.epoch == 0:
+                if wanted.term == 0:
                     self._coordinator = envelope.sender
                 self._say_hello(envelope.sender)
             case Subscription() as asked if asked.bus == self.source.bus:
-                if asked.epoch >= self.epoch:
-                    self._coordinator, self.epoch = envelope.sender, asked.epoch
+                if asked.term >= self.term:
+                    self._coordinator, self.term = envelope.sender, asked.term
                     self._announce_all(asked)
             case Fetch() as asked if asked.bus == self.source.bus:
                 self._fetch(envelope.sender, asked)
@@ -191,7 +191,7 @@ class SourceParty:
             case Steering() as steering:
                 self._steer(steering)
             case Wanted() as wanted if wanted.bus == self.source.bus:
-                if wanted.epoch >= self.epoch:
+                if wanted.term >= self.term:
                     self.rows.take(wanted)
                     self._say_hello()
             case _:

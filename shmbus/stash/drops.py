@@ -28,14 +28,14 @@ _SUPERSEDED = "failed (reports)"
 #: A sample of a group that was complete without it, as its producers had asked.
 _NOT_NEEDED = "surplus (not needed)"
 #: What went wrong, and what to do, by the ledger's reason.
-_OWN_EPOCH = "give each round of a prompt its own epoch, from producer.next_round()"
+_OWN_ROUND = "give each round of a prompt its own number: round=producer.next_round()"
 _REMEDIES = {
     "duplicate": "that index was there already, and the first is kept; number the samples of a "
-    f"prompt once, or {_OWN_EPOCH}",
+    f"prompt once, or {_OWN_ROUND}",
     "size_mismatch": "its group_size or need is not that of the group; pass the same ones with "
-    f"every sample of a group, or {_OWN_EPOCH}",
-    "surplus": "the group of this id and epoch had ended, or had the samples that it needs; "
-    f"{_OWN_EPOCH}",
+    f"every sample of a group, or {_OWN_ROUND}",
+    "surplus": "the group of this id and round had ended, or had the samples that it needs; "
+    f"{_OWN_ROUND}",
     "timeout": "the group was incomplete when group_timeout was over; raise it, or deliver what is "
     "there by on_timeout='partial'",
     "stale": "more than max_policy_lag versions behind; raise it, or check that workers pass "
@@ -113,14 +113,14 @@ class DropLog:
 
     def _describe(self, reason: str, samples: Sequence[Trajectory]) -> str:
         first = samples[0]
-        key, epoch, split = split_key(first.key)
+        key, round, split = split_key(first.key)
         indices = ", ".join(str(sample.index) for sample in samples[:_SHOWN])
         if len(samples) > _SHOWN:
             indices += ", ..."
         reports = [sample for sample in samples if sample.failed]
         what = "the failure report" if len(reports) == len(samples) else "sample"
         which = f"{what}{'s' if len(samples) > 1 else ''} {indices}"
-        group = repr(key) + ("" if epoch is None else f" epoch {epoch}")
+        group = repr(key) + ("" if round is None else f" round {round}")
         if split:
             group += f" of split {_core.split_label(self._segment, split)!r}"
         ids = sorted({sample.producer_id for sample in samples})
@@ -158,5 +158,5 @@ def duplicate_error(sample: _core.Trajectory) -> errors.ProtocolError:
     return errors.ProtocolError(
         f"trajectory {sample.instance_id!r}[{sample.index}] came twice, now from producer "
         f"{sample.producer_id}; the first was kept. Number the samples of a prompt once, or give "
-        "each round of it its own epoch, from producer.next_round()"
+        "each round of it its own number: round=producer.next_round()"
     )

@@ -33,7 +33,7 @@ class Requests:
     segment : Segment
         The bus, of which this process is the collector.
     recent : dict, optional
-        Keys with epochs whose groups were complete, as the stash remembers them; of a group that
+        Keys with rounds whose groups were complete, as the stash remembers them; of a group that
         has ended this notes the last request by then.
     """
 
@@ -59,8 +59,8 @@ class Requests:
         """Whether a group was offered through the lane, and has not ended."""
         return self.used and self._find(key) is not None
 
-    def _key(self, id_: str, epoch: int | None, split: str) -> Hashable:
-        return make_key(id_, epoch, _core.split_number(self._segment, split))
+    def _key(self, id_: str, round: int | None, split: str) -> Hashable:
+        return make_key(id_, round, _core.split_number(self._segment, split))
 
     def _find(self, key: Hashable) -> tuple[int, int] | None:
         found = self._open.get(key)
@@ -80,12 +80,12 @@ class Requests:
         if last == self._number:
             return
         whole = last - 1
-        for row, number, id_, epoch, split in sorted(
+        for row, number, id_, round, split in sorted(
             _core.request_since(self._segment, self._number), key=lambda row: row[1]
         ):
             if number > last:
                 break
-            self._open.setdefault(self._key(id_, epoch, split), []).append((row, number))
+            self._open.setdefault(self._key(id_, round, split), []).append((row, number))
             whole = max(whole, number)
         self._number = max(self._number, whole)
 

@@ -67,13 +67,13 @@ class Retries:
         """Note claims and attempts of an earlier collector's requests; free the other rows."""
         claimed: set[int] = set()
         requests = _core.retry_requests(self._segment)
-        for row, _, claimant, id_, epoch, split, _, _, index, attempt, reason, _ in requests:
+        for row, _, claimant, id_, round, split, _, _, index, attempt, reason, _ in requests:
             if attempt == _core.RETRY_PAUSE and self._pause is None:
-                self._pause = (row, epoch or 0)
+                self._pause = (row, round or 0)
                 self._failures.lane.restore(reason, 0.0)
                 claimed.add(row)
                 continue
-            at = (make_key(id_, epoch, split), index)
+            at = (make_key(id_, round, split), index)
             self._failures.earlier_attempts[at] = attempt
             if claimant:
                 self._taken_over[at] = (row, attempt)
@@ -218,14 +218,14 @@ class Retries:
         self._failures.publish(request, now_s)
 
     def _publish(self, row: int, request: Request) -> None:
-        id_, epoch, split = split_key(request.key)
+        id_, round, split = split_key(request.key)
         _core.retry_publish(
             self._segment,
             row,
             # Grows over collectors too, so that a claim is always for the request that was seen.
             _core.monotonic_ns(),
             id_,
-            _core.NO_EPOCH if epoch is None else epoch,
+            _core.NO_ROUND if round is None else round,
             split,
             request.group_size,
             request.need,

@@ -16,9 +16,9 @@ Invariants
 
 Ambiguous samples
 -----------------
-- A key is an instance id, or (instance id, epoch) where producers give epochs; the split is a part
+- A key is an instance id, or (instance id, round) where producers give rounds; the split is a part
   of it (keys.py). When its group is complete, the next sample of a key begins a new group; with an
-  epoch it is surplus instead, unless its prompt was offered again after that group had ended.
+  round it is surplus instead, unless its prompt was offered again after that group had ended.
 - A group is complete when `need` different indices are there, which may be fewer than group_size.
 - Of two samples with one index the first is kept. A sample whose group_size or need differs from
   that of its open group is discarded, and the group is kept.
@@ -32,7 +32,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from shmbus import errors, limits
-from shmbus._keys import has_epoch, split_of
+from shmbus._keys import has_round, split_of
 from shmbus.stash.failures import FailingGroup, Failures, Request
 from shmbus_ext import _core
 from shmbus_ext._core import (
@@ -87,7 +87,7 @@ class Sample(Protocol):
 
 S = TypeVar("S", bound=Sample)
 
-#: Keys of completed groups that are remembered, where epochs are given, to recognise surplus
+#: Keys of completed groups that are remembered, where rounds are given, to recognise surplus
 #: samples: some MiB of keys, and many steps' worth of groups.
 RECENT_KEYS = 65_536
 
@@ -238,12 +238,12 @@ class Stash(Generic[S]):
         key = members[0].key
         entry = self.table.gather(members, now_s)
         failing = self.failures.groups.get(key)
-        if failing is not None and (has_epoch(key) or not failing.received):
+        if failing is not None and (has_round(key) or not failing.received):
             self.failures.end(failing)
             self._discard("surplus", key, failing.samples)
             if failing.reports:
                 self.reports[entry] = failing.reports
-        if has_epoch(key):
+        if has_round(key):
             open_one = self.table.take(key)
             if open_one is not None:
                 self._discard("surplus", key, open_one.samples)
@@ -266,8 +266,8 @@ class Stash(Generic[S]):
         self._note_failing()
 
     def note_complete(self, key: Hashable) -> None:
-        """Note that the group of a key is elsewhere: with an epoch, what else comes is surplus."""
-        if has_epoch(key):
+        """Note that the group of a key is elsewhere: with a round, what else comes is surplus."""
+        if has_round(key):
             self.table.recent[key] = None
 
     def _had(self, key: Hashable) -> bool:
@@ -295,7 +295,7 @@ class Stash(Generic[S]):
 
     def _cancel(self, key: Hashable) -> None:
         """Have producers told that this group needs no more samples."""
-        if has_epoch(key):
+        if has_round(key):
             self.table.cancelled.append(key)
 
     def _overflow(self, limit: int, now_s: float) -> None:
@@ -401,7 +401,7 @@ class Stash(Generic[S]):
         else:
             self._discard_group(reason, key, samples)
             self._discard("failed", key, reports)
-        if has_epoch(key):
+        if has_round(key):
             self.table.recent[key] = None
         self._cancel(key)
         self._note_failing()

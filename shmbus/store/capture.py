@@ -28,7 +28,7 @@ from shmbus.producer import Producer
 from shmbus.segment.names import check_name
 from shmbus.store import snapshot
 from shmbus.store.directory import MANIFEST, write_directory
-from shmbus.store.parts import NO_EPOCH, Part, PartWriter, Record, damaged, read_parts, read_record
+from shmbus.store.parts import NO_ROUND, Part, PartWriter, Record, damaged, read_parts, read_record
 from shmbus_ext import _core
 
 __all__ = ["Capture", "Replayed", "record", "replay"]
@@ -319,7 +319,7 @@ def replay(
                     found.index,
                     str(meta),
                     group_size=None if found.checksum & _core.FLAG_NO_SIZE else found.group_size,
-                    epoch=None if found.epoch == NO_EPOCH else found.epoch,
+                    round=None if found.round == NO_ROUND else found.round,
                     split=found.split,
                     policy_version=found.policy_version,
                     timeout=timeout,
@@ -332,7 +332,7 @@ def replay(
                 index=found.index,
                 score=found.score,
                 policy_version=(found.policy_version, found.policy_version + found.version_span),
-                epoch=None if found.epoch == NO_EPOCH else found.epoch,
+                round=None if found.round == NO_ROUND else found.round,
                 split=found.split,
                 need=found.need or None,
                 meta=meta,

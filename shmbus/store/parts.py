@@ -2,7 +2,7 @@
 
 A part holds records of one schema (field names, dtypes, dimensions). Its tensors:
 
-- ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``epoch``
+- ``producer_id``, ``sequence``, ``order``, ``committed_ns`` (u64), ``policy_version``, ``round``
   (i64; the lowest one where there is none), ``score`` (f64), ``group_size``, ``index``, ``slot``
   (u32), ``checksum`` (u8: the record's flags), one element a record;
 - ``need`` (u16) and ``version_span`` (u32), as the record has them; 0 in a part that lacks them,
@@ -39,7 +39,7 @@ from shmbus.inspect.records import Field, RecordRow, parse_fields
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
-NO_EPOCH: Final = _core.NO_EPOCH
+NO_ROUND: Final = _core.NO_ROUND
 #: Bytes of records above which a part is written: few enough to hold in memory several times,
 #: enough for one long write.
 _PART_BYTES: Final = 64 << 20
@@ -51,7 +51,7 @@ _SCALARS: Final = {
     "order": "<u8",
     "committed_ns": "<u8",
     "policy_version": "<i8",
-    "epoch": "<i8",
+    "round": "<i8",
     "score": "<f8",
     "group_size": "<u4",
     "index": "<u4",
@@ -85,7 +85,7 @@ class Record(msgspec.Struct, frozen=True):
     order: int
     committed_ns: int
     policy_version: int
-    epoch: int
+    round: int
     score: float
     group_size: int
     index: int
@@ -123,7 +123,7 @@ def read_record(file: SegmentFile, row: RecordRow, order: int, run: int = 0) -> 
         order=order,
         committed_ns=row.committed_ns,
         policy_version=row.policy_version,
-        epoch=NO_EPOCH if row.epoch is None else row.epoch,
+        round=NO_ROUND if row.round is None else row.round,
         score=row.score,
         group_size=row.group_size,
         index=row.index,

@@ -469,7 +469,7 @@ def _put(restorer: _core.Restorer, record: Record, split: int, run: int) -> bool
         record.need,
         record.index,
         split,
-        record.epoch,
+        record.round,
         record.checksum & _core.FLAGS_KEPT,
         record.instance_id.encode(),
         record.schema,

@@ -189,7 +189,7 @@ class LeaseEnds(AttachedConsumer):
     def end_trained(self, names: Iterable[bytes]) -> None:
         """Acknowledge samples that a checkpoint counts as trained, now and whenever they come.
 
-        No group has them any more. What comes late of a group with an epoch that has such a sample
+        No group has them any more. What comes late of a group with a round that has such a sample
         is surplus. Groups that this consumer holds stay as they are; give them back first. A second
         call takes the place of the first.
 

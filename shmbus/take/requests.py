@@ -30,7 +30,7 @@ class OpenRequest(TypedDict):
     """A request that was offered, and whose group was not acknowledged; `prompt` is base64."""
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     split: str
     group_size: int
     need: int
@@ -47,7 +47,7 @@ class _OptionalState(TypedDict, total=False):
 class RequestsState(_OptionalState):
     """What `requests_state` returns: plain values, for any checkpoint.
 
-    Whoever saves it may add `trained`: [instance id, epoch, split] of requests that are open only
+    Whoever saves it may add `trained`: [instance id, round, split] of requests that are open only
     because their groups are not acknowledged yet. `number` is the last request's on the bus of the
     identity `bus`.
     """
@@ -66,7 +66,7 @@ class RestoredRequests(msgspec.Struct, frozen=True):
     kept : int
         Requests of the state that were open still.
     beyond : list of (str, int | None, str)
-        Instance ids, epochs and splits of open requests that the state does not have: they were
+        Instance ids, rounds and splits of open requests that the state does not have: they were
         offered after it was saved, and whoever feeds should not offer them again.
     trained : list of (str, int | None, str)
         Those of the state's `trained` that are open still.
@@ -122,7 +122,7 @@ class PromptRequests(AttachedConsumer):
         *,
         group_size: int,
         need: int | None = None,
-        epoch: int | None = None,
+        round: int | None = None,
         split: str = TRAIN,
         priority: int = 0,
         meta: Any = None,
@@ -142,7 +142,7 @@ class PromptRequests(AttachedConsumer):
             Samples to make, 1 to 16384.
         need : int, optional
             How many of them make the group complete; all by default.
-        epoch : int, optional
+        round : int, optional
             Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
         split : str, default "train"
             What the group is for.
@@ -173,7 +173,7 @@ class PromptRequests(AttachedConsumer):
             instance_id,
             group_size=group_size,
             need=need,
-            epoch=epoch,
+            round=round,
             split=split,
             priority=priority,
             meta=meta,
@@ -190,7 +190,7 @@ class PromptRequests(AttachedConsumer):
         Returns
         -------
         list of (str, int | None, str)
-            Instance ids, epochs and splits, oldest request first.
+            Instance ids, rounds and splits, oldest request first.
 
         Raises
         ------
@@ -282,7 +282,7 @@ class PromptRequests(AttachedConsumer):
         newest = _core.request_number(feeder._segment)
         there = Counter(_key(each) for each in open_requests(feeder._segment))
         trained = there & Counter(
-            (id_, epoch, split) for id_, epoch, split in state.get("trained", ())
+            (id_, round, split) for id_, round, split in state.get("trained", ())
         )
         there -= trained
         offered = kept = 0
@@ -296,7 +296,7 @@ class PromptRequests(AttachedConsumer):
                 saved["instance_id"],
                 saved["group_size"],
                 saved["need"],
-                saved["epoch"],
+                saved["round"],
                 saved["split"],
                 saved["priority"],
                 base64.b64decode(saved["prompt"]),
@@ -315,7 +315,7 @@ class PromptRequests(AttachedConsumer):
 
 
 def _key(request: OpenRequest) -> tuple[str, int | None, str]:
-    return request["instance_id"], request["epoch"], request["split"]
+    return request["instance_id"], request["round"], request["split"]
 
 
 def open_requests(segment: _core.Segment) -> list[OpenRequest]:
@@ -324,11 +324,11 @@ def open_requests(segment: _core.Segment) -> list[OpenRequest]:
     for row, number, *_ in sorted(_core.request_rows(segment), key=lambda row: row[1]):
         text = _core.request_text(segment, row, number)
         if text is not None:
-            id_, epoch, split, group_size, need, priority, _, start, data = text
+            id_, round, split, group_size, need, priority, _, start, data = text
             found.append(
                 {
                     "instance_id": id_,
-                    "epoch": epoch,
+                    "round": round,
                     "split": split,
                     "group_size": group_size,
                     "need": need,

@@ -44,7 +44,7 @@ class Curves:
         Returns
         -------
         Point
-            Its time in seconds of the epoch, and a value for each of `NAMES`; None for none.
+            Its time in seconds since 1970, and a value for each of `NAMES`; None for none.
         """
         rates = picture.get("rates", {})
         delivered = picture.get("delivered", {})

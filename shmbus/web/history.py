@@ -27,12 +27,12 @@ class GroupName(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    instance_id, epoch, split : str, int | None, str
+    instance_id, round, split : str, int | None, str
         Its key.
     """
 
     instance_id: str
-    epoch: int | None
+    round: int | None
     split: str
 
 
@@ -43,11 +43,11 @@ def fits(about: GroupName) -> bool:
         label = len(unprinted(about.split).encode())
     except UnicodeEncodeError:
         return False
-    epoch = about.epoch or 0
+    round = about.round or 0
     return (
         1 <= size <= _core.MAX_ID_BYTES
         and 1 <= label <= _core.SPLIT_LABEL_BYTES
-        and -(2**63) < epoch < 2**63
+        and -(2**63) < round < 2**63
     )
 
 
@@ -68,7 +68,7 @@ def read_history(name: str, about: GroupName) -> dict[str, Any]:
         and the time; or ``problem`` alone.
     """
     try:
-        found = read_group(name, about.instance_id, epoch=about.epoch, split=about.split)
+        found = read_group(name, about.instance_id, round=about.round, split=about.split)
     except CANNOT as error:
         return {"state": "unknown", "events": [], "problem": printable(str(error))}
     if found.group is not None:

@@ -64,7 +64,7 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
     watcher : Watcher
         After a poll.
     now_s : float
-        The time of that poll, in seconds of the epoch.
+        The time of that poll, in seconds since 1970.
 
     Returns
     -------
@@ -182,8 +182,8 @@ def _that_fit(groups: list[GroupCells]) -> list[GroupCells]:
 def _key(group: GroupCells) -> str:
     # Ids and labels are escaped: none has a line feed.
     parts = [group.instance_id]
-    if group.epoch is not None:
-        parts.append(str(group.epoch))
+    if group.round is not None:
+        parts.append(str(group.round))
     if group.split != "train":
         parts.append(group.split)
     return "\n".join(parts)
@@ -193,8 +193,8 @@ def _row(group: GroupCells, waits_for: int | None, now_s: float) -> Picture:
     cells = [cell for cell in group.cells if cell.index < settings.CELLS]
     return {
         "id": group.instance_id,
-        # As text: an epoch of 63 bits is no number of a browser's.
-        "epoch": None if group.epoch is None else str(group.epoch),
+        # As text: a round of 63 bits is no number of a browser's.
+        "round": None if group.round is None else str(group.round),
         "split": None if group.split == "train" else group.split,
         "size": group.size,
         "need": None if group.need in (0, group.size) else group.need,

@@ -240,10 +240,10 @@ class Server:
         name = self._bus_of(request)
         query = request.query
         try:
-            epoch = int(query["epoch"]) if "epoch" in query else None
+            round = int(query["round"]) if "round" in query else None
         except ValueError:
-            raise Refusal(HTTPStatus.BAD_REQUEST, "epoch: expected a number") from None
-        about = GroupName(query.get("id", ""), epoch, query.get("split", "train"))
+            raise Refusal(HTTPStatus.BAD_REQUEST, "round: expected a number") from None
+        about = GroupName(query.get("id", ""), round, query.get("split", "train"))
         if not name or not fits(about):
             raise Refusal(HTTPStatus.BAD_REQUEST, "expected a bus, and a group's id")
         found = await self.looks.group(name, about)

@@ -128,7 +128,7 @@ static bool add_constants(PyObject *module) {
     } constants[] = {
         {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
         {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
-        {"NO_EPOCH", (long)SHMBUS_NO_EPOCH},
+        {"NO_ROUND", (long)SHMBUS_NO_ROUND},
         {"PAGE", SHMBUS_PAGE},
         {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
         {"RECORD_HEADER_BYTES", sizeof(struct record_header)},

@@ -14,8 +14,8 @@ static uint64_t mixed(uint64_t value) {
     return value ^ (value >> 33);
 }
 
-uint64_t begun_key(const char *id, uint32_t id_bytes, int64_t epoch, uint32_t split) {
-    return mixed(lead_key(id, id_bytes, epoch, split));
+uint64_t begun_key(const char *id, uint32_t id_bytes, int64_t round, uint32_t split) {
+    return mixed(lead_key(id, id_bytes, round, split));
 }
 
 static struct begun_row *row_at(struct segment *segment, uint64_t key, uint32_t index,

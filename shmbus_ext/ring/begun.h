@@ -13,7 +13,7 @@
 #include "segment.h"
 
 /* What a group is called here: a hash. */
-uint64_t begun_key(const char *id, uint32_t id_bytes, int64_t epoch, uint32_t split);
+uint64_t begun_key(const char *id, uint32_t id_bytes, int64_t round, uint32_t split);
 
 enum begun_verdict { BEGUN_FULL, BEGUN_NOTED, BEGUN_KNOWN };
 

@@ -10,8 +10,8 @@ static uint64_t mix(uint64_t value) {
     return value ^ (value >> 31);
 }
 
-uint64_t group_key_hash(const char *id, uint32_t bytes, int64_t epoch, uint32_t split) {
-    uint64_t hash = mix((uint64_t)epoch ^ mix(((uint64_t)split << 32) | bytes));
+uint64_t group_key_hash(const char *id, uint32_t bytes, int64_t round, uint32_t split) {
+    uint64_t hash = mix((uint64_t)round ^ mix(((uint64_t)split << 32) | bytes));
     for (uint32_t at = 0; at < bytes; at += 8) {
         uint64_t word = 0;
         memcpy(&word, id + at, bytes - at < 8 ? bytes - at : 8);

@@ -13,7 +13,7 @@
 #include "segment.h"
 
 /* Of a group's key; the same in every process. Never 0. */
-uint64_t group_key_hash(const char *id, uint32_t bytes, int64_t epoch, uint32_t split);
+uint64_t group_key_hash(const char *id, uint32_t bytes, int64_t round, uint32_t split);
 
 void cancelled_add(struct segment *segment, uint64_t key_hash);
 bool cancelled_has(const struct segment *segment, uint64_t key_hash);

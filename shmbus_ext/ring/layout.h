@@ -35,8 +35,8 @@
 #define SHMBUS_RECORD_ALIGN 64u
 #define SHMBUS_PAGE 4096u
 
-/* The epoch of a record that has none. */
-#define SHMBUS_NO_EPOCH INT64_MIN
+/* The round of a record that has none. */
+#define SHMBUS_NO_ROUND INT64_MIN
 
 /* Limits that a record states in its header. */
 #define SHMBUS_MAX_ID_BYTES 255u
@@ -113,7 +113,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    712   136  pause            anybody      producers   before paused; for messages only
  *    896     4  retries_open     collector    producers   relaxed: open retry requests; a hint
  *    904     8  groups_failed    collector    all         relaxed: given up, for messages only
- *    912     8  next_round       producers    producers   fetch_add: epochs that nobody else has
+ *    912     8  next_round       producers    producers   fetch_add: numbers that nobody else has
  *    920     8  cancelled_count  collector    producers   release / acquire: entries ever written
  *    928    16  identity         creator      all         before magic: random; no other bus has it
  *    944    72  ancestors        restorer     all         before the bus has its name; the oldest first
@@ -362,7 +362,7 @@ static inline uint32_t shmbus_leased_state(uint32_t members, uint64_t producer_i
  *      4     4  frame_crc            66     2  need
  *      8     8  record_bytes         68     2  index
  *     16     8  producer_id          70     2  split
- *     24     4  slot                 72     8  epoch
+ *     24     4  slot                 72     8  round
  *     28     4  flags                80     8  committed_ns
  *     32     8  sequence             88     4  meta_bytes
  *     40     8  lane_number          92     4  meta_offset
@@ -393,7 +393,7 @@ struct record_header {
     uint16_t need; /* 1 to group_size */
     uint16_t index;
     uint16_t split;
-    int64_t epoch;
+    int64_t round;
     uint64_t committed_ns;
     uint32_t meta_bytes;
     uint32_t meta_offset;

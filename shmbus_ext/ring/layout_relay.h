@@ -66,7 +66,7 @@ _Static_assert(offsetof(struct relay_entry, ended) == 40, "layout");
  *     12     4  batch               sink           reaper     release / acquire: the newest in force
  *     16     8  incarnation         sink           sink       grows with each sink
  *     24     8  source_incarnation  reader         reader     grows with each relay that reads it
- *     32     8  epoch               sink           sink       of the newest coordinator
+ *     32     8  term               sink           sink       of the newest coordinator
  *     40     8  ended               collector      sink       relaxed: a hint that entries ended
  *     48     8  seen_ns             relay          all        CLOCK_MONOTONIC, for messages only
  *     64    64  figures             relay          all        for messages only
@@ -78,7 +78,7 @@ struct relay_journal {
     _Atomic uint32_t batch;
     _Atomic uint64_t incarnation;
     _Atomic uint64_t source_incarnation;
-    _Atomic int64_t epoch;
+    _Atomic int64_t term;
     _Atomic uint64_t ended;
     _Atomic uint64_t seen_ns;
     uint64_t reserved0;
@@ -86,7 +86,7 @@ struct relay_journal {
     uint8_t sources[SHMBUS_RELAY_SOURCES][SHMBUS_RELAY_IDENTITY_BYTES];
 };
 _Static_assert(offsetof(struct relay_journal, batch) == 12, "layout");
-_Static_assert(offsetof(struct relay_journal, epoch) == 32, "layout");
+_Static_assert(offsetof(struct relay_journal, term) == 32, "layout");
 _Static_assert(offsetof(struct relay_journal, figures) == 64, "layout");
 _Static_assert(offsetof(struct relay_journal, sources) == 128, "layout");
 

@@ -119,7 +119,7 @@ enum request_state { REQUEST_FREE = 0, REQUEST_BUSY = 1, REQUEST_OPEN = 2, REQUE
 struct request_row {
     alignas(64) _Atomic uint64_t word;
     uint64_t place; /* in the order of its priority */
-    int64_t epoch;
+    int64_t round;
     uint64_t offered_ns; /* CLOCK_MONOTONIC */
     uint64_t offered;    /* samples of the lane with this row's */
     uint32_t first_cell;

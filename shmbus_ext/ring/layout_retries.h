@@ -25,13 +25,13 @@
 #define SHMBUS_RETRY_FREE UINT64_C(0)
 #define SHMBUS_RETRY_BUSY UINT64_MAX
 /* The `attempt` of the row that pauses the request lane, and asks for no sample. `reason` says why,
- * `epoch` since when (CLOCK_REALTIME, ns), `id` nothing. While there is one, a worker takes a sample
+ * `round` since when (CLOCK_REALTIME, ns), `id` nothing. While there is one, a worker takes a sample
  * only once it has claimed that row; the collector publishes it anew for each. */
 #define SHMBUS_RETRY_PAUSE UINT32_MAX
 struct retry_entry {
     alignas(64) _Atomic uint64_t claim;
     uint64_t number;
-    int64_t epoch;
+    int64_t round;
     uint64_t asked_ns; /* CLOCK_MONOTONIC */
     uint32_t group_size;
     uint32_t index;

@@ -19,7 +19,7 @@
  * Offset  Size  Field     Written by         Read by  Order
  *      0     8  owner     producer, reaper   all      CAS: producer id << 1, the low bit once the
  *                                                     rest is written; 0 for a free row
- *      8     8  key       producer           all      before owner: group's id, epoch, split (hash)
+ *      8     8  key       producer           all      before owner: group's id, round, split (hash)
  *     16     8  begun_ns  producer           all      before owner; CLOCK_MONOTONIC
  *     24     4  index     producer           all      before owner
  */

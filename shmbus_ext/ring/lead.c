@@ -22,12 +22,12 @@ static uint64_t named(uint64_t hash) {
     return hash != 0 ? hash : SLOT_MASK + 1;
 }
 
-uint64_t lead_key(const char *id, uint32_t id_bytes, int64_t epoch, uint32_t split) {
+uint64_t lead_key(const char *id, uint32_t id_bytes, int64_t round, uint32_t split) {
     uint64_t hash = UINT64_C(0xCBF29CE484222325); /* FNV-1a */
     for (uint32_t i = 0; i < id_bytes; i++) {
         hash = (hash ^ (uint8_t)id[i]) * UINT64_C(0x100000001B3);
     }
-    return lead_key_of_split(named(mixed(hash ^ mixed((uint64_t)epoch))), split);
+    return lead_key_of_split(named(mixed(hash ^ mixed((uint64_t)round))), split);
 }
 
 uint64_t lead_key_of_split(uint64_t key, uint32_t split) {

@@ -31,7 +31,7 @@ static inline bool lead_is_bounded(const struct segment *segment) {
 }
 
 /* What a group is called here: a hash, its low bits empty. A prompt of two splits is two groups. */
-uint64_t lead_key(const char *id, uint32_t id_bytes, int64_t epoch, uint32_t split);
+uint64_t lead_key(const char *id, uint32_t id_bytes, int64_t round, uint32_t split);
 /* The same of a key of split SHMBUS_SPLIT_TRAIN. */
 uint64_t lead_key_of_split(uint64_t key, uint32_t split);
 

@@ -79,7 +79,7 @@ struct reader {
     /* Round robin over the lanes that are worth a visit. */
     uint32_t *active;
     uint32_t active_count;
-    bool active_outdated;  /* to be chosen again, whatever the epoch */
+    bool active_outdated;  /* to be chosen again, whatever the attach epoch */
     bool read_once;        /* every lane was read to its end since the attach */
     bool unsettled;        /* a visit was completed since the counters below were compared */
     uint32_t turn;         /* position in active of the lane that is visited */

@@ -57,7 +57,7 @@ void record_write_body(struct record_header *record, const struct record_spec *s
     record->need = (uint16_t)(spec->need == 0 ? spec->group_size : spec->need);
     record->index = (uint16_t)spec->index;
     record->split = (uint16_t)spec->split;
-    record->epoch = spec->epoch;
+    record->round = spec->round;
     record->meta_bytes = (uint32_t)spec->meta_bytes;
     record->meta_offset = spec->meta_offset;
     record->id_bytes = (uint16_t)spec->id_bytes;

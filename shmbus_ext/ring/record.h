@@ -21,7 +21,7 @@ struct record_spec {
     const uint8_t *field_ndim;
     uint64_t meta_bytes;
     int64_t policy_version;
-    int64_t epoch;
+    int64_t round;
     double score;
     uint32_t schema_bytes;
     uint32_t shape_words;

@@ -302,7 +302,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     FAILPOINT("feed-busy");
     memset(&fresh, 0, sizeof fresh);
     fresh.place = counted(&lane->tails[offer->level]);
-    fresh.epoch = offer->epoch;
+    fresh.round = offer->round;
     fresh.offered_ns = clock_monotonic_ns();
     fresh.offered = counted(&lane->offered) + offer->group_size;
     fresh.first_cell = first_cell;

@@ -21,7 +21,7 @@ struct request_offer {
     uint32_t id_bytes;
     uint32_t prompt_bytes;
     uint32_t split; /* below SHMBUS_MAX_SPLITS */
-    int64_t epoch;
+    int64_t round;
     uint32_t group_size;
     uint32_t need;
     uint32_t level;

@@ -63,7 +63,7 @@ static bool admit(struct taker *self, uint32_t index, const struct request_row *
     if (lead_is_bounded(segment)) {
         const char *id = (const char *)segment->requests.units +
                          (uint64_t)row->first_unit * SHMBUS_REQUEST_UNIT;
-        uint64_t key = lead_key(id, row->id_bytes, row->epoch, row->split);
+        uint64_t key = lead_key(id, row->id_bytes, row->round, row->split);
         enum lead_verdict verdict = lead_admit(segment, key, self->slot);
         if (verdict == LEAD_FULL) {
             self->too_far = true;
@@ -251,7 +251,7 @@ bool request_read(const struct segment *segment, uint32_t index, uint64_t number
     }
     *text = (struct request_text){
         .number = number,
-        .epoch = row.epoch,
+        .round = row.round,
         .offered_ns = row.offered_ns,
         .data_bytes = row.data_bytes,
         .group_size = row.group_size,
@@ -272,14 +272,14 @@ bool request_read(const struct segment *segment, uint32_t index, uint64_t number
 }
 
 uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
-                      int64_t epoch, uint32_t split, uint32_t *found) {
+                      int64_t round, uint32_t split, uint32_t *found) {
     const struct request_parts *parts = &segment->requests;
     uint64_t oldest = 0;
     for (uint32_t index = 0; index < parts->row_count; index++) {
         struct request_row row;
         uint64_t number = request_open_row(segment, index);
         if (number != 0 && (oldest == 0 || number < oldest) &&
-            request_copy_row(segment, index, number, &row) && row.epoch == epoch &&
+            request_copy_row(segment, index, number, &row) && row.round == round &&
             row.split == split && row.id_bytes == id_bytes &&
             memcmp(parts->units + (uint64_t)row.first_unit * SHMBUS_REQUEST_UNIT, id, id_bytes) ==
                 0) {

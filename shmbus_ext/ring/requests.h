@@ -36,7 +36,7 @@ struct request_claim {
 /* What a row says, copied. `data` is behind it: id, prompt. */
 struct request_text {
     uint64_t number;
-    int64_t epoch;
+    int64_t round;
     uint64_t offered_ns;
     uint32_t data_bytes;
     uint16_t group_size;
@@ -68,7 +68,7 @@ bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
                   struct request_text *text, uint8_t *data);
 /* The oldest open request of a group, by its number; 0 where there is none. */
 uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
-                      int64_t epoch, uint32_t split, uint32_t *row);
+                      int64_t round, uint32_t split, uint32_t *row);
 /* Whether the sample is still wanted of the claim's owner. */
 bool request_is_held(const struct segment *segment, const struct request_claim *claim);
 /* Gives it back; false where it is not the claim's any more. */

@@ -21,7 +21,7 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_requ
     struct retry_entry fresh;
     memset(&fresh, 0, sizeof fresh);
     fresh.number = request->number;
-    fresh.epoch = request->epoch;
+    fresh.round = request->round;
     fresh.asked_ns = request->asked_ns;
     fresh.group_size = request->group_size;
     fresh.need = (uint16_t)request->need;
@@ -68,7 +68,7 @@ bool retry_read(const struct segment *segment, uint32_t at, struct retry_request
         return false;
     }
     copy->number = own.number;
-    copy->epoch = own.epoch;
+    copy->round = own.round;
     copy->asked_ns = own.asked_ns;
     copy->claimant = claim;
     copy->group_size = own.group_size;

@@ -18,7 +18,7 @@
 /* One request, as either side hands it over. */
 struct retry_request {
     uint64_t number; /* grows from request to request */
-    int64_t epoch;
+    int64_t round;
     uint64_t asked_ns;
     uint64_t claimant;   /* producer id + 1; 0 for none, RETRY_BUSY while the entry changes */
     uint32_t group_size; /* 0 where it is unknown */

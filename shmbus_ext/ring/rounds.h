@@ -1,11 +1,11 @@
-/* Round numbers: epochs that producers get without thinking, each handed out once.
+/* Numbers of rounds that producers get without thinking, each handed out once.
  *
  * Invariants:
  * - No number is handed out twice on a bus, whoever dies: one addition takes it.
  * - The first number is the time at which the bus was made, in microseconds. So a bus that takes the
  *   place of a removed one, whose workers may still be in a round of that one, begins above all of
  *   its numbers, unless more than a million were taken in each second of its life.
- * - A number is a valid epoch, whatever somebody has scribbled over the counter. */
+ * - A number is a valid round, whatever somebody has scribbled over the counter. */
 #ifndef SHMBUS_RING_ROUNDS_H
 #define SHMBUS_RING_ROUNDS_H
 

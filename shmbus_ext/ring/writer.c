@@ -224,7 +224,7 @@ end_begun(struct writer *self, const struct reservation *at, uint32_t n) {
         if (id_at + id_bytes > at[i].bytes) {
             continue; /* overwritten */
         }
-        uint64_t key = begun_key((const char *)record + id_at, id_bytes, record->epoch,
+        uint64_t key = begun_key((const char *)record + id_at, id_bytes, record->round,
                                  record->split);
         self->begun -= begun_end(self->segment, self->producer_id, key, record->index);
     }

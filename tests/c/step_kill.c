@@ -215,7 +215,7 @@ enum { ASKED_ROW = 0, OTHER_ROW = 1, TAKER = 5, SUCCESSOR = 6 };
 static void make_request(struct retry_request *request, uint64_t number) {
     memset(request, 0, sizeof *request);
     request->number = number;
-    request->epoch = (int64_t)number;
+    request->round = (int64_t)number;
     request->group_size = 16;
     request->index = (uint32_t)(number % 16);
     request->attempt = (uint32_t)number;

@@ -12,7 +12,7 @@ import torch
 from conftest import Spawner
 
 from shmbus import BusClosedError
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     PeerGoneError,
     SpecMismatchError,
     StepOrderError,
@@ -267,7 +267,7 @@ def test_a_receiver_that_sleeps_for_long_is_woken(pair: Pair) -> None:
 
 SENDER = """
 import sys, time, torch
-from trainer_adapter.channel import TensorChannel
+from shmbus.tensors import TensorChannel
 tx = TensorChannel.create(sys.argv[1])
 for step in range(4):
     tx.send({"x": torch.arange(step, step + 4), "y": torch.full((4, 8), float(step)).bfloat16()})

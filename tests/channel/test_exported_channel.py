@@ -19,7 +19,7 @@ from shmbus import CapacityError
 from shmbus.channel import unlink_channel
 from shmbus.channel.lifecycle import channel_path
 from shmbus.segment.names import memory_socket
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
@@ -31,7 +31,7 @@ from trainer_adapter.channel import (
     TensorReceiver,
     TensorSender,
 )
-from trainer_adapter.channel.writers import ExportedWriter
+from shmbus.tensors.writers import ExportedWriter
 
 SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
 STEPS = 150
@@ -39,7 +39,7 @@ NEVER_S = 3600.0
 
 RECEIVER = """
 import os, sys, torch
-from trainer_adapter.channel import ChannelClosedError, TensorChannel
+from shmbus.tensors import ChannelClosedError, TensorChannel
 specs = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
 mapped = lambda: sum("memfd:shmbus" in line for line in open("/proc/self/maps"))
 views = sys.argv[2] == "views"
@@ -60,7 +60,7 @@ with TensorChannel.open(sys.argv[1], specs=specs, wait=30, views=views) as rx:
 
 SENDER = """
 import sys, time
-from trainer_adapter.channel import TensorChannel
+from shmbus.tensors import TensorChannel
 import torch
 tx = TensorChannel.create(sys.argv[1], carrier="memfd", slots=int(sys.argv[3]))
 for _ in range(int(sys.argv[2])):

@@ -12,7 +12,7 @@ import torch
 from conftest import wait_until
 
 from shmbus import BusClosedError
-from trainer_adapter.channel import TensorChannel
+from shmbus.tensors import TensorChannel
 
 SPECS = {"a": ("float32", (None,))}
 STEP = {"a": torch.ones(4)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shmbus import BusClosedError
-from trainer_adapter.channel import StepSkippedError, TensorChannel, TensorReceiver
+from shmbus.tensors import StepSkippedError, TensorChannel, TensorReceiver
 
 _FILE = Path(__file__).parents[1] / "interrupt" / "injection.py"
 _SPEC = importlib.util.spec_from_file_location("channel_injection", _FILE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_adapter.channel import TensorChannel
-from trainer_adapter.channel.places import MAX_ALIKE_TENSORS
+from shmbus.tensors import TensorChannel
+from shmbus.tensors.places import MAX_ALIKE_TENSORS
 
 
 def step_of(count: int, size: int, seed: int) -> dict[str, torch.Tensor]:

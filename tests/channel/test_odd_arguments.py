@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_adapter.channel import TensorChannel, TensorReceiver, TensorSender
+from shmbus.tensors import TensorChannel, TensorReceiver, TensorSender
 
 WAIT_S = 20.0
 SPECS = {"a": ("float32", (None,))}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from naive import Hang, NaiveReceiver, NaiveSender
 
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelClosedError,
     ChannelTimeoutError,
     PeerGoneError,
@@ -33,7 +33,7 @@ from trainer_adapter.channel import (
 )
 
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["trainer_adapter.channel"])
+SPAWN.set_forkserver_preload(["shmbus.tensors"])
 
 SPECS = {"hidden": ("float32", (4, 8)), "ids": ("int64", (4,))}
 SIZES = [4 * 8 * 4, 4 * 8]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Spawner
 
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelClosedError,
     ChannelTimeoutError,
     SpecMismatchError,
@@ -21,7 +21,7 @@ STEP = {"x": torch.arange(3)}
 
 SIDE = """
 import sys, time
-from trainer_adapter.channel import TensorChannel
+from shmbus.tensors import TensorChannel
 if sys.argv[2] == "sender":
     side = TensorChannel.create(sys.argv[1], specs={"x": ("float32", (None,))})
 else:

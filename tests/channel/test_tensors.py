@@ -14,7 +14,7 @@ from conftest import Spawner
 from shmbus import CapacityError
 from shmbus.channel import unlink_channel
 from shmbus.channel.lifecycle import channel_path
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelClosedError,
     CudaCarrier,
     HostCarrier,
@@ -46,7 +46,7 @@ RECEIVER = (
     MADE
     + """
 import os, sys
-from trainer_adapter.channel import ChannelClosedError, TensorChannel
+from shmbus.tensors import ChannelClosedError, TensorChannel
 specs = {"hidden": ("bfloat16", (None, 16)), "ids": ("int64", (None,))}
 size = lambda: os.stat(sys.argv[2]).st_blocks
 with TensorChannel.open(sys.argv[1], specs=specs, wait=30) as rx:

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shmbus import CapacityError
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelTimeoutError,
     SpecMismatchError,
     TensorChannel,

@@ -46,7 +46,7 @@ def read(group: Group) -> None:
     group["tokens"]  # type: ignore[call-overload]
     if group.state == "acked":  # type: ignore[comparison-overlap]
         raise AssertionError
-    if group.epoch > 3:  # type: ignore[operator]
+    if group.round > 3:  # type: ignore[operator]
         raise AssertionError
     for trajectory in group:
         trajectory.rewrad  # type: ignore[attr-defined]  # noqa: B018

@@ -142,15 +142,15 @@ def test_the_command_says_the_same_and_goes_on_from_a_number(bus_name: str, daem
 
 def test_without_a_daemon_a_group_is_told_by_its_records(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        put(producer, "q", range(2), epoch=3)
-        found = read_group(bus_name, "q", epoch=3)
+        put(producer, "q", range(2), round=3)
+        found = read_group(bus_name, "q", round=3)
         assert (found.source, found.state) == ("records", "open")
         assert found.group is not None and found.group.present == 2
         assert "shmbus serve" in found.problem
         assert read_group(bus_name, "q").state == "gone"
         done = run_events(bus_name)
         assert done.returncode == 1 and "kept by a daemon" in done.stderr
-        done = run_events(bus_name, "--group", "q", "--epoch", "3")
+        done = run_events(bus_name, "--group", "q", "--round", "3")
         assert done.returncode == 0 and "2 of 4 samples" in done.stdout
 
 

@@ -12,17 +12,17 @@ from conftest import Spawner, wait_until
 
 from shmbus.inspect.leftovers import remove, survey
 from shmbus.segment.names import memory_socket
-from trainer_adapter.device.arena import (
+from shmbus.tensors.device.arena import (
     Arena,
     ArenaView,
     BufferLostError,
     BufferName,
     allocator,
 )
-from trainer_adapter.device.completion import Completion
-from trainer_adapter.device.descriptors import PeerGoneError, fetch_descriptor
-from trainer_adapter.device.handles import NO_UUID, DeviceHandle
-from trainer_adapter.device.host import HostMemory
+from shmbus.tensors.device.completion import Completion
+from shmbus.tensors.device.descriptors import PeerGoneError, fetch_descriptor
+from shmbus.tensors.device.handles import NO_UUID, DeviceHandle
+from shmbus.tensors.device.host import HostMemory
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_what_an_action_raises_is_raised_where_its_end_is_awaited() -> None:
 OWNER = """
 import sys, time
 from shmbus.segment.names import memory_socket
-from trainer_adapter.device.arena import Arena, allocator
+from shmbus.tensors.device.arena import Arena, allocator
 arena = Arena(memory_socket("channel", sys.argv[1]), allocator("memfd"))
 print("listens", flush=True)
 time.sleep(600)

@@ -13,7 +13,7 @@ from conftest import Spawner
 from shmbus import CapacityError
 from shmbus.channel.lifecycle import channel_path
 from shmbus.segment.names import memory_socket
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelError,
     CudaCarrier,
     DeviceMismatchError,
@@ -25,7 +25,7 @@ from trainer_adapter.channel import (
     TensorChannel,
     TensorSender,
 )
-from trainer_adapter.channel.writers import ExportedWriter
+from shmbus.tensors.writers import ExportedWriter
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -54,8 +54,8 @@ RECEIVER = (
     MADE
     + """
 import gc, sys
-from trainer_adapter.channel import ChannelClosedError, TensorChannel
-from trainer_adapter.device.memory import _Mapping
+from shmbus.tensors import ChannelClosedError, TensorChannel
+from shmbus.tensors.device.memory import _Mapping
 def own(device):  # what this process has there; others may use the device meanwhile
     mapped = sum(each.nbytes for each in gc.get_objects() if type(each) is _Mapping)
     return mapped + torch.cuda.memory_allocated(device)
@@ -86,7 +86,7 @@ SENDER = (
     MADE
     + """
 import sys, time
-from trainer_adapter.channel import TensorChannel
+from shmbus.tensors import TensorChannel
 tx = TensorChannel.create(sys.argv[1], device="cuda:0", slots=int(sys.argv[3]))
 for _ in range(int(sys.argv[2])):
     step = tx.next_step

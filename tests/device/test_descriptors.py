@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trainer_adapter.device.descriptors import DescriptorServer, PeerGoneError, fetch_descriptor
-from trainer_adapter.device.handles import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
+from shmbus.tensors.device.descriptors import DescriptorServer, PeerGoneError, fetch_descriptor
+from shmbus.tensors.device.handles import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
 
 ASKER = """
 import os, sys
-from trainer_adapter.device.descriptors import fetch_descriptor
+from shmbus.tensors.device.descriptors import fetch_descriptor
 message, descriptor = fetch_descriptor(sys.argv[1], b"chunk 0", 20.0)
 print(message.decode(), os.pread(descriptor, 100, 0).decode())
 """

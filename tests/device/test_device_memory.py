@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_adapter.device import driver, memory
-from trainer_adapter.device.descriptors import fetch_descriptor
-from trainer_adapter.device.driver import CudaDriverError
-from trainer_adapter.device.handles import DeviceHandle, DeviceMismatchError, device_of, uuid_of
-from trainer_adapter.device.memory import DeviceMemory, Kind, refusals
+from shmbus.tensors.device import driver, memory
+from shmbus.tensors.device.descriptors import fetch_descriptor
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.device.handles import DeviceHandle, DeviceMismatchError, device_of, uuid_of
+from shmbus.tensors.device.memory import DeviceMemory, Kind, refusals
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -27,8 +27,8 @@ BYTES = 5_000_001
 
 EXPORTER = """
 import sys, time, torch
-from trainer_adapter.device.descriptors import DescriptorServer
-from trainer_adapter.device.memory import DeviceMemory
+from shmbus.tensors.device.descriptors import DescriptorServer
+from shmbus.tensors.device.memory import DeviceMemory
 path, kind, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 memory = DeviceMemory.allocate(nbytes, 0, kind)
 memory.tensor().copy_(torch.arange(nbytes, device="cuda").remainder(251).to(torch.uint8))

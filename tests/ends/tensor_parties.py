@@ -15,13 +15,13 @@ from bus_parties import Party, all_of
 from endings import Held, Task
 
 from shmbus import BusNotFoundError
-from trainer_adapter.channel import (
+from shmbus.tensors import (
     ChannelClosedError,
     ChannelTimeoutError,
     PeerGoneError,
     TensorChannel,
 )
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ModuleSource,
     WeightPublisher,
     WeightsTimeoutError,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer_adapter.weights import WeightSubscriber
+from shmbus.weights import WeightSubscriber
 
 #: What a route says instead of doing its work: pieces of the body, or None for its own answer.
 Instead = Callable[[], list[bytes] | None]

@@ -29,8 +29,8 @@ SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(
     [
         "aiohttp.web",
-        "trainer_adapter.engines",
-        "trainer_adapter.weights",
+        "shmbus.engines",
+        "shmbus.weights",
         "sglang.srt.managers.io_struct",
     ]
 )

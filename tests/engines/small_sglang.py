@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from sglang_types import decode, named_tensors
 from small_engine import TOKEN_S, SmallEngine
 
-from trainer_adapter.engines.sglang_loader import load
-from trainer_adapter.engines.sglang_order import LOADER
+from shmbus.engines.sglang_loader import load
+from shmbus.engines.sglang_order import LOADER
 
 NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or "

@@ -6,7 +6,7 @@ import torch
 from aiohttp import web
 from small_vllm import SmallVllm
 
-from trainer_adapter.weights import SharedModel, attach
+from shmbus.weights import SharedModel, attach
 
 
 class SmallShared(SmallVllm):

@@ -17,7 +17,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
-from trainer_adapter.weights import Weights, WeightSubscriber
+from shmbus.weights import Weights, WeightSubscriber
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 

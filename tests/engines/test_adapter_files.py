@@ -19,14 +19,14 @@ from small_engine import SPAWN, Running
 from trainers import TIMEOUT_S
 
 from shmbus import Bus
-from trainer_adapter.engines import (
+from shmbus.engines import (
     AdapterFleet,
     SglangServer,
     UpdateReport,
     UpdateRolledBackError,
     VllmServer,
 )
-from trainer_adapter.weights import (
+from shmbus.weights import (
     AdapterFiles,
     AdapterVersion,
     WeightPublisher,

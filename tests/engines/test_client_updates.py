@@ -15,8 +15,8 @@ from small_engine import Running
 from trainers import SHORT_S, TIMEOUT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import ClientUpdates, EngineError, UpdateRolledBackError
-from trainer_adapter.weights import WeightSubscriber
+from shmbus.engines import ClientUpdates, EngineError, UpdateRolledBackError
+from shmbus.weights import WeightSubscriber
 
 pytest_plugins = ["engine_fixtures"]
 

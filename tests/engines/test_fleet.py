@@ -14,14 +14,14 @@ from small_engine import Running
 from trainers import SHORT_S, TIMEOUT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import (
+from shmbus.engines import (
     EngineError,
     EngineFleet,
     UpdateReport,
     UpdateRolledBackError,
     VllmServer,
 )
-from trainer_adapter.engines.pause_note import paused_by
+from shmbus.engines.pause_note import paused_by
 
 pytest_plugins = ["engine_fixtures"]
 

@@ -14,14 +14,14 @@ from test_client_updates import Client, bring, tokens
 from trainers import TIMEOUT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import (
+from shmbus.engines import (
     ClientUpdates,
     EngineError,
     EngineFleet,
     UpdateRolledBackError,
     VllmServer,
 )
-from trainer_adapter.engines.pause_note import PauseNote, PauseNotice, paused_by
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 
 pytest_plugins = ["engine_fixtures"]
 

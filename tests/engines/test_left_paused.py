@@ -16,11 +16,11 @@ from test_trainer_deaths import fleet_of, start_trainer
 from trainers import SHORT_S, TIMEOUT_S, Trainer
 
 from shmbus import Bus, LayoutMismatchError
+from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines.pause_note import KIND, PauseNote, PauseNotice, paused_by
+from shmbus.engines.resume import resume
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from trainer_adapter.engines import EngineError, EngineFleet, VllmServer
-from trainer_adapter.engines.pause_note import KIND, PauseNote, PauseNotice, paused_by
-from trainer_adapter.engines.resume import resume
-from trainer_adapter.weights import WeightsError, share
+from shmbus.weights import WeightsError, share
 
 pytest_plugins = ["engine_fixtures"]
 

@@ -11,7 +11,7 @@ from odd_server import OddServer
 from trainers import TIMEOUT_S, Trainer
 
 from shmbus import Bus, ShmbusError
-from trainer_adapter.engines import (
+from shmbus.engines import (
     AdapterFleet,
     EngineError,
     EngineFleet,
@@ -19,8 +19,8 @@ from trainer_adapter.engines import (
     UpdateRolledBackError,
     VllmServer,
 )
-from trainer_adapter.engines.pause_note import paused_by
-from trainer_adapter.engines.rows import row_name
+from shmbus.engines.pause_note import paused_by
+from shmbus.engines.rows import row_name
 
 pytest_plugins = ["engine_fixtures"]
 

@@ -18,16 +18,16 @@ from small_vllm import SmallVllm
 from trainers import KINDS, TIMEOUT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import (
+from shmbus.engines import (
     EngineError,
     EngineFleet,
     UpdateReport,
     UpdateRolledBackError,
     VllmServer,
 )
-from trainer_adapter.engines.pause_note import paused_by
-from trainer_adapter.engines.resume import resume
-from trainer_adapter.weights import WeightsError
+from shmbus.engines.pause_note import paused_by
+from shmbus.engines.resume import resume
+from shmbus.weights import WeightsError
 
 pytest_plugins = ["engine_fixtures"]
 

@@ -12,8 +12,8 @@ from small_vllm import SmallVllm
 from trainers import KINDS, SHORT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineFleet
-from trainer_adapter.engines.pause_note import paused_by
+from shmbus.engines import EngineFleet
+from shmbus.engines.pause_note import paused_by
 
 pytest_plugins = ["engine_fixtures"]
 

@@ -20,8 +20,7 @@ from small_vllm import SmallVllm
 from trainers import TIMEOUT_S, Trainer
 
 from shmbus import Bus
-from shmbus.pool import read_pool
-from trainer_adapter.engines import (
+from shmbus.engines import (
     EngineError,
     EngineFleet,
     SglangServer,
@@ -29,9 +28,10 @@ from trainer_adapter.engines import (
     UpdateRolledBackError,
     VllmServer,
 )
-from trainer_adapter.engines.pause_note import paused_by
-from trainer_adapter.engines.sglang_loader import load
-from trainer_adapter.engines.sglang_order import Order, order_for_rank
+from shmbus.engines.pause_note import paused_by
+from shmbus.engines.sglang_loader import load
+from shmbus.engines.sglang_order import Order, order_for_rank
+from shmbus.pool import read_pool
 
 pytest_plugins = ["engine_fixtures"]
 

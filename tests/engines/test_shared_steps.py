@@ -12,9 +12,9 @@ from small_shared import SmallShared
 from trainers import TIMEOUT_S
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineError, EngineFleet, VllmServer
-from trainer_adapter.engines.pause_note import PauseNote, PauseNotice, paused_by
-from trainer_adapter.weights import TornWeightsError, share
+from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
+from shmbus.weights import TornWeightsError, share
 
 pytest_plugins = ["engine_fixtures"]
 

@@ -15,9 +15,9 @@ from test_trainer_deaths import fleet_of, is_paused, start_trainer
 from trainers import KINDS, SHORT_S, Trainer
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineError, EngineFleet, UpdateRolledBackError
-from trainer_adapter.engines.pause_note import PauseNote, PauseNotice, paused_by
-from trainer_adapter.engines.resume import resume
+from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
+from shmbus.engines.resume import resume
 
 pytest_plugins = ["engine_fixtures"]
 

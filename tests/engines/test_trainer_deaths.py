@@ -21,11 +21,11 @@ from small_vllm import SmallVllm
 from trainers import KINDS, TIMEOUT_S, end_in_an_update
 
 from shmbus import Bus
+from shmbus.engines import EngineFleet
+from shmbus.engines.pause_note import paused_by
+from shmbus.engines.resume import resume
 from shmbus.inspect.leftovers import survey
 from shmbus.segment.names import companion_name
-from trainer_adapter.engines import EngineFleet
-from trainer_adapter.engines.pause_note import paused_by
-from trainer_adapter.engines.resume import resume
 
 pytest_plugins = ["engine_fixtures"]
 

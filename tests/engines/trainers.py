@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from trainer_adapter.engines import EngineFleet, SglangServer, VllmServer
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.engines import EngineFleet, SglangServer, VllmServer
+from shmbus.weights import ModuleSource, WeightPublisher
 
 KINDS: dict[str, Any] = {"vllm": VllmServer, "sglang": SglangServer}
 TIMEOUT_S = 5.0

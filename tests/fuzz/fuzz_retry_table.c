@@ -41,7 +41,7 @@ static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where)
     struct retry_request *asked = &rows[at].asked;
     memset(asked, 0, sizeof *asked);
     asked->number = number;
-    asked->epoch = where;
+    asked->round = where;
     asked->asked_ns = value;
     asked->group_size = where % (SHMBUS_MAX_GROUP_SIZE + 1);
     asked->need = asked->group_size / 2;

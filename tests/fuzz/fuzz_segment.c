@@ -26,7 +26,7 @@ static void put(struct writer *writer, uint64_t n) {
 }
 
 static void offer(uint32_t level) {
-    const struct request_offer asked = {.id = "asked", .id_bytes = 5, .epoch = SHMBUS_NO_EPOCH,
+    const struct request_offer asked = {.id = "asked", .id_bytes = 5, .round = SHMBUS_NO_ROUND,
                                         .prompt = (const uint8_t *)"text", .prompt_bytes = 4,
                                         .group_size = 2, .need = 2, .level = level};
     uint32_t done;

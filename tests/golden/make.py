@@ -29,8 +29,8 @@ PUTS: dict[str, Callable[[shmbus.Producer], Any]] = {
         "gsm8k-17", group_size=8, index=3, score=1.0, policy_version=12,
         tokens=np.array([1, 2, 3], np.int32),
     ),
-    "an epoch, meta, two fields, one of two dimensions": lambda producer: producer.put(
-        "a", group_size=2, index=1, score=-0.5, epoch=7, meta={"turns": [1, None, "x"]},
+    "a round, meta, two fields, one of two dimensions": lambda producer: producer.put(
+        "a", group_size=2, index=1, score=-0.5, round=7, meta={"turns": [1, None, "x"]},
         tokens=np.arange(5, dtype=np.int64), logits=np.full((2, 3), 0.25, np.float16),
     ),
     "a failure": lambda producer: producer.fail("a", 0, "out of time"),

@@ -76,7 +76,7 @@ def faults(call: Call, values: list[Any] = VALUES) -> list[str]:
 def test_names_of_samples_are_checked_alike_wherever_they_are_given(
     handles: tuple[Bus, Producer, Feeder],
 ) -> None:
-    """`put` says what an id and an epoch are; begin, abandon, cancelled and request agree."""
+    """`put` says what an id and a round are; begin, abandon, cancelled and request agree."""
     _, producer, feeder = handles
 
     def refused(call: Call, value: object) -> type[Exception] | None:
@@ -97,18 +97,18 @@ def test_names_of_samples_are_checked_alike_wherever_they_are_given(
             (
                 lambda v: producer.begin(v, 0),
                 lambda v: producer.abandon(v, 0),
-                lambda v: producer.cancelled(v, epoch=1),
+                lambda v: producer.cancelled(v, round=1),
                 lambda v: feeder.request(v, **asked),
             ),
         ),
         (
-            "epoch",
-            lambda v: producer.put("e", epoch=v, **kept),
+            "round",
+            lambda v: producer.put("e", round=v, **kept),
             (
-                lambda v: producer.begin("e", 0, epoch=v),
-                lambda v: producer.abandon("e", 0, epoch=v),
-                lambda v: producer.cancelled("e", epoch=v),
-                lambda v: feeder.request("e", epoch=v, **asked),
+                lambda v: producer.begin("e", 0, round=v),
+                lambda v: producer.abandon("e", 0, round=v),
+                lambda v: producer.cancelled("e", round=v),
+                lambda v: feeder.request("e", round=v, **asked),
             ),
         ),
     ):
@@ -143,7 +143,7 @@ def test_calls_of_a_producer_have_no_error_from_the_inside(
         "fields": lambda v: reserve({"x": ("int32", v)}),
         "dtype": lambda v: reserve({"x": (v, 4)}),
         "field": lambda v: reserve({"x": v}),
-        "prompt_need": lambda v: feeder.request("n", group_size=2, need=v, epoch=1, timeout=0),
+        "prompt_need": lambda v: feeder.request("n", group_size=2, need=v, round=1, timeout=0),
         "begin": lambda v: producer.begin("b", v),
     }
     assert {name: found for name, call in calls.items() if (found := faults(call))} == {}
@@ -181,7 +181,7 @@ def test_what_is_no_int_is_named_with_its_argument(
     handles: tuple[Bus, Producer, Feeder], value: object
 ) -> None:
     _, producer, _ = handles
-    for name in ("group_size", "index", "epoch", "need", "policy_version"):
+    for name in ("group_size", "index", "round", "need", "policy_version"):
         sample: dict[str, Any] = {"group_size": 2, "index": 0, name: value, "tokens": TOKENS}
         with pytest.raises(TypeError, match=f"{name}: expected an int, got "):
             producer.put("a", timeout=0, **sample)

@@ -27,9 +27,9 @@ PACKAGES = {
     "trainer_adapter.adapters.torchtitan",
     "trainer_adapter.adapters.trl",
     "trainer_adapter.attention",
-    "trainer_adapter.channel",
-    "trainer_adapter.engines",
-    "trainer_adapter.weights",
+    "shmbus.tensors",
+    "shmbus.engines",
+    "shmbus.weights",
 }
 #: Public for other packages of this project, and why no user needs their page.
 WITHOUT_A_PAGE = {

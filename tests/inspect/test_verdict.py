@@ -44,7 +44,7 @@ def said(name: str) -> Verdict:
 def group(name: str, *cells: SampleCell, size: int = 4) -> GroupCells:
     there = sum(cell.state == "there" for cell in cells)
     return GroupCells(
-        instance_id=name, epoch=None, size=size, present=there, age_s=1.0, cells=list(cells)
+        instance_id=name, round=None, size=size, present=there, age_s=1.0, cells=list(cells)
     )
 
 
@@ -272,8 +272,8 @@ def test_groups_are_the_same_from_a_daemon_and_from_the_records(
         with Producer(bus_name) as producer:
             producer.put("a", group_size=4, index=2, score=0.5, tokens=[1])
             producer.put("a", group_size=4, index=0, score=0.25, tokens=[1])
-            producer.put("b\x1b[31m", group_size=2, index=1, score=1.0, tokens=[1], epoch=3)
-            producer.fail("b\x1b[31m", group_size=2, index=0, reason="the tool\x07 died", epoch=3)
+            producer.put("b\x1b[31m", group_size=2, index=1, score=1.0, tokens=[1], round=3)
+            producer.fail("b\x1b[31m", group_size=2, index=0, reason="the tool\x07 died", round=3)
             found = wait_until(
                 lambda: (
                     (groups := read_groups(bus_name)).source
@@ -289,7 +289,7 @@ def test_groups_are_the_same_from_a_daemon_and_from_the_records(
         assert {c.producer for c in first.cells} == {
             read_status(bus_name).producers[-1].producer_id
         }
-        assert (first.size, first.present, second.epoch) == (4, 2, 3)
+        assert (first.size, first.present, second.round) == (4, 2, 3)
         assert second.instance_id == "b\\x1b[31m"
         failed = second.cells[0]
         assert failed.state == ("asked" if with_daemon else "failed")
@@ -333,12 +333,12 @@ def test_groups_say_their_split_and_what_they_need(
     with Producer(bus_name) as producer:
         for split, need in (("eval", 3), ("train", 4)):
             producer.put(
-                "q", group_size=4, need=need, index=0, score=1.0, tokens=[1], split=split, epoch=7
+                "q", group_size=4, need=need, index=0, score=1.0, tokens=[1], split=split, round=7
             )
         found = wait_until(
             lambda: len((groups := read_groups(bus_name)).groups) == 2 and groups, what="two groups"
         )
-    assert [(each.split, each.need, each.epoch) for each in found.groups] == [
+    assert [(each.split, each.need, each.round) for each in found.groups] == [
         ("eval", 3, 7), ("train", 4, 7)
     ]  # fmt: skip
     # Any of three samples completes the first.

@@ -61,15 +61,15 @@ def test_each_way_to_put_ends_the_note(bus_name: str) -> None:
         assert begun(bus_name).keys() == {("q", 5)}
 
 
-def test_epoch_and_split_tell_groups_of_one_prompt_apart(bus_name: str) -> None:
+def test_round_and_split_tell_groups_of_one_prompt_apart(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        put(producer, 0, epoch=1)
-        put(producer, 0, epoch=2)
+        put(producer, 0, round=1)
+        put(producer, 0, round=2)
         put(producer, 0, split="eval")
-        producer.begin("q", 1, epoch=2)
+        producer.begin("q", 1, round=2)
         producer.begin("q", 2, split="eval")
         found = {
-            (group.epoch, group.split): [c.index for c in group.cells if c.state == "begun"]
+            (group.round, group.split): [c.index for c in group.cells if c.state == "begun"]
             for group in read_groups(bus_name).groups
         }
     assert found == {(1, "train"): [], (2, "train"): [1], (None, "eval"): [2]}

@@ -12,7 +12,7 @@ from injection import Injected, Injection
 
 from shmbus.pool import PoolReader, read_pool
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 Lease = Callable[[], AbstractContextManager[object]]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from injection import Injected, Injection
 
-from trainer_adapter.weights import SharedModel, TornWeightsError, attach, share
-from trainer_adapter.weights.shared_file import path_of
+from shmbus.weights import SharedModel, TornWeightsError, attach, share
+from shmbus.weights.shared_file import path_of
 
 
 def model_of(value: float) -> torch.nn.Linear:

@@ -39,7 +39,7 @@ void offer_prompt(void) {
                                   .id_bytes = 1,
                                   .prompt_bytes = sizeof prompt,
                                   .split = 0,
-                                  .epoch = 7,
+                                  .round = 7,
                                   .group_size = SAMPLES,
                                   .need = SAMPLES};
     uint32_t done;
@@ -86,7 +86,7 @@ void work_on_prompts(uint8_t feeders) {
             if (!request_read(&self->segment, claim.row, claim.number, &text, NULL) ||
                 text.data_bytes != 5 ||
                 !request_read(&self->segment, claim.row, claim.number, &text, data) ||
-                text.epoch != 7 || memcmp(data, "qt\1\2\3", 5) != 0) {
+                text.round != 7 || memcmp(data, "qt\1\2\3", 5) != 0) {
                 engine_fail("P%d has a sample of a prompt that is not whole", running);
             }
             answer(self, &claim);

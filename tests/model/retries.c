@@ -36,7 +36,7 @@ static uint8_t text_of(uint64_t number) {
 static void make_request(struct retry_request *request, uint64_t number) {
     memset(request, 0, sizeof *request);
     request->number = number;
-    request->epoch = (int64_t)number * 3;
+    request->round = (int64_t)number * 3;
     request->asked_ns = number * 5;
     request->group_size = SHMBUS_MAX_GROUP_SIZE;
     request->index = (uint32_t)number;

@@ -11,8 +11,8 @@ import torch
 
 from shmbus.channel import ChannelSender
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, create_pool, unlink_pool
+from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter.balance import balance, by_budget
-from trainer_adapter.weights import ModuleSource, WeightPublisher
 
 ROW = np.array([1, 2])
 

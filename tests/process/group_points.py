@@ -36,7 +36,7 @@ def write_groups(name: str) -> None:
         for number in range(GROUPS):
             size = 2000 if number % 7 == 3 else 100 + number * 97 % 900
             samples = [{"data": pattern(number * SIZE + index, size)} for index in range(SIZE)]
-            producer.put_group(f"g{number}", samples, split=SPLIT, epoch=number)
+            producer.put_group(f"g{number}", samples, split=SPLIT, round=number)
 
 
 def whole_case(name: str, failpoint: str, action: str) -> dict[str, object]:

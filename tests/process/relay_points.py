@@ -91,7 +91,7 @@ def put(sources: list[str]) -> None:
             for group in range(GROUPS):
                 for index in range(half, SIZE, 2):
                     producer.put(
-                        f"q{group}", group_size=SIZE, index=index, epoch=1,
+                        f"q{group}", group_size=SIZE, index=index, round=1,
                         score=0.0 if group < USELESS else float(index),
                         x=np.full(300, group * SIZE + index),
                     )  # fmt: skip

@@ -52,7 +52,7 @@ POINTS: dict[str, dict[str, tuple[int, ...]]] = {
 def put(producer: shmbus.Producer, group: int, index: int) -> None:
     """Put one sample of a group of two."""
     data = pattern(group * 2 + index, 300)
-    producer.put(f"g{group}", group_size=2, index=index, epoch=0, data=data)
+    producer.put(f"g{group}", group_size=2, index=index, round=0, data=data)
 
 
 def answer(producer: shmbus.Producer) -> None:
@@ -104,7 +104,7 @@ def be_producer(name: str, over: mmap.mmap) -> None:
         for wanted in producer.wanted(limit=1):
             turn += 1
             if turn % 3 == 0:
-                producer.fail(wanted.instance_id, wanted.index, "not yet", epoch=0)
+                producer.fail(wanted.instance_id, wanted.index, "not yet", round=0)
             elif turn < GROUPS - 2:
                 put(producer, int(wanted.instance_id[1:]), wanted.index)
             else:
@@ -119,7 +119,7 @@ def case(name: str, kind: str, failpoint: str, log: Path) -> dict[str, object]:
         producer = shmbus.Producer(name)
         for group in range(GROUPS):
             put(producer, group, 0)
-            producer.fail(f"g{group}", 1, "flaky", group_size=2, epoch=0)
+            producer.fail(f"g{group}", 1, "flaky", group_size=2, round=0)
         reader = Reader(name, log) if kind == "producer" else None
         play = be_producer if kind == "producer" else functools.partial(be_collector, log=log)
         child = Child(lambda: play(name, over=over), failpoint)

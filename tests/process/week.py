@@ -38,8 +38,8 @@ import torch
 
 import shmbus
 from shmbus.cli import main as shmbus_main
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 WORKERS, GROUP_SIZE, GROUPS_PER_RANK = 3, 4, 2
 SCHEMA = {"tokens": "int32", "logprobs": "float32"}

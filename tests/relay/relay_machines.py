@@ -44,7 +44,7 @@ class Acknowledged(NamedTuple):
 class SinkState(NamedTuple):
     """A sink, and what outlives it: its lane's records, its journal, and what its trainer ended.
 
-    The epoch that it follows outlives it too. `offered` records of the lane have made whole groups.
+    The term that it follows outlives it too. `offered` records of the lane have made whole groups.
     """
 
     sink: Sink
@@ -142,7 +142,7 @@ class System:
         sink, more = self.parts[SINK_PART].after(states[SINK_PART], REST)
         if sink.sink.incarnation > after.sinks[SINK].incarnation:
             # What it said when it began was lost; its number is in its word that it is there.
-            messages.append(m.SinkStateWanted(SINK, after.epoch))
+            messages.append(m.SinkStateWanted(SINK, after.term))
         said = [*said, *self.said(messages), *more]
         coordinator = self.parts[COORDINATOR_PART]
         same = coordinator.key(after) == coordinator.key(states[COORDINATOR_PART])
@@ -170,15 +170,15 @@ class System:
 
 
 class CoordinatorPart:
-    """The coordinator: nothing of it outlives it but that its successor's epoch is greater."""
+    """The coordinator: nothing of it outlives it but that its successor's term is greater."""
 
     def __init__(self, system: System) -> None:
         self.system = system
 
-    def begin(self, epoch: int = 0) -> tuple[Coordinator, list[Said]]:
+    def begin(self, term: int = 0) -> tuple[Coordinator, list[Said]]:
         """A new one."""
         system = self.system
-        new = system.coordinator_kind(epoch, system.buses, [SINK], system.policy)
+        new = system.coordinator_kind(term, system.buses, [SINK], system.policy)
         return new, system.said(new.begin())
 
     def key(self, c: Coordinator) -> Hashable:
@@ -186,7 +186,7 @@ class CoordinatorPart:
         view = c.sinks[SINK]
         table = c.stash.table
         return (
-            (c.epoch, c._question, view.incarnation, view.heard, view.bytes, view.owed),
+            (c.term, c._question, view.incarnation, view.heard, view.bytes, view.owed),
             tuple(sorted(tuple(sorted(origins)) for origins in view.leases)),
             tuple(sorted(c.newest.items())),
             frozenset(c.taken.items()),
@@ -206,7 +206,7 @@ class CoordinatorPart:
     def copy(self, c: Coordinator) -> Coordinator:
         """Return another one that is the same; its group table is filled anew."""
         system = self.system
-        new = system.coordinator_kind(c.epoch, c.buses, [SINK], system.policy)
+        new = system.coordinator_kind(c.term, c.buses, [SINK], system.policy)
         new.newest, new.taken = dict(c.newest), dict(c.taken)
         new._due = {
             bus: {mark: list(origins) for mark, origins in due.items()}
@@ -231,7 +231,7 @@ class CoordinatorPart:
     def after(self, c: Coordinator, given: Any) -> tuple[Coordinator, list[Said]]:
         """What it is after an input, and what it says."""
         if given == DIE:
-            return self.begin(c.epoch + 1)
+            return self.begin(c.term + 1)
         new = self.copy(c)
         said: list[m.Message] = []
         match given:
@@ -243,7 +243,7 @@ class CoordinatorPart:
                 said += new.ask_sinks()
                 said += new.ask_sources_again()
                 unheard = [bus for bus in new.buses if bus not in new.newest]
-                said += [m.Subscription(bus, new.epoch) for bus in unheard]
+                said += [m.Subscription(bus, new.term) for bus in unheard]
                 said += new.assign_again()
                 said += new.drop_again()
             case m.Announcement():
@@ -285,7 +285,7 @@ class SinkPart:
         ended = {(origin, "acknowledged") for origin in before.ended & left.settled}
         left = left._replace(ended=left.ended | ended)
         new = system.sink_kind(SINK, before.sink.incarnation + 1, left, system.release)
-        new.epoch = before.sink.epoch
+        new.term = before.sink.term
         said = [*new.begin(), *new.ask_release_again()]
         return before._replace(sink=new, journal=left), system.said(said)
 
@@ -293,7 +293,7 @@ class SinkPart:
         """All that decides what it does from now on."""
         s = state.sink
         return (
-            (s.incarnation, s.epoch, s.journal, tuple(s.waiting), tuple(s.batches)),
+            (s.incarnation, s.term, s.journal, tuple(s.waiting), tuple(s.batches)),
             (frozenset(s.wanted), frozenset(s._gone.items()), frozenset(s.ended.items())),
             (frozenset(s.owed), s._number),
             state.lane,
@@ -382,9 +382,9 @@ class SinkPart:
             case m.Fetched() if given.incarnation < s.incarnation:
                 return FOR_NOTHING
             case m.Assignment() | m.Drop():
-                meant = (given.incarnation, given.epoch)
-                return FOR_NOTHING if meant < (s.incarnation, s.epoch) else 0
-            case m.SinkStateWanted() if given.epoch < s.epoch:
+                meant = (given.incarnation, given.term)
+                return FOR_NOTHING if meant < (s.incarnation, s.term) else 0
+            case m.SinkStateWanted() if given.term < s.term:
                 return FOR_NOTHING
         return 0
 

@@ -141,7 +141,7 @@ class Inside:
     def put(self, producer: shmbus.Producer, group: int, index: int) -> None:
         """Put a sample."""
         producer.put(
-            f"q{group}", group_size=SIZE, index=index, score=float(index), epoch=0,
+            f"q{group}", group_size=SIZE, index=index, score=float(index), round=0,
             meta={"of": [group, index]}, timeout=None, **sample(group, index),
         )  # fmt: skip
 

@@ -143,7 +143,7 @@ class Storm:
                 for index in range(source, SIZE, 2):
                     score = 0.0 if is_useless(group) else float(index)
                     producer.put(
-                        f"q{group}", group_size=SIZE, index=index, score=score, epoch=0,
+                        f"q{group}", group_size=SIZE, index=index, score=score, round=0,
                         meta={"of": [group, index]}, timeout=None, **sample(group, index),
                     )  # fmt: skip
                 self.produced += 1

@@ -36,13 +36,13 @@ def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_
         heads = sorted(reader.poll(), key=lambda head: (head.instance_id, head.index))
         bus = reader.identity
         sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
+        wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
         origins = tuple(make_origin(bus, *head.id) for head in heads[:4])
         checks = tuple(head.check for head in heads[:4])
         state = sink.sink
         made.send(
             COORDINATOR, buses["t"],
-            m.Assignment(buses["t"], state.incarnation, state.epoch, origins, 99, checks),
+            m.Assignment(buses["t"], state.incarnation, state.term, origins, 99, checks),
         )  # fmt: skip
         wait_until(lambda: bool(state.wanted))
         good = reader.export([head.id for head in heads[:4]])
@@ -75,13 +75,13 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
         put_group([buses["a"]], 3)
         heads = sorted(reader.poll(), key=lambda head: (head.instance_id, head.index))
         sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
+        wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
         state = sink.sink
 
         def group(at: int, to: str) -> m.Assignment:
             origins = tuple(make_origin(reader.identity, *head.id) for head in heads[at : at + 4])
             checks = tuple(head.check for head in heads[at : at + 4])
-            return m.Assignment(to, state.incarnation, state.epoch, origins, 99, checks)
+            return m.Assignment(to, state.incarnation, state.term, origins, 99, checks)
 
         several = m.Assignments((group(0, buses["t"]), group(8, "elsewhere"), group(4, buses["t"])))
         made.send(COORDINATOR, buses["t"], several)
@@ -119,13 +119,13 @@ def test_a_record_that_says_another_thing_than_its_head_is_refused(
         put_group([buses["a"]], 1, size=1)
         (head,) = reader.poll()
         sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.epoch > 0)
+        wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
         origin = make_origin(reader.identity, *head.id)
         state = sink.sink
         made.send(
             COORDINATOR, buses["t"],
             m.Assignment(
-                buses["t"], state.incarnation, state.epoch, (origin,), 9, (head.check ^ 1,)
+                buses["t"], state.incarnation, state.term, (origin,), 9, (head.check ^ 1,)
             ),
         )  # fmt: skip
         wait_until(lambda: bool(state.wanted))

@@ -41,7 +41,7 @@ def reader_of(name: str) -> _core.Reader:
 
 
 def put_some(name: str, rng: np.random.Generator, *, checksum: bool = False) -> None:
-    """Put records of many forms: epochs, metas, no field, empty ones, large ones, failures."""
+    """Put records of many forms: rounds, metas, no field, empty ones, large ones, failures."""
     with shmbus.Producer(name, checksum=checksum) as producer:
         for i in range(40):
             arrays: dict[str, Any] = {
@@ -52,7 +52,7 @@ def put_some(name: str, rng: np.random.Generator, *, checksum: bool = False) -> 
             kept = dict(list(arrays.items())[: i % 4])
             producer.put(
                 SNOWMAN * (i % 3) + f"q{i}", group_size=i + 1, index=i // 2, score=i / 7,
-                policy_version=i, epoch=i if i % 2 else None,
+                policy_version=i, round=i if i % 2 else None,
                 meta={"i": [i, "x" * i]} if i % 3 else None, **kept,
             )  # fmt: skip
         producer.put("big", group_size=1, index=0, x=rng.integers(0, 9, 75_000))
@@ -68,7 +68,7 @@ def said(t: _core.Trajectory) -> tuple[Any, ...]:
     """All that a trajectory says, but for where and when it was put."""
     arrays = [(n, a.dtype.str, a.shape, a.tobytes()) for n, a in t.items()]
     return (
-        t.instance_id, t.epoch, t.group_size, t.index, t.score, t.policy_version, t.failed, t.meta,
+        t.instance_id, t.round, t.group_size, t.index, t.score, t.policy_version, t.failed, t.meta,
         arrays,
     )  # fmt: skip
 

@@ -241,7 +241,7 @@ def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again(
     announced_first: bool,
 ) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
-    heads = pack(B0, *(msgspec.structs.replace(head("q", 2, i, i), epoch=1) for i in range(2)))
+    heads = pack(B0, *(msgspec.structs.replace(head("q", 2, i, i), round=1) for i in range(2)))
     # It begins with a sink that has a group of the coordinator before, in its memory alone.
     made = Coordinator(4, [B0], ["t0", "t1"])
     made.begin()

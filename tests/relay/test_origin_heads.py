@@ -39,7 +39,7 @@ FORGED = {
 def head(sequence: int = 0, **other: object) -> OriginHead:
     """A head of a group of eight."""
     said = {
-        "instance_id": "q\N{SNOWMAN}", "epoch": None, "group_size": 8, "index": 3, "score": 0.5,
+        "instance_id": "q\N{SNOWMAN}", "round": None, "group_size": 8, "index": 3, "score": 0.5,
         "policy_version": 2, "nbytes": 640, "made_ns": 5, "check": 7, "need": 8, "reason": None,
     } | other  # fmt: skip
     return OriginHead(make_origin(BUS, 1 << 40, sequence), **said)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_origins_sort_as_their_numbers_and_say_them() -> None:
 
 def test_what_is_packed_is_unpacked() -> None:
     heads = [
-        head(), head(1, epoch=-3, score=math.inf, need=2), head(2, instance_id="x" * 255),
+        head(), head(1, round=-3, score=math.inf, need=2), head(2, instance_id="x" * 255),
         head(3, group_size=0, need=0, reason="out of \N{SNOWMAN}"), head(4, reason=""),
     ]  # fmt: skip
     packed = _core.pack_heads(heads)
@@ -76,9 +76,9 @@ def test_what_is_packed_is_unpacked() -> None:
 def test_a_records_head_is_what_its_reader_says_of_it(bus_name: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         for i in range(3):
-            producer.put("q", group_size=3, index=i, score=None, epoch=2, x=np.zeros(9))
+            producer.put("q", group_size=3, index=i, score=None, round=2, x=np.zeros(9))
         producer.fail("r", 1, "no memory")
-        producer.put("s", group_size=4, need=2, epoch=0, index=3, policy_version=6, x=np.ones(1))
+        producer.put("s", group_size=4, need=2, round=0, index=3, policy_version=6, x=np.ones(1))
         with shmbus.RecordReader(bus_name) as reader:
             known = reader.poll()
         with OriginReader(bus_name) as other:

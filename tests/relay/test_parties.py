@@ -33,7 +33,7 @@ def test_groups_whose_samples_are_on_two_nodes_arrive_and_every_ledger_balances(
     sources = [buses["a"], buses["b"]]
     with relay(sources, [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         for i in range(20):
-            put_group(sources, i, epoch=3, meta={"i": i}, policy_version=7)
+            put_group(sources, i, round=3, meta={"i": i}, policy_version=7)
         for group in take(consumer, 20):
             number = int(group.instance_id[1:])
             assert [t.index for t in group] == [0, 1, 2, 3]
@@ -374,7 +374,7 @@ def test_a_source_that_heard_a_coordinator_which_no_sink_heard_is_not_cut_off(
         wait_until(lambda: made.coordinator.pure is not None and buses["a"] in made.parties)
         bus = made.parties[buses["a"]].source.bus
         made.send(COORDINATOR, buses["a"], m.Subscription(bus, 1 << 40))
-        wait_until(lambda: made.coordinator.pure and made.coordinator.pure.epoch > 1 << 40)
+        wait_until(lambda: made.coordinator.pure and made.coordinator.pure.term > 1 << 40)
         put_group([buses["a"]], 1)
         take(consumer, 1)
 

@@ -33,7 +33,7 @@ def put(name: str, count: int, *, size: int = 64) -> None:
     with shmbus.Producer(name) as producer:
         for i in range(count):
             producer.put(
-                f"q{i // 4}", group_size=4, index=i % 4, score=i / 2, policy_version=i, epoch=3,
+                f"q{i // 4}", group_size=4, index=i % 4, score=i / 2, policy_version=i, round=3,
                 x=np.full(size, i % 256, np.uint8),
             )  # fmt: skip
 
@@ -48,7 +48,7 @@ def test_a_head_says_what_its_trajectory_says(bus: str) -> None:
         assert reader.poll() == [] and reader.heads() == heads
         (report,) = [head for head in heads if head.failed]
         for i, head in enumerate(head for head in heads if not head.failed):
-            assert (head.instance_id, head.epoch, head.group_size) == (f"q{i // 4}", 3, 4)
+            assert (head.instance_id, head.round, head.group_size) == (f"q{i // 4}", 3, 4)
             assert (head.index, head.score, head.policy_version) == (i % 4, i / 2, i)
             assert head.key == (f"q{i // 4}", 3) and not head.failed and head.nbytes % 64 == 0
         assert (report.failed, report.reason, report.key) == (True, "out of memory", "q9")

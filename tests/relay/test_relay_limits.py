@@ -135,7 +135,7 @@ def of_another(kind: type[Any], message: Any) -> bytes:
         m.Assignment("t", 1, 1, (), -5),
         HELLO._replace(clock_ns=2**64 - 1),
         HELLO._replace(clock_ns=-1),
-        HELLO._replace(epoch=2**63 - 1),
+        HELLO._replace(term=2**63 - 1),
         HELLO._replace(policy_version=-1),
         HELLO._replace(largest_count=-1),
         HELLO._replace(bus="no identity"),
@@ -150,7 +150,7 @@ def test_a_message_with_a_number_that_nothing_has_is_refused_by_its_sender(messa
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("instance_id", ""), ("instance_id", "\u754c" * 200), ("epoch", -1), ("epoch", 2**63),
+        ("instance_id", ""), ("instance_id", "\u754c" * 200), ("round", -1), ("round", 2**63),
         ("group_size", -1), ("group_size", 20_000), ("need", 3), ("need", -1), ("index", 2),
         ("index", -1), ("attempt", -1), ("attempt", 2**40),
     ],

@@ -53,8 +53,8 @@ def changed(plan: Plan, **changes: Any) -> Plan:
 ONE_GROUP = {A: [head("q", 2, 0, 0)], B: [head("q", 2, 1, 0)]}
 #: A sample from one source, alone in its group.
 ONE_SAMPLE: Plan = {A: [head("q", 1, 0, 0)], B: []}
-#: A group with an epoch, which the stash remembers when a group was complete.
-WITH_EPOCH = changed(ONE_GROUP, epoch=1)
+#: A group with a round, which the stash remembers when a group was complete.
+WITH_ROUND = changed(ONE_GROUP, round=1)
 #: The same without variance.
 USELESS = changed(ONE_GROUP, score=1.0)
 #: Two groups of one sample each, from one source each.
@@ -90,7 +90,7 @@ class Case(NamedTuple):
 
     name: str
     faults: Faults
-    plan: Plan = WITH_EPOCH
+    plan: Plan = WITH_ROUND
     release: str = "put"
     kind: type[System] = System
     policy: StashPolicy = DROPS_USELESS

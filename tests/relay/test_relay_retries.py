@@ -18,9 +18,9 @@ TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
 pytest_plugins = ["relay.relay_fixtures"]
 
 
-def put(producer: shmbus.Producer, index: int, *, size: int = 2, epoch: int | None = None) -> None:
+def put(producer: shmbus.Producer, index: int, *, size: int = 2, round: int | None = None) -> None:
     producer.put(
-        "q", group_size=size, index=index, score=float(index), epoch=epoch,
+        "q", group_size=size, index=index, score=float(index), round=round,
         tokens=np.full(50, index, np.int32),
     )  # fmt: skip
 
@@ -38,9 +38,9 @@ def wanted(producer: shmbus.Producer) -> WantedSample:
     return found[0]
 
 
-@pytest.mark.parametrize("epoch", [None, 5])
+@pytest.mark.parametrize("round", [None, 5])
 def test_a_failed_sample_is_asked_for_on_its_node_and_completes_its_group(
-    buses: dict[str, str], epoch: int | None
+    buses: dict[str, str], round: int | None
 ) -> None:
     with (
         relay([buses["a"], buses["b"]], [buses["t"]], policy=TWICE),
@@ -48,15 +48,15 @@ def test_a_failed_sample_is_asked_for_on_its_node_and_completes_its_group(
         shmbus.Producer(buses["a"]) as one,
         shmbus.Producer(buses["b"]) as other,
     ):
-        put(other, 0, epoch=epoch)
-        one.fail("q", 1, "out of memory", group_size=2, epoch=epoch)
+        put(other, 0, round=round)
+        one.fail("q", 1, "out of memory", group_size=2, round=round)
         asked = wanted(one)
         # What it needs is known once a sample has come.
-        assert asked == WantedSample("q", epoch, 1, 2, 1, "out of memory", need=asked.need)
+        assert asked == WantedSample("q", round, 1, 2, 1, "out of memory", need=asked.need)
         assert read_status(buses["a"]).wanted[0].taken_by is not None
-        put(one, asked.index, epoch=asked.epoch)
+        put(one, asked.index, round=asked.round)
         (group,) = take(consumer, 1)
-        assert [t.index for t in group] == [0, 1] and group[0].epoch == epoch
+        assert [t.index for t in group] == [0, 1] and group[0].round == round
         group.ack()
         wait_until(lambda: stats(buses["a"]).dropped == {"failed": 1})
         wait_until(lambda: stats(buses["a"]).undelivered == stats(buses["b"]).undelivered == 0)
@@ -198,7 +198,7 @@ def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], 
         pure = made.coordinator.pure
         assert pure is not None
         wait_until(lambda: pure.retries.open == 1)
-        wait_until(lambda: made.parties[buses["a"]].rows.mark == (pure.epoch, 1))
+        wait_until(lambda: made.parties[buses["a"]].rows.mark == (pure.term, 1))
         (row,) = read_status(buses["a"]).wanted
         assert row.taken_by == producer.producer_id and row.attempt == 1
         assert producer.wanted() == []

@@ -23,7 +23,7 @@ import sys, numpy as np, shmbus
 name, index, size, groups = sys.argv[1], *map(int, sys.argv[2:])
 with shmbus.Producer(name) as producer:
     for number in range(groups):
-        producer.put(f"g{number}", group_size=size, index=index, epoch=0, x=np.ones(8), timeout=60)
+        producer.put(f"g{number}", group_size=size, index=index, round=0, x=np.ones(8), timeout=60)
 print("done", flush=True)
 """
 
@@ -169,9 +169,9 @@ def test_reports_of_failures_wait_for_nobody_and_a_group_given_up_makes_room(one
 def test_surplus_samples_hold_no_place(one: Bus) -> None:
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
         for index in range(2):
-            producer.put("a", group_size=2, index=index, epoch=1, x=X)
+            producer.put("a", group_size=2, index=index, round=1, x=X)
         consumer.take(timeout=10)[0].ack()
-        producer.put("a", group_size=2, index=0, epoch=1, x=X)  # begins, as far as it knows
+        producer.put("a", group_size=2, index=0, round=1, x=X)  # begins, as far as it knows
         wait_until(lambda: consumer.take(timeout=0.05) == [] and held(one) == 0)
         assert consumer.stats().dropped == {"surplus": 1}
 
@@ -205,7 +205,7 @@ def test_what_awaits_sees_the_bound_and_siblings_do_not(one: Bus) -> None:
         assert producer.pressure() == 1.0
         assert not await producer.wait_ready(timeout=0.05)
         assert await producer.wait_ready(timeout=5, instance_id="a")
-        assert not await producer.wait_ready(timeout=0.05, instance_id="a", epoch=7)
+        assert not await producer.wait_ready(timeout=0.05, instance_id="a", round=7)
         waiting = asyncio.create_task(producer.aput("b", group_size=2, index=0, x=X, timeout=30))
         await asyncio.sleep(0.1)
         assert not waiting.done()

@@ -56,7 +56,7 @@ with shmbus.Feeder(name) as feeder:
     print("feeds", flush=True)
     for at in range(first, first + count, several):
         feeder.request_many(
-            [{"instance_id": f"q{number}", "group_size": size, "epoch": 0,
+            [{"instance_id": f"q{number}", "group_size": size, "round": 0,
               "meta": {"number": number}, "prompt": np.full(number % 700, number, np.int32)}
              for number in range(at, at + several)], timeout=60)
 print("done", flush=True)
@@ -71,12 +71,12 @@ def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -
         Producer(bus.name) as producer,
         Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
     ):
-        feeder.request("q", group_size=2, epoch=4, meta="m", prompt=np.arange(3))
+        feeder.request("q", group_size=2, round=4, meta="m", prompt=np.arange(3))
         first, second = take_all(producer)
         assert producer.requests.answer(second, x=X)
         assert producer.requests.fail(first, "the sandbox crashed")
         (retry,) = ask(consumer, producer)
-        assert (retry.index, retry.epoch, retry.attempt, retry.meta) == (0, 4, 1, "m")
+        assert (retry.index, retry.round, retry.attempt, retry.meta) == (0, 4, 1, "m")
         assert retry.reason == "the sandbox crashed" and (retry["prompt"] == np.arange(3)).all()
         assert producer.requests.is_wanted(retry)
         assert producer.requests.answer(retry, score=1.0, x=X)
@@ -152,7 +152,7 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
         with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
             for number in range(4):
                 consumer.request(
-                    f"q{number}", group_size=2, epoch=1, priority=number, meta=number, prompt=X
+                    f"q{number}", group_size=2, round=1, priority=number, meta=number, prompt=X
                 )
             for _ in range(4):
                 request = producer.requests.next(5)

@@ -149,7 +149,7 @@ def test_a_full_lane_says_how_many_were_offered_and_the_others_follow(bus_name: 
         (
             {"instance_id": "a", "group_size": 2, "need": 1},
             ValueError,
-            r"^item 2: need: 1 of 2 needs an epoch",
+            r"^item 2: need: 1 of 2 needs a round",
         ),
         (
             {"instance_id": "large", "group_size": 1, "prompt": np.zeros(1 << 20)},

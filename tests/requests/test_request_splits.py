@@ -39,7 +39,7 @@ def two(bus_name: str) -> Iterator[Bus]:
 
 
 def put(producer: Producer, index: int, split: str = "train", key: str = "q") -> None:
-    producer.put(key, group_size=2, index=index, epoch=0, split=split, x=X, timeout=0)
+    producer.put(key, group_size=2, index=index, round=0, split=split, x=X, timeout=0)
 
 
 def test_a_prompt_of_two_splits_takes_two_places(two: Bus) -> None:
@@ -67,8 +67,8 @@ def test_a_wait_for_a_group_of_a_split_is_not_ended_by_another_split(two: Bus) -
         put(producer, 0)
         put(producer, 0, key="other")
         ready = producer.wait_ready
-        assert await ready(instance_id="q", epoch=0, timeout=0)
-        assert not await ready(instance_id="q", epoch=0, split="eval", timeout=0)
+        assert await ready(instance_id="q", round=0, timeout=0)
+        assert not await ready(instance_id="q", round=0, split="eval", timeout=0)
 
     with Producer(two.name) as producer:
         asyncio.run(work(producer))
@@ -97,7 +97,7 @@ def test_the_places_of_open_groups_of_each_split_outlive_a_check(two: Bus, spawn
 def test_a_group_that_ends_ends_the_request_of_its_split(bus: Bus, feeder: Feeder) -> None:
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         for split in ("train", "eval"):
-            feeder.request("q", group_size=2, epoch=0, split=split, prompt=np.ones(3))
+            feeder.request("q", group_size=2, round=0, split=split, prompt=np.ones(3))
         requests = take_all(producer)
         assert [each.split for each in requests] == ["train"] * 2 + ["eval"] * 2
         for request in requests[2:]:
@@ -121,8 +121,8 @@ def test_a_failed_sample_of_a_split_comes_again_with_its_own_prompt(
         Producer(bus.name) as producer,
         Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
     ):
-        feeder.request("q", group_size=1, epoch=0, prompt=np.full(2, 7))
-        feeder.request("q", group_size=1, epoch=0, split="eval", prompt=np.full(2, 8))
+        feeder.request("q", group_size=1, round=0, prompt=np.full(2, 7))
+        feeder.request("q", group_size=1, round=0, split="eval", prompt=np.full(2, 8))
         training, evaluation = take_all(producer)
         assert producer.requests.fail(evaluation, "first time")
         (again,) = ask(consumer, producer)
@@ -141,8 +141,8 @@ def test_a_retry_of_a_split_that_fails_gives_up_its_own_group(bus: Bus, feeder: 
         Producer(bus.name) as producer,
         Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
     ):
-        feeder.request("q", group_size=2, need=1, epoch=0, split="eval", prompt=np.ones(2))
-        feeder.request("q", group_size=2, epoch=0, prompt=np.ones(2))
+        feeder.request("q", group_size=2, need=1, round=0, split="eval", prompt=np.ones(2))
+        feeder.request("q", group_size=2, round=0, prompt=np.ones(2))
         requests = take_all(producer)
         for request in requests[:2]:
             assert producer.requests.fail(request, "first time")
@@ -166,7 +166,7 @@ def test_a_request_of_a_split_is_closed_by_the_next_collector(
 ) -> None:
     with Producer(bus.name) as producer:
         for split in ("eval", "train"):
-            feeder.request("q", group_size=1, epoch=0, split=split, prompt=np.ones(3))
+            feeder.request("q", group_size=1, round=0, split=split, prompt=np.ones(3))
         evaluation, training = take_all(producer)
         assert producer.requests.answer(training, x=X)
         assert producer.requests.answer(evaluation, x=X)
@@ -191,7 +191,7 @@ def test_a_daemon_keeps_the_requests_of_splits_apart(
         Consumer(bus_name) as trainer,
     ):
         for split in ("train", "eval"):
-            feeder.request("q", group_size=1, epoch=0, split=split, prompt=np.ones(3))
+            feeder.request("q", group_size=1, round=0, split=split, prompt=np.ones(3))
         training, evaluation = take_all(producer)
         assert producer.requests.answer(evaluation, x=X)
         evaluator.take(timeout=10)[0].ack()

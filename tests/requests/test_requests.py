@@ -31,13 +31,13 @@ def test_a_prompt_is_taken_sample_by_sample_and_becomes_a_group(
 ) -> None:
     prompt = np.arange(6, dtype=np.int32).reshape(2, 3)
     assert (
-        feeder.request("q", group_size=3, epoch=2, meta={"a": [1]}, prompt=prompt, empty=X[:0]) == 1
+        feeder.request("q", group_size=3, round=2, meta={"a": [1]}, prompt=prompt, empty=X[:0]) == 1
     )
     with Consumer(bus.name) as consumer:
         for index in range(3):
             request = producer.requests.next(5)
             assert request is not None
-            assert (request.instance_id, request.epoch, request.index) == ("q", 2, index)
+            assert (request.instance_id, request.round, request.index) == ("q", 2, index)
             assert (request.group_size, request.need, request.split) == (3, 3, "train")
             assert (request.priority, request.attempt, request.reason) == (0, 0, "")
             assert request.meta == {"a": [1]}
@@ -48,7 +48,7 @@ def test_a_prompt_is_taken_sample_by_sample_and_becomes_a_group(
             assert producer.requests.answer(request, score=float(index), x=X)
         assert producer.requests.next(0) is None
         (group,) = consumer.take(timeout=10)
-        assert (group.instance_id, group[0].epoch, group.size) == ("q", 2, 3)
+        assert (group.instance_id, group[0].round, group.size) == ("q", 2, 3)
         assert [t.score for t in group] == [0.0, 1.0, 2.0]
         assert consumer.stats().requests.groups == 1
         group.ack()
@@ -85,21 +85,21 @@ def test_every_array_comes_back_as_it_was_sent(producer: Producer, feeder: Feede
         request["nope"]
 
 
-def test_the_epoch_tells_repetitions_apart(bus: Bus, producer: Producer, feeder: Feeder) -> None:
-    for epoch in range(3):
-        feeder.request("q", group_size=2, epoch=epoch)
+def test_the_round_tells_repetitions_apart(bus: Bus, producer: Producer, feeder: Feeder) -> None:
+    for round in range(3):
+        feeder.request("q", group_size=2, round=round)
     with Consumer(bus.name) as consumer:
         for request in take_all(producer):
             producer.requests.answer(request, x=X)
         groups = consumer.take(timeout=10)
-        assert [group[0].epoch for group in groups] == [0, 1, 2]
+        assert [group[0].round for group in groups] == [0, 1, 2]
         consumer.ack(groups[1])
-        assert [each["epoch"] for each in consumer.requests_state()["open"]] == [0, 2]
+        assert [each["round"] for each in consumer.requests_state()["open"]] == [0, 2]
         consumer.ack([groups[0], groups[2]])
         assert totals(bus) == (6, 0, 0, 6, 0, 0)
 
 
-def test_a_repeated_key_without_an_epoch_ends_oldest_first(
+def test_a_repeated_key_without_an_round_ends_oldest_first(
     bus: Bus, producer: Producer, feeder: Feeder
 ) -> None:
     for round_ in range(2):
@@ -277,7 +277,7 @@ def test_a_stall_report_names_a_lane_that_nobody_serves(bus_name: str) -> None:
         ({"group_size": 2, "need": 3}, ValueError, "need"),
         ({"group_size": 2, "priority": 8}, ValueError, "priority"),
         ({"group_size": 2, "priority": -1}, ValueError, "priority"),
-        ({"group_size": 2, "epoch": -1}, ValueError, "epoch"),
+        ({"group_size": 2, "round": -1}, ValueError, "round"),
         ({"group_size": 2, "split": ""}, ValueError, "split"),
         ({"group_size": 2, "hidden": [1, 2]}, TypeError, "hidden"),
         ({"group_size": 2, "prompt": np.array([None])}, TypeError, "prompt"),

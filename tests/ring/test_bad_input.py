@@ -53,14 +53,14 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an unknown field": (
         {"log_probs": [0.1] * 3}, TypeError, r"log_probs: the schema has no such.*mean logprobs=",
     ),
-    "need above the size": ({"need": 3, "epoch": 0}, ValueError, r"need: expected 1 to 2 .*got 3"),
+    "need above the size": ({"need": 3, "round": 0}, ValueError, r"need: expected 1 to 2 .*got 3"),
     "no rows": ({"rows": []}, ValueError, r"rows: expected at least one, got none"),
     "an empty row": ({"rows": [{}]}, ValueError, r"rows: row 0: expected at least one field"),
 }  # fmt: skip
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "need above the size": ({"need": 3, "epoch": 0}, ValueError, r"need: .*group_size=2, got 3"),
-    "need without an epoch": ({"need": 1}, ValueError, r"need: 1 of 2 needs an epoch"),
+    "need above the size": ({"need": 3, "round": 0}, ValueError, r"need: .*group_size=2, got 3"),
+    "need without a round": ({"need": 1}, ValueError, r"need: 1 of 2 needs a round"),
     "a score": ({"score": 1.0}, TypeError, r"score: a request says no score"),
     "an index": ({"index": np.int32(1)}, TypeError, r"index: a request says no index"),
     "a list": ({"hidden": [1, 2]}, TypeError, r"hidden: expected an array, got list; declare"),
@@ -100,7 +100,7 @@ def test_a_bad_sample_is_refused_by_field_and_index_however_it_is_put(
     if "rows" in given:
         del sample["tokens"]
     good = {"tokens": [1, 2, 3]}
-    of_group = {key: sample.pop(key) for key in ("need", "epoch") if key in sample}
+    of_group = {key: sample.pop(key) for key in ("need", "round") if key in sample}
     place = {"instance_id": "q", "group_size": 2, **of_group}
     with pytest.raises(kind, match=f"^{message}"):
         producer.put(**place, index=0, **sample, timeout=0)

@@ -475,7 +475,7 @@ def touch(groups: list[shmbus.Group]) -> None:
     for group in groups:
         for t in group:
             with suppress(*SURVIVABLE):
-                repr((t, t.meta, t.key, t.epoch, t.score, t.nbytes))
+                repr((t, t.meta, t.key, t.round, t.score, t.nbytes))
             for name in t:
                 with suppress(*SURVIVABLE):
                     assert len(t[name].tobytes()) == t[name].nbytes

@@ -55,7 +55,7 @@ def test_every_byte_arrives_whatever_the_size_and_alignment(
             for skip in (0, 1, 8, 17):
                 sent = noise[skip : skip + size]
                 producer.put(
-                    "x", group_size=group_size, need=1, epoch=size * 100 + skip, index=0, a=sent,
+                    "x", group_size=group_size, need=1, round=size * 100 + skip, index=0, a=sent,
                     b=sent[::-1].copy(), timeout=9,
                 )  # fmt: skip
                 (group,) = consumer.take(timeout=9)

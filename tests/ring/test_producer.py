@@ -169,17 +169,17 @@ def test_any_meta_comes_out_as_it_went_in_and_an_empty_one_is_not_none(bus: Bus)
 
 def test_zero_and_empty_are_ordinary_values_and_differ_from_none(bus: Bus) -> None:
     with attached(bus) as (producer, consumer):
-        producer.put("a", group_size=1, index=0, score=0.0, policy_version=0, epoch=0, meta={})
+        producer.put("a", group_size=1, index=0, score=0.0, policy_version=0, round=0, meta={})
         producer.put("a", group_size=1, index=0)
-        with_epoch, without = consumer.take(2, 10.0)
-        [first], [second] = with_epoch, without
+        with_round, without = consumer.take(2, 10.0)
+        [first], [second] = with_round, without
         assert (first.index, first.score, first.policy_version) == (0, 0.0, 0)
-        assert (first.epoch, with_epoch.epoch, first.meta) == (0, 0, {})
-        assert (second.epoch, without.epoch, second.meta) == (None, None, None)
+        assert (first.round, with_round.round, first.meta) == (0, 0, {})
+        assert (second.round, without.round, second.meta) == (None, None, None)
         assert list(first) == list(first.keys()) == []
-        big = {"score": -1.7976931348623157e308, "policy_version": 2**63 - 1, "epoch": 2**63 - 1}
-        odd = {"score": np.float32(0.5), "policy_version": np.int16(3), "epoch": np.uint8(4)}
-        for values in (big, odd, {"score": True, "policy_version": 1, "epoch": 1}):
+        big = {"score": -1.7976931348623157e308, "policy_version": 2**63 - 1, "round": 2**63 - 1}
+        odd = {"score": np.float32(0.5), "policy_version": np.int16(3), "round": np.uint8(4)}
+        for values in (big, odd, {"score": True, "policy_version": 1, "round": 1}):
             put_one(producer, **values)
             trajectory = take_one(consumer)
             assert {name: getattr(trajectory, name) for name in values} == values
@@ -299,7 +299,7 @@ def reserve(producer: Producer, key: str = "r", x: Any = None, **more: Any) -> s
 
 def test_a_reservation_is_delivered_when_it_is_committed_and_not_before(bus: Bus) -> None:
     with attached(bus) as (producer, consumer):
-        with reserve(producer, score=1.0, policy_version=3, epoch=0, meta={"a": 1}) as slot:
+        with reserve(producer, score=1.0, policy_version=3, round=0, meta={"a": 1}) as slot:
             slot["tokens"][:] = np.arange(100)
             slot["grid"][...] = 2.5
             slot["one"][...] = 9
@@ -317,7 +317,7 @@ def test_a_reservation_is_delivered_when_it_is_committed_and_not_before(bus: Bus
         assert np.array_equal(trajectory["tokens"], np.arange(100))
         assert np.array_equal(trajectory["grid"], np.full((4, 5), 2.5))
         assert (int(trajectory["one"]), trajectory.score) == (9, 0.25)
-        assert (trajectory.policy_version, trajectory.epoch, trajectory.meta) == (4, 0, {"a": 1})
+        assert (trajectory.policy_version, trajectory.round, trajectory.meta) == (4, 0, {"a": 1})
 
 
 def test_an_exception_or_an_abort_leaves_nothing_to_deliver(bus: Bus) -> None:

@@ -35,7 +35,7 @@ def samples(count: int, elements: int = 100) -> list[dict[str, object]]:
 def test_the_samples_have_what_was_given_for_the_group_and_their_own(
     bus: Bus, producer: Producer
 ) -> None:
-    epoch = producer.put_group(
+    round = producer.put_group(
         "q",
         [{"score": 1.0, "data": DATA}, {"data": DATA[:3], "meta": "own", "policy_version": 9}],
         meta="all", policy_version=(3, 5), split="eval", need=1,
@@ -43,7 +43,7 @@ def test_the_samples_have_what_was_given_for_the_group_and_their_own(
     with Consumer(bus.name) as consumer:
         assert consumer.take(timeout=0) == []
         [group] = consumer.take(timeout=10, split="eval")
-        assert (group.instance_id, group.epoch, group.split) == ("q", epoch, "eval")
+        assert (group.instance_id, group.round, group.split) == ("q", round, "eval")
         assert (group.size, group.need, len(group), group.complete) == (2, 1, 1, True)
         assert (group[0].score, group[0].meta, group[0].index) == (1.0, "all", 0)
         assert (group[0].policy_version, group[0].newest_policy_version) == (3, 5)
@@ -57,7 +57,7 @@ def test_a_prompt_that_is_put_again_is_another_group(bus: Bus, producer: Produce
     assert first != second
     with Consumer(bus.name) as consumer:
         groups = consumer.take(timeout=10)
-        assert [(group.epoch, len(group)) for group in groups] == [(first, 3), (second, 3)]
+        assert [(group.round, len(group)) for group in groups] == [(first, 3), (second, 3)]
 
 
 def test_a_group_without_room_leaves_nothing_and_waits_for_all_of_it(bus_name: str) -> None:
@@ -136,9 +136,9 @@ def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(bus_
         await asyncio.sleep(0.05)
         assert not task.done()
         consumer.ack(consumer.take(64, timeout=10))
-        epoch = await task
+        round = await task
         [late] = consumer.take(timeout=30)
-        assert (late.instance_id, late.epoch, len(late)) == ("late", epoch, 4)
+        assert (late.instance_id, late.round, len(late)) == ("late", round, 4)
 
     with (
         Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),

@@ -25,9 +25,9 @@ def test_two_rounds_of_a_prompt_that_arrive_mixed_are_two_whole_groups(bus_name:
         first, second = producer.next_round(), producer.next_round()
         sampled = [(0, first), (1, first), (2, second), (3, second)]
         sampled += [(0, second), (1, second), (2, first), (3, first)]
-        for index, epoch in sampled:
+        for index, round in sampled:
             producer.put(
-                "q", group_size=SIZE, index=index, score=epoch - first, epoch=epoch, tokens=DATA
+                "q", group_size=SIZE, index=index, score=round - first, round=round, tokens=DATA
             )
         groups = reader.take(timeout=5)
         assert sorted([t.score for t in group] for group in groups) == [[0.0] * SIZE, [1.0] * SIZE]
@@ -72,13 +72,13 @@ from shmbus import Producer
 name, size, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with Producer(name) as producer:
     for _ in range(rounds):
-        epoch = producer.next_round()
+        round = producer.next_round()
         for index in range(size):
             producer.put(
-                "q", group_size=size, index=index, score=epoch % 2**52, epoch=epoch, timeout=30,
+                "q", group_size=size, index=index, score=round % 2**52, round=round, timeout=30,
                 tokens=np.arange(10, dtype=np.int32),
             )
-        print(epoch, flush=True)
+        print(round, flush=True)
 """
 
 
@@ -145,13 +145,13 @@ def test_a_bus_begins_above_the_rounds_of_the_one_before(bus_name: str) -> None:
         assert producer.next_round() > last
 
 
-def test_a_scribbled_counter_still_gives_epochs_that_put_takes(bus_name: str) -> None:
+def test_a_scribbled_counter_still_gives_rounds_that_put_takes(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         with open(SHM_DIR / f"shmbus.{bus_name}", "r+b") as file:
             os.pwrite(file.fileno(), b"\xff" * 8, _next_round_at())
         for _ in range(3):
-            epoch = producer.next_round()
-            producer.put("q", group_size=1, index=0, epoch=epoch, tokens=DATA)
+            round = producer.next_round()
+            producer.put("q", group_size=1, index=0, round=round, tokens=DATA)
 
 
 def _next_round_at() -> int:

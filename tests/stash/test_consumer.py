@@ -93,7 +93,7 @@ def test_scrambled_and_interleaved_samples_of_many_producers_come_out_as_whole_g
         assert sorted(names(groups)) == sorted(sizes)
         for group in groups:
             assert_whole(group, sizes[group.instance_id])
-            assert (group.size, len(group), group.epoch) == (
+            assert (group.size, len(group), group.round) == (
                 len(group.trajectories),
                 group.size,
                 None,
@@ -131,20 +131,20 @@ def test_what_was_open_when_the_reader_passed_comes_in_order_too(
         assert names(take_all(consumer, 1)) == ["g4"]
 
 
-def test_a_prompt_sampled_in_several_epochs_at_once_never_mixes(
+def test_a_prompt_sampled_in_several_rounds_at_once_never_mixes(
     bus: Bus, producer: Producer, seed: int
 ) -> None:
-    order = [(epoch, index) for epoch in range(20) for index in range(4)]
+    order = [(round, index) for round in range(20) for index in range(4)]
     random.Random(seed).shuffle(order)
     with Consumer(bus.name) as consumer:
-        for epoch, index in order:
-            put(producer, "a", index, 4, epoch=epoch, meta=epoch)
-        put(producer, "a", 0, 4, epoch=3, meta="surplus")
+        for round, index in order:
+            put(producer, "a", index, 4, round=round, meta=round)
+        put(producer, "a", 0, 4, round=3, meta="surplus")
         groups = take_all(consumer, 20)
-        assert sorted(group.epoch or 0 for group in groups) == list(range(20))
+        assert sorted(group.round or 0 for group in groups) == list(range(20))
         for group in groups:
             assert_whole(group, 4)
-            assert {t.meta for t in group} == {group.epoch}
+            assert {t.meta for t in group} == {group.round}
         assert balanced(consumer).dropped == {"surplus": 1}
 
 
@@ -369,7 +369,7 @@ def test_the_ledger_balances_after_every_step(bus: Bus, seed: int) -> None:
             key, size = f"k{rng.randrange(12)}", rng.choice([2, 2, 2, 3])
             more = {"score": rng.random() if step % 7 else 0.0, "policy_version": step // 300}
             if rng.random() < 0.5:
-                more["epoch"] = rng.randrange(step // 200 + 1)
+                more["round"] = rng.randrange(step // 200 + 1)
             with suppress(shmbus.BusFullError):
                 if chance < 0.6:
                     x = np.zeros(rng.choice([0, 100, 5000, 40_000]), np.uint8)

@@ -85,7 +85,7 @@ def same(one: Any, other: Any) -> None:
             each["none"]
 
 
-@pytest.mark.parametrize("more", [{}, {"epoch": 5}])
+@pytest.mark.parametrize("more", [{}, {"round": 5}])
 def test_a_copy_says_what_its_original_said_after_the_bus_is_gone(
     bus_name: str, more: dict[str, int]
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_copy_says_what_its_original_said_after_the_bus_is_gone(
         made = group.copy()
         for one, other in zip(made, group, strict=True):
             same(one, other)
-        assert (made.instance_id, made.epoch, made.size) == ("q", more.get("epoch"), SIZE)
+        assert (made.instance_id, made.round, made.size) == ("q", more.get("round"), SIZE)
         assert made.complete and group.complete
         assert np.array_equal(made.scores, group.scores) and made.metas == group.metas
         group.ack()
@@ -155,11 +155,11 @@ def test_copies_and_leased_groups_die_with_their_last_reference(name: str) -> No
 
 
 def test_a_trajectory_is_put_again_by_its_dict(name: str, seed: int) -> None:
-    fill(name, epoch=1)
+    fill(name, round=1)
     consumer, group = take(name)
     with consumer, Producer(name) as producer:
         values = group.to_dict()
-        assert values["instance_id"] == "q" and values["size"] == SIZE and values["epoch"] == 1
+        assert values["instance_id"] == "q" and values["size"] == SIZE and values["round"] == 1
         for values_of_one, one in zip(values["trajectories"], group, strict=True):
             assert values_of_one["score"] == one.score
             assert values_of_one["tokens"].flags.owndata
@@ -167,14 +167,14 @@ def test_a_trajectory_is_put_again_by_its_dict(name: str, seed: int) -> None:
         group.ack()
         samples = values["trajectories"]
         for sample in samples:
-            sample["epoch"] = 2
+            sample["round"] = 2
         assert producer.put_many(samples, timeout=10) == SIZE
         [again] = consumer.take(1, 10)
         for one, other in zip(again, kept, strict=True):
             assert one.meta == other.meta and one.score == other.score
             assert all(np.array_equal(one[key], other[key]) for key in other.keys())  # noqa: SIM118
-        producer.put(**kept[0].to_dict() | {"epoch": 3, "group_size": 1})
-        assert consumer.take(1, 10)[0].epoch == 3
+        producer.put(**kept[0].to_dict() | {"round": 3, "group_size": 1})
+        assert consumer.take(1, 10)[0].round == 3
 
 
 def doubled(group: GroupCopy) -> GroupCopy:

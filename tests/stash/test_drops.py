@@ -38,7 +38,7 @@ def size_mismatch(producer: Producer, consumer: Consumer) -> None:
 
 def surplus(producer: Producer, consumer: Consumer) -> None:
     for index in (0, 1, 0):
-        put(producer, "a", index, epoch=1)
+        put(producer, "a", index, round=1)
     consumer.take(timeout=0)
 
 
@@ -75,7 +75,7 @@ def overflow(producer: Producer, consumer: Consumer) -> None:
     [
         (duplicate, {}, "sample 0 of 2, group 'a', from .* as duplicate: .*next_round"),
         (size_mismatch, {}, "sample 1 of 3, group 'a', from .* as size_mismatch: .* group_size"),
-        (surplus, {}, "sample 0 of 2, group 'a' epoch 1, from .* as surplus: .*next_round"),
+        (surplus, {}, "sample 0 of 2, group 'a' round 1, from .* as surplus: .*next_round"),
         (
             timeout,
             {"group_timeout": 0.01, "on_timeout": "drop"},

@@ -129,7 +129,7 @@ def test_a_prompt_that_fails_wholly_is_given_up_and_no_other_is() -> None:
 
 def test_failures_in_one_call_keep_their_order_among_samples() -> None:
     bench = Bench()
-    # Two epochs of one key, one behind the other, each with a failure and its own end.
+    # Two rounds of one key, one behind the other, each with a failure and its own end.
     bench.add(
         sample(0, size=2), failure(1, size=2), sample(0, size=2), sample(1, size=2),
         failure(0, size=2, committed_ns=9), sample(1, size=2), sample(0, size=2), sample(1, size=2),
@@ -246,7 +246,7 @@ def test_a_failure_need_not_know_its_groups_size() -> None:
     assert bench.empty and bench.stash.given_up == 1
 
 
-def test_with_epochs_what_comes_behind_a_group_that_was_given_up_is_surplus() -> None:
+def test_with_rounds_what_comes_behind_a_group_that_was_given_up_is_surplus() -> None:
     bench = Bench()
     key = ("a", 3)
     bench.add(sample(0, key, 2), failure(1, key=key, size=2), sample(1, key, 2))

@@ -55,9 +55,9 @@ time.sleep(600)
 """
 
 
-def put(producer: Producer, key: str, *indices: int, epoch: int | None = None) -> None:
+def put(producer: Producer, key: str, *indices: int, round: int | None = None) -> None:
     for index in indices:
-        producer.put(key, group_size=4, index=index, score=float(index), epoch=epoch, x=np.ones(8))
+        producer.put(key, group_size=4, index=index, score=float(index), round=round, x=np.ones(8))
 
 
 def take(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
@@ -231,17 +231,17 @@ def test_more_failures_than_rows_are_all_asked_for(reader: Reader, bus_name: str
         assert consumer.stats().dropped == {"failed": count} and consumer.stats().balanced
 
 
-def test_with_epochs_each_group_has_its_own_failures(reader: Reader, bus_name: str) -> None:
+def test_with_rounds_each_group_has_its_own_failures(reader: Reader, bus_name: str) -> None:
     consumer = reader(sample_retries=1)
     with Producer(bus_name) as producer:
-        for epoch in (1, 2):
-            put(producer, "a", 0, 1, 2, epoch=epoch)
-        producer.fail("a", 3, "flaky", group_size=4, epoch=2)
+        for round in (1, 2):
+            put(producer, "a", 0, 1, 2, round=round)
+        producer.fail("a", 3, "flaky", group_size=4, round=2)
         (sample,) = wanted(consumer, producer)
-        assert (sample.epoch, sample.index) == (2, 3)
-        put(producer, "a", 3, epoch=2)
-        put(producer, "a", 3, epoch=1)
-        assert sorted(g.epoch or 0 for g in take(consumer, 2)) == [1, 2]
+        assert (sample.round, sample.index) == (2, 3)
+        put(producer, "a", 3, round=2)
+        put(producer, "a", 3, round=1)
+        assert sorted(g.round or 0 for g in take(consumer, 2)) == [1, 2]
 
 
 def test_a_failure_needs_no_size(reader: Reader, bus_name: str) -> None:
@@ -466,7 +466,7 @@ def test_wrong_reports_are_refused(bus_name: str) -> None:
                 (TypeError, (7.5, 0, "x"), {}),
                 (ValueError, ("a", -1, "x"), {}),
                 (ValueError, ("a", 4, "x"), {"group_size": 4}),
-                (ValueError, ("a", 0, "x"), {"epoch": -1}),
+                (ValueError, ("a", 0, "x"), {"round": -1}),
                 (ValueError, ("", 0, "x"), {}),
             ):
                 with pytest.raises(error):

@@ -35,7 +35,7 @@ def assert_whole(group: Group) -> None:
 def test_a_group_is_read_like_a_list_of_its_samples_by_index(consumer: Consumer) -> None:
     [group] = consumer.take(1, 10)
     assert_whole(group)
-    assert (group.instance_id, group.epoch, group.state) == ("a", None, "leased")
+    assert (group.instance_id, group.round, group.state) == ("a", None, "leased")
     assert group[0] is group.trajectories[0] and group[-1] is group.trajectories[3]
     assert group[1:3] == group.trajectories[1:3]
     with pytest.raises(IndexError):

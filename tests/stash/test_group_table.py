@@ -102,7 +102,7 @@ def test_rows_are_found_wherever_in_memory_they_lie() -> None:
         ]
 
 
-def test_another_width_is_refused_and_a_finished_epoch_is_not_begun_again() -> None:
+def test_another_width_is_refused_and_a_finished_round_is_not_begun_again() -> None:
     rows: GroupTable[Sample] = GroupTable(judged=True)
     assert put(rows, Sample("a", 3, 0)) == []
     other = Sample("a", 300, 299)

@@ -94,32 +94,32 @@ def test_a_group_that_can_no_longer_have_enough_is_given_up() -> None:
 
 def test_who_still_works_on_the_group_is_told(bus: Bus, producer: Producer) -> None:
     with Consumer(bus.name) as consumer, Producer(bus.name) as other:
-        epoch = producer.next_round()
-        put(producer, "q", epoch, 0)
+        round = producer.next_round()
+        put(producer, "q", round, 0)
         consumer.take(timeout=0)
-        assert not other.cancelled("q", epoch=epoch)
-        put(producer, "q", epoch, 2)
+        assert not other.cancelled("q", round=round)
+        put(producer, "q", round, 2)
         [group] = consumer.take(timeout=10)
         assert (len(group), group.size, group.need, group.complete) == (2, 4, 2, True)
         for worker in (producer, other):
-            assert worker.cancelled("q", epoch=epoch)
-            assert not worker.cancelled("q", epoch=epoch + 1)
-            assert not worker.cancelled("q", epoch=epoch, split="eval")
-            assert not worker.cancelled("other", epoch=epoch)
-            assert not worker.cancelled("q", epoch=None)
+            assert worker.cancelled("q", round=round)
+            assert not worker.cancelled("q", round=round + 1)
+            assert not worker.cancelled("q", round=round, split="eval")
+            assert not worker.cancelled("other", round=round)
+            assert not worker.cancelled("q", round=None)
         group.ack()
         for index in range(2):
-            producer.put(17, group_size=4, need=2, index=index, epoch=epoch, data=DATA)
+            producer.put(17, group_size=4, need=2, index=index, round=round, data=DATA)
         consumer.ack(consumer.take(timeout=10))
-        assert other.cancelled(17, epoch=epoch) and other.cancelled("17", epoch=epoch)
+        assert other.cancelled(17, round=round) and other.cancelled("17", round=round)
         with pytest.raises(TypeError, match="instance_id: expected a str or an int"):
-            other.cancelled(None, epoch=epoch)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="epoch"):
+            other.cancelled(None, round=round)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="round"):
             other.cancelled("q")  # type: ignore[call-arg]
 
 
-def put(producer: Producer, key: str, epoch: int, index: int, **more: Any) -> None:
-    producer.put(key, group_size=4, need=2, index=index, epoch=epoch, data=DATA, **more)
+def put(producer: Producer, key: str, round: int, index: int, **more: Any) -> None:
+    producer.put(key, group_size=4, need=2, index=index, round=round, data=DATA, **more)
 
 
 def test_the_last_groups_that_ended_are_remembered_and_no_others(
@@ -127,11 +127,11 @@ def test_the_last_groups_that_ended_are_remembered_and_no_others(
 ) -> None:
     rounds = _core.CANCELLED_GROUPS + 10
     with Consumer(bus.name) as consumer:
-        for epoch in range(rounds):
+        for round in range(rounds):
             for index in range(2):
-                put(producer, "q", epoch, index)
+                put(producer, "q", round, index)
             consumer.ack(consumer.take(timeout=10))
-        told = [epoch for epoch in range(rounds) if producer.cancelled("q", epoch=epoch)]
+        told = [round for round in range(rounds) if producer.cancelled("q", round=round)]
         assert told == list(range(10, rounds))
 
 
@@ -139,33 +139,33 @@ def test_a_group_that_ends_at_its_deadline_or_by_a_failure_is_cancelled_too(
     bus: Bus, producer: Producer
 ) -> None:
     with Consumer(bus.name, group_timeout=0.01, on_timeout="drop") as consumer:
-        producer.put("late", group_size=2, index=0, epoch=1, data=DATA)
+        producer.put("late", group_size=2, index=0, round=1, data=DATA)
         while not consumer.stats().dropped:
             consumer.take(timeout=0.02)
-        assert producer.cancelled("late", epoch=1)
-        producer.put("ill", group_size=2, index=0, epoch=1, data=DATA)
-        producer.fail("ill", 1, "lost", group_size=2, epoch=1)
+        assert producer.cancelled("late", round=1)
+        producer.put("ill", group_size=2, index=0, round=1, data=DATA)
+        producer.fail("ill", 1, "lost", group_size=2, round=1)
         while not consumer.stats().groups_given_up:
             consumer.take(timeout=0.02)
-        assert producer.cancelled("ill", epoch=1)
+        assert producer.cancelled("ill", round=1)
 
 
-def test_a_group_without_an_epoch_cannot_need_fewer(producer: Producer) -> None:
-    with pytest.raises(ValueError, match=r"need: 2 of group_size=4 needs an epoch.*next_round"):
+def test_a_group_without_an_round_cannot_need_fewer(producer: Producer) -> None:
+    with pytest.raises(ValueError, match=r"need: 2 of group_size=4 needs a round.*next_round"):
         producer.put("q", group_size=4, need=2, index=0, data=DATA)
     with pytest.raises(ValueError, match="need: expected 1 to 4 for group_size=4, got 5"):
-        producer.put("q", group_size=4, need=5, index=0, epoch=1, data=DATA)
+        producer.put("q", group_size=4, need=5, index=0, round=1, data=DATA)
     fields = {"data": ("int32", 3)}
     with pytest.raises(ValueError, match="need: expected 1 to 4 for group_size=4, got 5"):
-        producer.reserve("q", group_size=4, need=5, index=0, epoch=1, fields=fields)
-    with pytest.raises(ValueError, match="need: 2 of group_size=4 needs an epoch"):
+        producer.reserve("q", group_size=4, need=5, index=0, round=1, fields=fields)
+    with pytest.raises(ValueError, match="need: 2 of group_size=4 needs a round"):
         producer.put_many([{"instance_id": "q", "group_size": 4, "need": 2, "index": 0}])
     assert producer.stats().committed == 0
 
 
 def test_a_reservation_says_split_need_and_versions(bus: Bus, producer: Producer) -> None:
     with producer.reserve(
-        "q", group_size=3, need=1, index=2, epoch=1, split="eval", policy_version=(1, 2),
+        "q", group_size=3, need=1, index=2, round=1, split="eval", policy_version=(1, 2),
         fields={"data": ("int32", 3)},
     ) as slot:  # fmt: skip
         slot["data"][:] = 1

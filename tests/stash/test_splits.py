@@ -59,13 +59,13 @@ def test_a_consumer_of_a_split_takes_that_one(bus: Bus, producer: Producer) -> N
 
 
 def test_one_prompt_in_two_splits_is_two_groups(bus: Bus, producer: Producer) -> None:
-    more: list[dict[str, Any]] = [{}, {"split": "eval"}, {"epoch": 4}, {"epoch": 4, "split": "x"}]
+    more: list[dict[str, Any]] = [{}, {"split": "eval"}, {"round": 4}, {"round": 4, "split": "x"}]
     for index in range(2):
         for options in more:
             producer.put("q", group_size=2, index=index, data=DATA, **options)
     with Consumer(bus.name) as consumer:
         groups = [g for label in ("train", "eval", "x") for g in consumer.take(split=label)]
-        assert [(g.split, g.epoch, len(g)) for g in groups] == [
+        assert [(g.split, g.round, len(g)) for g in groups] == [
             ("train", None, 2), ("train", 4, 2), ("eval", None, 2), ("x", 4, 2),
         ]  # fmt: skip
         assert [g[0].key for g in groups] == ["q", ("q", 4), ("q", None, 1), ("q", 4, 2)]
@@ -169,12 +169,12 @@ def test_a_label_that_cannot_be_one_is_refused(bus: Bus, producer: Producer, spl
 
 def test_a_failed_sample_is_asked_for_in_its_split(bus: Bus, producer: Producer) -> None:
     with Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer:
-        producer.put("q", group_size=2, index=0, data=DATA, split="eval", epoch=3)
-        producer.fail("q", 1, "lost", group_size=2, split="eval", epoch=3)
+        producer.put("q", group_size=2, index=0, data=DATA, split="eval", round=3)
+        producer.fail("q", 1, "lost", group_size=2, split="eval", round=3)
         assert taken(consumer) == []
         [wanted] = producer.wanted()
-        assert (wanted.split, wanted.epoch, wanted.index, wanted.need) == ("eval", 3, 1, 2)
-        producer.put("q", group_size=2, index=1, data=DATA, split=wanted.split, epoch=3)
+        assert (wanted.split, wanted.round, wanted.index, wanted.need) == ("eval", 3, 1, 2)
+        producer.put("q", group_size=2, index=1, data=DATA, split=wanted.split, round=3)
         assert taken(consumer, split="eval") == [("eval", "q")]
         assert consumer.stats().balanced
 
@@ -271,7 +271,7 @@ def test_snapshots_and_captures_keep_split_need_and_versions(bus_name: str, tmp_
             assert taken(consumer, split=label) == [(label, "done")]
         for index in range(2):
             producer.put(
-                "q", group_size=4, need=2, index=index, epoch=5, split=label, data=DATA,
+                "q", group_size=4, need=2, index=index, round=5, split=label, data=DATA,
                 policy_version=(3, 8),
             )  # fmt: skip
         snapshot.take(bus_name, tmp_path / "snapshot")
@@ -300,7 +300,7 @@ def test_a_sample_that_is_not_needed_is_told_of_quietly(
     caplog.set_level(logging.INFO, logger="shmbus.drops")
     with Consumer(bus.name) as consumer:
         for index in range(3):
-            producer.put("q", group_size=3, need=2, index=index, epoch=1, data=DATA)
+            producer.put("q", group_size=3, need=2, index=index, round=1, data=DATA)
         assert taken(consumer) == [("train", "q")]
         [record] = [r for r in caplog.records if "surplus" in r.getMessage()]
         assert record.levelno == logging.INFO and "as many samples as it needs" in record.message

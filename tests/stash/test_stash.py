@@ -104,7 +104,7 @@ def test_groups_come_out_in_the_order_of_completion() -> None:
     assert keys(stash.lease(2)) == ["b"]
 
 
-def test_an_id_and_the_same_id_with_an_epoch_are_two_groups() -> None:
+def test_an_id_and_the_same_id_with_an_round_are_two_groups() -> None:
     stash = stash_with()
     stash.add([Sample("a", 2, 0), Sample(("a", 0), 2, 1), Sample(("a", 1), 2, 0)], 0.0)
     assert stash.open_groups == 3
@@ -155,7 +155,7 @@ def test_a_sample_that_disagrees_on_the_size_leaves_its_group_alone() -> None:
     assert keys(stash.lease(9)) == ["a"]
 
 
-def test_without_epochs_the_next_sample_of_a_complete_group_begins_a_new_one() -> None:
+def test_without_rounds_the_next_sample_of_a_complete_group_begins_a_new_one() -> None:
     stash = stash_with()
     stash.add([*group_of("a"), *group_of("a"), Sample("a", 2, 1)], 0.0)
     assert keys(stash.lease(9)) == ["a", "a"]
@@ -163,17 +163,17 @@ def test_without_epochs_the_next_sample_of_a_complete_group_begins_a_new_one() -
     assert stash.open_records == 1
 
 
-def test_with_an_epoch_a_sample_of_a_complete_group_is_surplus() -> None:
+def test_with_an_round_a_sample_of_a_complete_group_is_surplus() -> None:
     stash = stash_with()
     stash.add([*group_of(("a", 7)), Sample(("a", 7), 2, 1), Sample(("a", 8), 2, 1)], 0.0)
     assert discarded(stash) == [("surplus", ("a", 7), 1)]
     assert stash.open_records == 1
 
 
-def test_as_many_finished_epochs_are_remembered_as_the_limit_says() -> None:
+def test_as_many_finished_rounds_are_remembered_as_the_limit_says() -> None:
     stash = stash_with()
-    for epoch in range(RECENT_KEYS + 1):
-        stash.add([Sample(("a", epoch), 1)], 0.0)
+    for round in range(RECENT_KEYS + 1):
+        stash.add([Sample(("a", round), 1)], 0.0)
     stash.add([Sample(("a", 1), 1), Sample(("a", 0), 1)], 0.0)
     assert discarded(stash) == [("surplus", ("a", 1), 1)]
     assert stash.ready_groups == RECENT_KEYS + 2

@@ -40,7 +40,7 @@ def test_what_is_recorded_is_replayed_as_it_was(
                 tokens = rng.integers(0, 9, rng.integers(0, 50), dtype=np.int32)
                 meta = {"n": number}
                 producer.put(
-                    f"g{number // 2}", group_size=2, index=number % 2, epoch=number // 2,
+                    f"g{number // 2}", group_size=2, index=number % 2, round=number // 2,
                     score=number, policy_version=3, tokens=tokens, meta=meta,
                 )  # fmt: skip
                 sent[f"g{number // 2}", number % 2] = (tokens, meta)
@@ -61,7 +61,7 @@ def test_what_is_recorded_is_replayed_as_it_was(
                 np.testing.assert_array_equal(trajectory["tokens"], tokens)
                 assert trajectory.meta == meta
                 assert trajectory.policy_version == 3
-                assert trajectory.epoch == int(name[1:])
+                assert trajectory.round == int(name[1:])
 
 
 def test_what_a_fast_consumer_takes_away_is_missed_and_counted(

@@ -44,7 +44,7 @@ def fill(producer: shmbus.Producer, rng: np.random.Generator, groups: int) -> di
             meta = {"number": number, "index": index} if index else None
             producer.put(
                 f"prompt-ü-{number}", group_size=3, index=index, score=float(rng.random()),
-                policy_version=number, epoch=number if number % 2 else None, meta=meta, **arrays,
+                policy_version=number, round=number if number % 2 else None, meta=meta, **arrays,
             )  # fmt: skip
             put[f"prompt-ü-{number}", index] = (arrays, meta, number)
     return put
@@ -54,7 +54,7 @@ def check(trajectory: shmbus.Trajectory, put: dict[Any, Any]) -> None:
     arrays, meta, number = put.pop((trajectory.instance_id, trajectory.index))
     assert trajectory.meta == meta
     assert trajectory.policy_version == number
-    assert trajectory.epoch == (number if number % 2 else None)
+    assert trajectory.round == (number if number % 2 else None)
     assert set(trajectory.keys()) == set(arrays)
     for name, array in arrays.items():
         assert trajectory[name].dtype == array.dtype

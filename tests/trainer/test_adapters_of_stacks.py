@@ -104,11 +104,11 @@ def test_a_row_that_lacks_something_is_named(changes: dict[str, Any], words: str
 
 def test_a_sample_has_one_place(bus: shmbus.Bus) -> None:
     with shmbus.Feeder(bus.name) as feeder, shmbus.Producer(bus.name) as producer:
-        feeder.request("q", group_size=2, epoch=4, split="eval", prompt=np.arange(2))
+        feeder.request("q", group_size=2, round=4, split="eval", prompt=np.arange(2))
         request = producer.requests.next(timeout=5.0)
         place = place_of(request, None, None, None, None, None)
-        assert (place.instance_id, place.epoch, place.split) == ("q", 4, "eval")
-        with pytest.raises(TypeError, match="epoch is the request's; leave it out"):
+        assert (place.instance_id, place.round, place.split) == ("q", 4, "eval")
+        with pytest.raises(TypeError, match="round is the request's; leave it out"):
             place_of(request, None, None, None, 4, None)
         with pytest.raises(TypeError, match="expected a request, or index beside the others"):
             place_of(None, "q", 2, None, None, None)
@@ -130,8 +130,8 @@ def test_evaluations_are_taken_beside_training_with_a_daemon_and_without(
         shmbus.Producer(bus_name) as producer,
     ):
         for split in ("train", "eval", "train"):
-            epoch = producer.next_round()
-            producer.put("q", group_size=1, index=0, split=split, epoch=epoch, tokens=[1])
+            round = producer.next_round()
+            producer.put("q", group_size=1, index=0, split=split, round=round, tokens=[1])
         consumers = SplitConsumer(bus_name)
         for split, count in (("eval", 1), ("train", 2), ("eval", 0)):
             taken: list[shmbus.Group] = []

@@ -20,7 +20,7 @@ from trainer_adapter import OnlineDataHandler
 
 TOKENS = np.arange(8, dtype=np.int32)
 
-PROMPTS, EPOCHS = 24, 2
+PROMPTS, ROUNDS = 24, 2
 
 
 def work(name: str) -> None:
@@ -63,15 +63,15 @@ def train(name: str, path: Path, last_batch: int, place: str) -> None:
             position, trained = saved["position"], saved["trained"]
         else:
             save()
-        while len(trained) < PROMPTS * EPOCHS:
-            while position < PROMPTS * EPOCHS and handler.stats().requests.groups < 6:
-                epoch, number = divmod(position, PROMPTS)
-                handler.request(f"q{number}", epoch=epoch, group_size=2)
+        while len(trained) < PROMPTS * ROUNDS:
+            while position < PROMPTS * ROUNDS and handler.stats().requests.groups < 6:
+                round, number = divmod(position, PROMPTS)
+                handler.request(f"q{number}", round=round, group_size=2)
                 position += 1
             batch = handler.next_batch(60)
             batches += 1
             passing("yielded")
-            trained += [[one.instance_id, one[0].epoch] for one in batch.groups]
+            trained += [[one.instance_id, one[0].round] for one in batch.groups]
             if handler.step % 3 == 0:
                 save()
             passing("before ack")
@@ -166,7 +166,7 @@ def test_a_trainer_that_dies_and_resumes_skips_no_prompt_and_trains_none_twice(
         assert last.exitcode == 0
     trained = json.loads(path.read_text())["trained"]
     assert sorted(map(tuple, trained)) == sorted(
-        (f"q{number}", epoch) for number in range(PROMPTS) for epoch in range(EPOCHS)
+        (f"q{number}", round) for number in range(PROMPTS) for round in range(ROUNDS)
     )
 
 
@@ -178,11 +178,11 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
         bus.name, groups_per_batch=1, sample_retries=1, retry_backoff=(0, 0)
     ) as handler:
         state = handler.state_dict()
-        handler.request("q", group_size=2, epoch=0, prompt=TOKENS)
+        handler.request("q", group_size=2, round=0, prompt=TOKENS)
         sample_all(producer)
         handler.ack(handler.next_batch(10))
         handler.load_state_dict(state)
-        assert handler.request("q", group_size=2, epoch=0, prompt=TOKENS) > 0
+        assert handler.request("q", group_size=2, round=0, prompt=TOKENS) > 0
         if reported:
             # Its first word is a failure, which is no late one of the group before.
             request = producer.requests.next(5)
@@ -201,7 +201,7 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
         sample_all(producer)
         handler.ack(handler.next_batch(10))
         # Whoever samples more of it now is late, as before.
-        producer.put("q", group_size=2, index=0, epoch=0, tokens=TOKENS, logprobs=[0.0] * 8)
+        producer.put("q", group_size=2, index=0, round=0, tokens=TOKENS, logprobs=[0.0] * 8)
         with pytest.raises(TimeoutError, match="1 surplus"):
             handler.next_batch(0.2)
         ledger = handler.stats()
@@ -213,7 +213,7 @@ def test_a_prompt_that_is_offered_twice_at_once_is_one_group_still(
 ) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         for _ in range(2):
-            handler.request("q", group_size=2, epoch=0, prompt=TOKENS)
+            handler.request("q", group_size=2, round=0, prompt=TOKENS)
         first = producer.requests.next_many(2, timeout=5)
         for request in first:
             producer.requests.answer(request, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
@@ -230,7 +230,7 @@ def test_prompts_that_a_separate_feeder_must_offer_again_are_said(
     daemon("--capacity", "4MiB")
     path = tmp_path / "checkpoint.json"
     with Producer(bus_name) as producer, shmbus.Feeder(bus_name) as feeder:
-        names = {feeder.request(f"q{n}", group_size=2, epoch=0, prompt=TOKENS): n for n in range(2)}
+        names = {feeder.request(f"q{n}", group_size=2, round=0, prompt=TOKENS): n for n in range(2)}
         sample_all(producer)
         ended = multiprocessing.get_context("fork").Process(
             target=train_ahead, args=(bus_name, path)
@@ -238,13 +238,13 @@ def test_prompts_that_a_separate_feeder_must_offer_again_are_said(
         ended.start()
         wait_until(path.exists)
         names |= {
-            feeder.request(f"q{n}", group_size=2, epoch=0, prompt=TOKENS): n for n in range(2, 5)
+            feeder.request(f"q{n}", group_size=2, round=0, prompt=TOKENS): n for n in range(2, 5)
         }
         while ended.is_alive():
             sample_all(producer)
             ended.join(0.01)
         assert ended.exitcode == -signal.SIGKILL
-        feeder.request("q5", group_size=2, epoch=0, prompt=TOKENS)  # beyond, and open
+        feeder.request("q5", group_size=2, round=0, prompt=TOKENS)  # beyond, and open
         with OnlineDataHandler(bus_name, groups_per_batch=1) as handler:
             handler.load_state_dict(json.loads(path.read_text()))
             restored = handler.restored_requests
@@ -255,7 +255,7 @@ def test_prompts_that_a_separate_feeder_must_offer_again_are_said(
             open_ = {id_ for id_, *_ in restored.beyond}
             for number, n in names.items():
                 if number > restored.number and f"q{n}" not in open_:
-                    feeder.request(f"q{n}", group_size=2, epoch=0, prompt=TOKENS)
+                    feeder.request(f"q{n}", group_size=2, round=0, prompt=TOKENS)
             sample_all(producer)
             trained = []
             for _ in range(4):

@@ -14,8 +14,8 @@ def test_importing_the_package_loads_neither_torch_nor_numpy_nor_the_bus() -> No
 
 def test_weights_and_channels_load_no_module_of_sharded_tensors() -> None:
     code = (
-        "import sys, trainer_adapter.channel, trainer_adapter.engines, trainer_adapter.weights;"
-        "from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber;"
+        "import sys, shmbus.tensors, shmbus.engines, shmbus.weights;"
+        "from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber;"
         "print('torch' in sys.modules, 'torch.distributed.tensor' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

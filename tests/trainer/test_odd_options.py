@@ -14,22 +14,11 @@ import pytest
 import torch
 
 from shmbus import Bus, Consumer, Producer
+from shmbus.engines import EngineFleet, VllmServer
 from shmbus.pool import PoolReader
-from trainer_adapter import (
-    ExtraField,
-    FieldNames,
-    OnlineDataHandler,
-    group_advantages,
-    pack,
-    varlen_attention,
-)
-from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
-from trainer_adapter.channel import TensorChannel
-from trainer_adapter.channel.config import CudaCarrier
-from trainer_adapter.corrections import importance_correction
-from trainer_adapter.engines import EngineFleet, VllmServer
-from trainer_adapter.losses import aggregate_loss, kl_estimate
-from trainer_adapter.weights import (
+from shmbus.tensors import TensorChannel
+from shmbus.tensors.config import CudaCarrier
+from shmbus.weights import (
     Fp8BlockSource,
     Manifest,
     ModuleSource,
@@ -39,6 +28,17 @@ from trainer_adapter.weights import (
     probe_carriers,
     share,
 )
+from trainer_adapter import (
+    ExtraField,
+    FieldNames,
+    OnlineDataHandler,
+    group_advantages,
+    pack,
+    varlen_attention,
+)
+from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
+from trainer_adapter.corrections import importance_correction
+from trainer_adapter.losses import aggregate_loss, kl_estimate
 
 WAIT_S = 20.0
 ODD = [np.zeros(2), torch.zeros(2), np.array(["auto", "wait"])]

@@ -210,7 +210,7 @@ def test_arrays_and_token_ids_are_fields_and_all_else_is_in_the_meta(bus: Bus) -
             "difficulty": 3,
             "meta": {"x": 1},
             "split": "train",
-            "epoch": np.array(3),
+            "round": np.array(3),
         },
         ("b", [5]),
         ("c", "text"),
@@ -234,10 +234,10 @@ def test_arrays_and_token_ids_are_fields_and_all_else_is_in_the_meta(bus: Bus) -
         while (request := producer.requests.next(timeout=0)) is not None:
             found.setdefault(request.instance_id, request)
     assert list(found) == ["a", "b", "c", "7", "4", "e"]
-    assert [request.epoch for request in found.values()] == list(range(6))
+    assert [request.round for request in found.values()] == list(range(6))
     assert found["a"]["prompt"].tolist() == [1, 2] and found["a"]["prompt"].dtype == np.int64
     assert found["a"].meta == {
-        "answer": "4", "difficulty": 3, "x": 1, "split": "train", "epoch": 3,
+        "answer": "4", "difficulty": 3, "x": 1, "split": "train", "round": 3,
     }  # fmt: skip
     assert found["b"]["prompt"].tolist() == [5] and found["b"].meta is None
     assert found["c"].meta == {"text": "text"}
@@ -432,8 +432,8 @@ def test_two_rounds_of_a_prompt_never_meet(bus: Bus) -> None:
         handler.offer([*prompts(2)] * 10, ahead=3, group_size=3)
         rounds: Counter[Any] = Counter()
         for batch in handler:
-            rounds.update((group.instance_id, group[0].epoch) for group in batch.groups)
-            assert all(len({t.epoch for t in group}) == 1 for group in batch.groups)
+            rounds.update((group.instance_id, group[0].round) for group in batch.groups)
+            assert all(len({t.round for t in group}) == 1 for group in batch.groups)
             handler.ack(batch)
         assert rounds == Counter((f"q{number % 2}", number) for number in range(20))
         assert handler.stats().dropped == {}
@@ -637,7 +637,7 @@ def train(name: str, path: Path, dies: int, place: str, prefetch: int) -> None:
         for batch in handler:
             batches += 1
             passing("yielded")
-            trained += [[one.instance_id, one[0].epoch] for one in batch.groups]
+            trained += [[one.instance_id, one[0].round] for one in batch.groups]
             if handler.step % 3 == 0:
                 save()
             passing("before ack")
@@ -682,7 +682,7 @@ def test_kills_between_offer_and_checkpoint_skip_none_and_train_none_twice(
     trained = [tuple(each) for each in json.loads(path.read_text())["trained"]]
     order = {prompt["instance_id"]: number for number, prompt in enumerate(shuffled())}
     assert len(set(trained)) == len(trained), "none twice"
-    assert all(order[id_] == epoch for id_, epoch in trained)
+    assert all(order[id_] == round for id_, round in trained)
     skipped = order.keys() - {id_ for id_, _ in trained}
     assert skipped <= set(lost.read_text().split()), "none skipped but those given up"
 

@@ -43,13 +43,13 @@ def train(name: str, rank: int, ranks: int, turns: Barrier, lags: Queue[list[int
 
 
 def put(producer: Producer, count: int) -> None:
-    epoch = producer.next_round()
+    round = producer.next_round()
     version = producer.policy_version
     for group in range(count):
         for index in range(2):
             producer.put(
                 f"g{group}", group_size=2, index=index, score=index, policy_version=version,
-                epoch=epoch, tokens=np.arange(10, dtype=np.int32), timeout=WAIT_S,
+                round=round, tokens=np.arange(10, dtype=np.int32), timeout=WAIT_S,
             )  # fmt: skip
 
 

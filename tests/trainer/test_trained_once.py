@@ -176,10 +176,10 @@ def test_a_late_sample_does_not_bring_trained_ones_back(
     state = str(tmp_path / "state.json")
     with Producer(bus_name) as early, Producer(bus_name) as late:
         for index in (1, 2):
-            put(late, "q", index, group_size=3, need=2, epoch=0)
+            put(late, "q", index, group_size=3, need=2, round=0)
         first = trained(begin(spawn, bus_name, steps=1, save=state))
         assert sorted(first) == ["q/1", "q/2"]
-        put(early, "q", 0, group_size=3, need=2, epoch=0)
+        put(early, "q", 0, group_size=3, need=2, round=0)
         for index in range(2):
             put(early, "r", index)
         if process is not None:
@@ -205,10 +205,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("kind, epoch", [("need", 0), ("partial", 0), ("partial", None)])
+@pytest.mark.parametrize("kind, round", [("need", 0), ("partial", 0), ("partial", None)])
 @pytest.mark.parametrize("dies", ["consumer", "client and daemon", "daemon and then client"])
 def test_a_leased_group_comes_again_with_the_same_members(
-    spawn: Spawner, daemon: Served, bus_name: str, kind: str, dies: str, epoch: int | None
+    spawn: Spawner, daemon: Served, bus_name: str, kind: str, dies: str, round: int | None
 ) -> None:
     options = {"need": 2} if kind == "need" else {}
     on_timeout = "wait" if kind == "need" else "partial"
@@ -217,11 +217,11 @@ def test_a_leased_group_comes_again_with_the_same_members(
     bus = Bus.create(bus_name, capacity="1MiB") if process is None else None
     with Producer(bus_name) as early, Producer(bus_name) as late:
         for index in (1, 2):
-            put(late, "q", index, group_size=4, epoch=epoch, **options)
+            put(late, "q", index, group_size=4, round=round, **options)
         child = spawn.script(HOLDER, bus_name, on_timeout)
         child.expect("1,2")
         for index in (0, 3):
-            put(early, "q", index, group_size=4, epoch=epoch, **options)
+            put(early, "q", index, group_size=4, round=round, **options)
         if dies == "consumer":
             child.kill()
         else:
@@ -238,7 +238,7 @@ def test_a_leased_group_comes_again_with_the_same_members(
             (group,) = consumer.take(1, timeout=30)
             assert [t.index for t in group] == [1, 2]
             group.ack()
-            if epoch is not None:
+            if round is not None:
                 assert not consumer.take(4, timeout=0.01)
                 wait_until(lambda: consumer.stats().dropped.get("surplus") == 2)
             assert wait_until(lambda: consumer.stats().acknowledged == 2)

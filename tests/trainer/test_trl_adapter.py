@@ -181,12 +181,12 @@ def test_a_whole_group_is_read_as_its_samples_are_one_by_one(seed: int, bus: str
     dice = np.random.default_rng(seed)
     with shmbus.Producer(bus) as producer, shmbus.Consumer(bus) as consumer:
         for _ in range(ROUNDS // 10):
-            epoch = producer.next_round()
+            round = producer.next_round()
             for index in range(4):
                 rows = [random_sample(dice) for _ in range(int(dice.integers(1, 4)))]
                 same = len({tuple(v.dtype for v in row.values()) for row in rows}) == 1
                 fields = {"rows": rows} if same and len(rows) > 1 else rows[0]
-                producer.put("q1", group_size=4, index=index, epoch=epoch, **fields)
+                producer.put("q1", group_size=4, index=index, round=round, **fields)
             [group] = consumer.take(1, 10.0)
             together = read_rows(group, Expected())
             for t, mine in zip(group, together, strict=True):
@@ -211,9 +211,9 @@ def test_what_is_wrong_with_a_leased_group_is_said_by_sample_and_field(bus: str)
     ]
     with shmbus.Producer(bus) as producer, shmbus.Consumer(bus) as consumer:
         for fields, words in bad:
-            epoch = producer.next_round()
-            producer.put("q1", group_size=2, index=0, epoch=epoch, **good)
-            producer.put("q1", group_size=2, index=1, epoch=epoch, **fields)
+            round = producer.next_round()
+            producer.put("q1", group_size=2, index=0, round=round, **good)
+            producer.put("q1", group_size=2, index=1, round=round, **fields)
             [group] = consumer.take(1, 10.0)
             with pytest.raises(ValueError, match="group 'q1', sample 1, field") as refused:
                 read_rows(group, Expected())
@@ -422,7 +422,7 @@ def test_only_a_checkpoint_with_its_last_file_counts(tmp_path: Path) -> None:
 
 
 def saved_rows(created: int = 1) -> dict[str, Any]:
-    group = OpenGroup(type("Lease", (), {"instance_id": "q1", "epoch": None}))
+    group = OpenGroup(type("Lease", (), {"instance_id": "q1", "round": None}))
     for sequence in range(3):
         row = group.add((7, sequence, 0), sequence, known=False)
         row.state = "trained" if sequence < 2 else "handed"

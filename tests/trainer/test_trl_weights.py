@@ -9,8 +9,8 @@ import torch
 
 from shmbus import Bus
 from shmbus.pool.lifecycle import pool_path
+from shmbus.weights import ManifestError, WeightSubscriber
 from trainer_adapter.adapters.trl import ShmbusWeights
-from trainer_adapter.weights import ManifestError, WeightSubscriber
 
 WAIT_S = 20.0
 

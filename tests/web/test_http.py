@@ -65,9 +65,9 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Web) -> None:
         ("/group?bus=nobody&id=q", {}, 404),
         ("/group", {}, 400),
         ("/group?id=", {}, 400),
-        ("/group?id=q&epoch=x", {}, 400),
-        (f"/group?id=q&epoch={'9' * 5000}", {}, 400),
-        ("/group?id=q&epoch=-9223372036854775808", {}, 400),
+        ("/group?id=q&round=x", {}, 400),
+        (f"/group?id=q&round={'9' * 5000}", {}, 400),
+        ("/group?id=q&round=-9223372036854775808", {}, 400),
         (f"/group?id={'x' * 256}", {}, 400),
         (f"/group?id=q&split={'x' * 100}", {}, 400),
     ],
@@ -240,5 +240,5 @@ def test_a_group_that_nobody_knows_is_told_so(page: Web, bus_name: str) -> None:
         assert answer.headers["content-type"].startswith("application/json")
         assert json.loads(answer.body)["state"] == "unknown"  # there is no bus
     with Bus.create(bus_name, "1MiB"):
-        answer = page.ask("/group?id=q&epoch=3&split=eval")
+        answer = page.ask("/group?id=q&round=3&split=eval")
         assert json.loads(answer.body)["state"] == "gone"

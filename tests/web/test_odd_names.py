@@ -17,7 +17,7 @@ from shmbus import Bus, Producer
 __all__ = ["browser", "open_page"]
 
 #: No number of a browser's is equal to it.
-EPOCH = 2**62 + 1
+ROUND = 2**62 + 1
 
 
 def cells_of(page: Page) -> list[str]:
@@ -26,18 +26,18 @@ def cells_of(page: Page) -> list[str]:
     )
 
 
-def test_an_epoch_beyond_a_browsers_numbers_has_its_history(
+def test_an_round_beyond_a_browsers_numbers_has_its_history(
     web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
 ) -> None:
-    """TRL's and SkyRL's requests have such epochs: nanoseconds since 1970."""
+    """TRL's and SkyRL's requests have such rounds: nanoseconds since 1970."""
     daemon("--capacity", "1MiB", "--sample-retries", "1")
     page = open_page(web(bus_name))
     with Producer(bus_name) as producer:
-        producer.put("q", group_size=2, index=0, epoch=EPOCH, score=1.0, tokens=[1])
-        producer.fail("q", 1, "the sandbox is gone", epoch=EPOCH, group_size=2)
+        producer.put("q", group_size=2, index=0, round=ROUND, score=1.0, tokens=[1])
+        producer.fail("q", 1, "the sandbox is gone", round=ROUND, group_size=2)
         page.locator(".wall button").first.click()
         wait_for(page, lambda: "sample 1 failed" in page.inner_text("#history"), "its history")
-        assert f"epoch {EPOCH}:" in page.inner_text("#history")
+        assert f"round {ROUND}:" in page.inner_text("#history")
 
 
 def test_a_group_that_is_found_by_its_id_shows_its_samples(

@@ -18,7 +18,7 @@ import torch
 from weight_models import many, same, step
 
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import ManifestError, ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ManifestError, ModuleSource, WeightPublisher, WeightSubscriber
 
 #: Cycles before the first count: caches and arenas fill.
 WARM = 40  # a multiple of ten, as CYCLES should be: every tenth cycle removes the weights

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from weight_models import bits
 
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 VERSIONS = (1, 2, 3)
 #: In the directory, once a test has read what was published.

@@ -11,7 +11,7 @@ from conftest import Spawner, wait_until
 from safetensors.torch import load_file
 from weight_models import Odd, bits, many, same
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ManifestError,
     ModuleSource,
     TornWeightsError,
@@ -55,7 +55,7 @@ def test_every_bit_arrives_by_files_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_a_whole_newest_file(tmp_path: Path, spawn: Spawner) -> None:
     child = spawn.script(
-        "import sys, torch\nfrom trainer_adapter.weights import *\n"
+        "import sys, torch\nfrom shmbus.weights import *\n"
         "model = torch.nn.Linear(900, 900)\n"
         "p = WeightPublisher('run1', ModuleSource(model), carrier='checkpoint', "
         "directory=sys.argv[1])\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from weight_models import many, same
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     AdapterFiles,
     ManifestError,
     ModuleSource,
@@ -20,7 +20,7 @@ from trainer_adapter.weights import (
     WeightsTimeoutError,
     WeightSubscriber,
 )
-from trainer_adapter.weights.carriers import checkpoint
+from shmbus.weights.carriers import checkpoint
 
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
 

@@ -16,7 +16,7 @@ from shmbus import CapacityError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ModuleSource,
     TornWeightsError,
     WeightPublisher,
@@ -25,8 +25,8 @@ from trainer_adapter.weights import (
     WeightSubscriber,
     probe_carriers,
 )
-from trainer_adapter.weights.carriers.exported import ExportedWriter
-from trainer_adapter.weights.carriers.exported_buffers import OwnBuffers
+from shmbus.weights.carriers.exported import ExportedWriter
+from shmbus.weights.carriers.exported_buffers import OwnBuffers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -42,7 +42,7 @@ READER = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
 from weight_models import many, same
-from trainer_adapter.weights import *
+from shmbus.weights import *
 bus, device, last = sys.argv[2], sys.argv[3], int(sys.argv[4])
 replica, wanted = many(300, seed=9).to(device), many(300, seed=1).to(device)
 have, want = ([each.detach() for each in model.parameters()] for model in (replica, wanted))
@@ -72,7 +72,7 @@ with WeightSubscriber(bus, device=device, label="replica") as subscriber:
 
 HOLDER = """
 import sys, time, torch
-from trainer_adapter.weights import *
+from shmbus.weights import *
 subscriber = WeightSubscriber(sys.argv[1], device="cuda:0", label="slow")
 weights = subscriber.latest(timeout=60)
 view = weights["p3"]
@@ -82,7 +82,7 @@ time.sleep(600)
 
 PUBLISHER = """
 import sys, time, torch
-from trainer_adapter.weights import *
+from shmbus.weights import *
 model = torch.nn.Linear(400, 400, device="cuda:0")
 publisher = WeightPublisher(sys.argv[1], ModuleSource(model), carrier="cuda_vmm", device="cuda:0")
 for version in range(int(sys.argv[2]), int(sys.argv[3])):
@@ -97,7 +97,7 @@ time.sleep(600)
 #: Sees one device only, which is not the publisher's.
 BLIND = """
 import sys, torch
-from trainer_adapter.weights import *
+from shmbus.weights import *
 bus = sys.argv[1]
 assert torch.cuda.device_count() == 1
 replica = torch.nn.Linear(40, 50, device="cuda:0")

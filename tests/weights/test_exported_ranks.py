@@ -18,8 +18,8 @@ from conftest import Spawner
 from shmbus.pool import unlink_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
-from trainer_adapter.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
-from trainer_adapter.weights import (
+from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
+from shmbus.weights import (
     ModuleSource,
     PeerGoneError,
     WeightPublisher,
@@ -39,7 +39,7 @@ needs_two = pytest.mark.skipif(gpus < 2, reason="needs two CUDA devices")
 
 RANK = """
 import sys, time, torch
-from trainer_adapter.weights import *
+from shmbus.weights import *
 bus, rank, first, last, size = sys.argv[1], *map(int, sys.argv[2:])
 model = torch.nn.Linear(size, 40)
 publisher = WeightPublisher(

@@ -18,7 +18,7 @@ from weight_models import Odd, bits, many, same
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ManifestError,
     ModuleSource,
     TornWeightsError,
@@ -29,16 +29,16 @@ from trainer_adapter.weights import (
     WeightSubscriber,
     probe_carriers,
 )
-from trainer_adapter.weights.block_sums import block_sums
-from trainer_adapter.weights.carriers.exported import ExportedWriter, Placed
-from trainer_adapter.weights.carriers.exported_buffers import OwnBuffers
-from trainer_adapter.weights.copies import LARGE_BYTES, split
+from shmbus.weights.block_sums import block_sums
+from shmbus.weights.carriers.exported import ExportedWriter, Placed
+from shmbus.weights.carriers.exported_buffers import OwnBuffers
+from shmbus.weights.copies import LARGE_BYTES, split
 
 MakePublisher = Callable[..., WeightPublisher]
 
 PUBLISHER = """
 import sys, time, torch
-from trainer_adapter.weights import *
+from shmbus.weights import *
 model = torch.nn.Linear(40, 40)
 publisher = WeightPublisher(sys.argv[1], ModuleSource(model), carrier="memfd")
 for version in range(int(sys.argv[2]), int(sys.argv[3])):
@@ -52,7 +52,7 @@ time.sleep(600)
 
 READER = """
 import sys, time, torch
-from trainer_adapter.weights import *
+from shmbus.weights import *
 subscriber = WeightSubscriber(sys.argv[1], label="slow")
 weights = subscriber.latest(timeout=30)
 view = weights["weight"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     Fp8BlockSource,
     LocalPiece,
     ModuleSource,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ManifestError,
     ModuleSource,
     WeightPublisher,

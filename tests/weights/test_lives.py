@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import Spawner
 
+from shmbus.engines.rows import RankRows
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.engines.rows import RankRows
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ModuleSource,
     VersionOrderError,
     WeightPublisher,
@@ -132,7 +132,7 @@ def test_a_reader_that_waits_already_gets_the_first_version_of_a_new_life(
 
 DIES = """
 import os, sys, torch
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.weights import ModuleSource, WeightPublisher
 model = torch.nn.Linear(8, 8)
 publisher = WeightPublisher(sys.argv[1], ModuleSource(model), patches=True)
 for version in (6, 7):

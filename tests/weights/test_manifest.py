@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import (
+from shmbus.weights import (
     LocalPiece,
     Manifest,
     ManifestError,

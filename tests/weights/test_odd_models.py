@@ -11,7 +11,7 @@ import torch
 
 from shmbus import BusRemovedError
 from shmbus.pool import unlink_pool
-from trainer_adapter.weights import (
+from shmbus.weights import (
     LocalPiece,
     ManifestError,
     ModuleSource,
@@ -22,7 +22,7 @@ from trainer_adapter.weights import (
     WeightsTimeoutError,
     WeightSubscriber,
 )
-from trainer_adapter.weights.manifest import Manifest
+from shmbus.weights.manifest import Manifest
 
 Q = torch.arange(16.0).reshape(4, 4)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shmbus import BusClosedError
-from trainer_adapter.weights import (
+from shmbus.weights import (
     AdapterFiles,
     ManifestError,
     TornWeightsError,
@@ -17,7 +17,7 @@ from trainer_adapter.weights import (
     attach,
     share,
 )
-from trainer_adapter.weights.bridge import read_bridge
+from shmbus.weights.bridge import read_bridge
 
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
 

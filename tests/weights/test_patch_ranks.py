@@ -11,7 +11,7 @@ import torch
 from weight_models import bits, step
 
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import (
+from shmbus.weights import (
     LocalPiece,
     ParamMeta,
     Slice,

@@ -16,7 +16,7 @@ from weight_models import Odd, bits, many, same, step
 
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import open_pool, pool_path
-from trainer_adapter.weights import (
+from shmbus.weights import (
     Manifest,
     ManifestError,
     ModuleSource,
@@ -29,7 +29,7 @@ from trainer_adapter.weights import (
     WeightSource,
     WeightSubscriber,
 )
-from trainer_adapter.weights.patches import PatchPolicy, patch_capacity, patch_share, pieces_of
+from shmbus.weights.patches import PatchPolicy, patch_capacity, patch_share, pieces_of
 
 VERSIONS = int(os.environ.get("SHMBUS_TEST_PATCHES", "150"))
 MakePublisher = Callable[..., WeightPublisher]
@@ -359,7 +359,7 @@ KILLED = """
 import sys, torch
 sys.path.insert(0, sys.argv[2])
 from weight_models import many, step
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.weights import ModuleSource, WeightPublisher
 model = many(200, 0)
 made = torch.Generator().manual_seed(5)
 with WeightPublisher(sys.argv[1], ModuleSource(model), patches=0.3, keep=True) as publisher:

@@ -13,7 +13,7 @@ from weight_models import bits
 
 from shmbus.pool import unlink_pool
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import WeightSubscriber
+from shmbus.weights import WeightSubscriber
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shmbus.tensor_forms import have_forms, tensor_forms
-from trainer_adapter.weights import seen
-from trainer_adapter.weights.seen import SeenTensors, comparer_of
+from shmbus.weights import seen
+from shmbus.weights.seen import SeenTensors, comparer_of
 
 EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shmbus.inspect.leftovers import survey
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ManifestError,
     ParamMeta,
     Slice,
@@ -27,12 +27,12 @@ from trainer_adapter.weights import (
     WeightsError,
     WeightsTimeoutError,
 )
-from trainer_adapter.weights.bridge import BridgeFile, find_bridge, fused_slices, read_bridge
-from trainer_adapter.weights.shared import SharedModel, attach, share
-from trainer_adapter.weights.shared_file import shared_state
+from shmbus.weights.bridge import BridgeFile, find_bridge, fused_slices, read_bridge
+from shmbus.weights.shared import SharedModel, attach, share
+from shmbus.weights.shared_file import shared_state
 
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["trainer_adapter.weights.shared"])
+SPAWN.set_forkserver_preload(["shmbus.weights.shared"])
 
 
 class Tiny(torch.nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_adapter.weights.copies import from_host_to_device
-from trainer_adapter.weights.manifest import Manifest, ParamMeta
-from trainer_adapter.weights.staging import HostBatch, plan
+from shmbus.weights.copies import from_host_to_device
+from shmbus.weights.manifest import Manifest, ParamMeta
+from shmbus.weights.staging import HostBatch, plan
 
 MOST = 40 * 256
 

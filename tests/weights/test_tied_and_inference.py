@@ -8,7 +8,7 @@ import pytest
 import torch
 from weight_models import bits, many
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ManifestError,
     ModuleSource,
     Slice,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from weight_models import many
 
-from trainer_adapter._checks import UnknownNameError
-from trainer_adapter.channel import TensorChannel
-from trainer_adapter.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber, share
+from shmbus._checks import UnknownNameError
+from shmbus.tensors import TensorChannel
+from shmbus.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber, share
 
 WAIT_S = 20.0
 

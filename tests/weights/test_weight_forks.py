@@ -13,7 +13,7 @@ from weight_models import many, same
 
 from shmbus import BusClosedError
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import (
+from shmbus.weights import (
     ModuleSource,
     WeightPublisher,
     WeightsBusyError,

@@ -16,7 +16,7 @@ from weight_models import Odd, Unwritable, bits, many, same
 from shmbus import BusClosedError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
-from trainer_adapter.weights import (
+from shmbus.weights import (
     DeviceMismatchError,
     LocalPiece,
     ManifestError,
@@ -318,7 +318,7 @@ def test_a_killed_publisher_leaves_the_last_whole_version(
     bus_name: str, spawn: Spawner, subscriber: WeightSubscriber
 ) -> None:
     child = spawn.script(
-        "import sys, time, torch\nfrom trainer_adapter.weights import *\n"
+        "import sys, time, torch\nfrom shmbus.weights import *\n"
         "model = torch.nn.Linear(700, 700)\n"
         "publisher = WeightPublisher(sys.argv[1], ModuleSource(model), digests=True)\n"
         "version = 0\n"
@@ -451,7 +451,7 @@ def test_readers_rows_say_what_each_runs(
     publisher = publishers(many(2))
     publisher.publish(version=5)
     child = spawn.script(
-        "import sys, time, torch\nfrom trainer_adapter.weights import *\n"
+        "import sys, time, torch\nfrom shmbus.weights import *\n"
         'reader = WeightSubscriber(sys.argv[1], label="vllm-0")\n'
         "with reader.latest(timeout=20) as weights:\n"
         "    weights.load_into({name: torch.empty_like(weights[name]) for name in weights})\n"

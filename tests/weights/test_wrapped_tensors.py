@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from trainer_adapter.weights import ModuleSource, WeightPublisher, WeightSubscriber, seen
-from trainer_adapter.weights.seen import SeenTensors
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber, seen
+from shmbus.weights.seen import SeenTensors
 
 WAIT_S = 20.0
 

@@ -16,7 +16,7 @@ import shmbus
 
 __all__ = ["EndedGroups", "Key", "still_leased"]
 
-#: Instance id and epoch.
+#: Instance id and round.
 Key = tuple[str, int | None]
 #: Seconds after a drop in which a request may still be on its way to its end.
 _SETTLE_S: Final = 10.0
@@ -75,7 +75,7 @@ class EndedGroups:
         if now_s > self._look_until_s:
             return []
         state = self._consumer.requests_state()
-        is_open = {(each["instance_id"], each["epoch"]) for each in state["open"]}
+        is_open = {(each["instance_id"], each["round"]) for each in state["open"]}
         return [key for key in wanted if key not in is_open]
 
     def raise_for(self, wanted: Iterable[Key]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 import shmbus
-from trainer_adapter._checks import check_choice
+from shmbus._checks import check_choice
 from trainer_adapter.adapters.parted import float32s, int32s
 from trainer_adapter.adapters.place import Unusable, place_of
 
@@ -172,7 +172,7 @@ def put_episode(
     request: shmbus.Request | None = None,
     group_size: int | None = None,
     index: int | None = None,
-    epoch: int | None = None,
+    round: int | None = None,
     split: str | None = None,
     rewards: Literal["sum", "last"] = "sum",
     unfinished: Literal["fail", "put"] = "fail",
@@ -190,7 +190,7 @@ def put_episode(
         The prompt's key.
     request : Request, optional
         What `Producer.requests.next` gave; then the place is the request's.
-    group_size, index, epoch : int, optional
+    group_size, index, round : int, optional
         As for `Producer.put`, without a request.
     split : str, optional
         "train" where nothing is said.
@@ -223,7 +223,7 @@ def put_episode(
         raise TypeError(f"record: expected an EpisodeRecord, got {type(record).__name__}")
     if meta is not None and not isinstance(meta, dict):
         raise TypeError(f"meta: expected a dict or None, got {type(meta).__name__}")
-    place = place_of(request, instance_id, group_size, index, epoch, split)
+    place = place_of(request, instance_id, group_size, index, round, split)
     try:
         score = _score(record, rewards, unfinished)
         rows = record.rows()

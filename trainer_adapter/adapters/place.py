@@ -28,7 +28,7 @@ class Place:
         Whose answer it is; then the rest is the request's.
     instance_id : str | int
     group_size, index : int
-    epoch : int | None
+    round : int | None
     split : str
     """
 
@@ -36,7 +36,7 @@ class Place:
     instance_id: str | int
     group_size: int
     index: int
-    epoch: int | None
+    round: int | None
     split: str
 
     def put(self, producer: shmbus.Producer, record: dict[str, Any], timeout: float | None) -> bool:
@@ -63,7 +63,7 @@ class Place:
         if self.request is not None:
             return producer.requests.answer(self.request, timeout=timeout, **record)
         producer.put(
-            self.instance_id, group_size=self.group_size, index=self.index, epoch=self.epoch,
+            self.instance_id, group_size=self.group_size, index=self.index, round=self.round,
             split=self.split, timeout=timeout, **record,
         )  # fmt: skip
         return True
@@ -86,7 +86,7 @@ class Place:
             producer.requests.fail(self.request, reason, timeout=timeout)
             return
         producer.fail(
-            self.instance_id, self.index, reason, group_size=self.group_size, epoch=self.epoch,
+            self.instance_id, self.index, reason, group_size=self.group_size, round=self.round,
             split=self.split, timeout=timeout,
         )  # fmt: skip
 
@@ -96,7 +96,7 @@ def place_of(
     instance_id: str | int | None,
     group_size: int | None,
     index: int | None,
-    epoch: int | None,
+    round: int | None,
     split: str | None,
 ) -> Place:
     """Say where a sample goes.
@@ -106,7 +106,7 @@ def place_of(
     request : Request, optional
     instance_id : str or int, optional
     group_size, index : int, optional
-    epoch : int, optional
+    round : int, optional
     split : str, optional
         "train" where nothing is said.
 
@@ -126,14 +126,14 @@ def place_of(
         )
     named = {"instance_id": instance_id, "group_size": group_size, "index": index}
     if request is not None:
-        given = [name for name, value in {**named, "epoch": epoch}.items() if value is not None]
+        given = [name for name, value in {**named, "round": round}.items() if value is not None]
         if given:
             raise TypeError(f"put_episode: {given[0]} is the request's; leave it out")
         return Place(
-            request, request.instance_id, request.group_size, request.index, request.epoch,
+            request, request.instance_id, request.group_size, request.index, request.round,
             request.split,
         )  # fmt: skip
     if instance_id is None or group_size is None or index is None:
         missing = next(name for name, value in named.items() if value is None)
         raise TypeError(f"put_episode: expected a request, or {missing} beside the others; give it")
-    return Place(None, instance_id, group_size, index, epoch, split or "train")
+    return Place(None, instance_id, group_size, index, round, split or "train")

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import shmbus
-from trainer_adapter._checks import check_flag, check_seconds
+from shmbus._checks import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.parted import Parted, experts_of, part_row
 from trainer_adapter.adapters.request_meta import columns_for
@@ -92,7 +92,7 @@ class GenerateByBus:
         self._timeout_s = timeout
         self._options = options
         self._consumers: SplitConsumer | None = None
-        self._epochs = itertools.count(time.time_ns())
+        self._rounds = itertools.count(time.time_ns())
         self._wanted: set[tuple[str, int | None]] = set()
         self._arrived: dict[tuple[str, int | None], list[_Output] | Exception] = {}
         self._taking: _OneTake | None = None
@@ -146,7 +146,7 @@ class GenerateByBus:
                         f"generate: group {instance_id!r}: expected one prompt for all of its "
                         "samples, got others; give each prompt an instance_id of its own"
                     )
-                key: tuple[str, int | None] = (instance_id, next(self._epochs))
+                key: tuple[str, int | None] = (instance_id, next(self._rounds))
                 self._wanted.add(key)
                 keys[key] = of_group
                 await self._offer(key, input_batch, of_group, split, deadline)
@@ -190,7 +190,7 @@ class GenerateByBus:
         while True:
             try:
                 self._attached().consumer.request(
-                    key[0], group_size=len(places), epoch=key[1], split=split, meta=meta,
+                    key[0], group_size=len(places), round=key[1], split=split, meta=meta,
                     timeout=0,
                 )  # fmt: skip
                 return
@@ -235,7 +235,7 @@ class GenerateByBus:
                 self._attached().take, split, _TAKE_GROUPS, _LOOK_S
             )
             for group in groups:
-                key = (group.instance_id, group.epoch)
+                key = (group.instance_id, group.round)
                 if key not in self._wanted:
                     # Of a call that gave up, or of a trainer before.
                     consumer.drop(group)

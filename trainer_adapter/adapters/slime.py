@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import shmbus
+from shmbus._checks import check_int, check_seconds
 from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, record_of
-from trainer_adapter._checks import check_int, check_seconds
 from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.stack import BUS_VARIABLE
 

@@ -42,7 +42,7 @@ def put_episode(
     request: shmbus.Request | None = None,
     group_size: int | None = None,
     index: int | None = None,
-    epoch: int | None = None,
+    round: int | None = None,
     split: str | None = None,
     agent: str | None = None,
     policy_version: int | tuple[int, int] | None = None,
@@ -60,7 +60,7 @@ def put_episode(
         The prompt's key; the id of the episode's group, else the task's key, where it is left out.
     request : Request, optional
         What `Producer.requests.next` gave; then the place is the request's.
-    group_size, index, epoch : int, optional
+    group_size, index, round : int, optional
         As for `Producer.put`, without a request.
     split : str, optional
         "eval" where the episode says so, else "train".
@@ -100,7 +100,7 @@ def put_episode(
     if split is None and request is None:
         kind = getattr(work or episode.run, "type", "train")
         split = "eval" if kind == "eval" else "train"
-    place = place_of(request, instance_id, group_size, index, epoch, split)
+    place = place_of(request, instance_id, group_size, index, round, split)
     if policy_version is None:
         span = getattr(work, "policy", None)
         policy_version = (span.start, span.end) if span is not None else producer.policy_version

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_adapter._checks import check_choice
+from shmbus._checks import check_choice
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
 from trainer_adapter.attention.jagged import attend_jagged, is_less_work_jagged, may_be_jagged

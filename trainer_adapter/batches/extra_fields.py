@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
+from shmbus._checks import check_text
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
-from trainer_adapter._checks import check_text
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 

@@ -28,13 +28,13 @@ from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from shmbus.device_calls import device_await
+from shmbus.tensors.device.driver import address, missing
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
-from trainer_adapter.device.driver import address, missing
 from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 from trainer_adapter.scored_group import ScoredGroup, groups_of

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
-from trainer_adapter.device.launches import Direct
-from trainer_adapter.device.streams import stream_number
+from shmbus.tensors.device.launches import Direct
+from shmbus.tensors.device.streams import stream_number
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
 

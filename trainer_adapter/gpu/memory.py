@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shmbus.tensors.device.registration import Registration
 from trainer_adapter.batches.memory import BatchMemory
-from trainer_adapter.device.registration import Registration
 
 __all__ = ["PinnedMemory", "RegisteredRing", "Staging", "StagingBlock"]
 

@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 import shmbus
+from shmbus._checks import check_choice
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
-from trainer_adapter._checks import check_choice
+from shmbus.tensors.device.launches import import_kernels
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
-from trainer_adapter.device.launches import import_kernels
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
 from trainer_adapter.gpu.one_thread import OneThread

@@ -17,15 +17,15 @@ __all__ = ["DropNotes", "REASONS_IN_WORDS"]
 #: Why samples are dropped, and what to do, by the ledger's reasons.
 REASONS_IN_WORDS: Final[dict[str, str]] = {
     "duplicate": (
-        "their index was there already; a prompt that is sampled again needs its own epoch=, from "
+        "their index was there already; a prompt that is sampled again needs its own round=, from "
         "producer.next_round()"
     ),
     "size_mismatch": (
         "their group_size differs from their group's; a prompt that is sampled again needs its own "
-        "epoch=, from producer.next_round()"
+        "round=, from producer.next_round()"
     ),
     "surplus": (
-        "their group was complete; a prompt that is sampled again needs its own epoch=, from "
+        "their group was complete; a prompt that is sampled again needs its own round=, from "
         "producer.next_round()"
     ),
     "timeout": "their groups stayed incomplete for group_timeout",

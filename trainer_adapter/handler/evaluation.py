@@ -10,9 +10,9 @@ import time
 import numpy as np
 
 import shmbus
+from shmbus._checks import checked_int
 from shmbus.batch.field_names import FieldNames
 from trainer_adapter._arguments import check_wait
-from trainer_adapter._checks import checked_int
 from trainer_adapter.handler.scoring import GroupScoring
 
 __all__ = ["EvaluatingHandler"]

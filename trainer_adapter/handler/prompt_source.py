@@ -25,7 +25,7 @@ __all__ = ["PromptSource"]
 #: The form of a saved position.
 _VERSION: Final = 1
 #: What an item may say of its request, and what it may not: columns of that name are in the meta.
-_NO_FIELDS: Final = frozenset({"epoch", "split", "timeout"})
+_NO_FIELDS: Final = frozenset({"round", "split", "timeout"})
 _OPTIONS: Final = frozenset({"instance_id", "group_size", "need", "priority", "meta"})
 
 
@@ -204,7 +204,7 @@ class PromptSource:
                     f"{sorted(columns)}, got {type(meta).__name__}"
                 )
             found["meta"] = {**columns, **(meta or {})}
-        found["epoch"] = self._first_round + number
+        found["round"] = self._first_round + number
         return found
 
     def _is_field(self, name: str, value: Any) -> bool:
@@ -362,7 +362,7 @@ def _mark(arguments: Mapping[str, Any], number: int) -> list[Any]:
     checksum = 0
     meta = arguments.get("meta")
     parts = {**arguments, **(meta if isinstance(meta, Mapping) else {})}
-    for name in sorted(parts.keys() - _OPTIONS - {"epoch"}, key=str):
+    for name in sorted(parts.keys() - _OPTIONS - {"round"}, key=str):
         try:
             array = np.asarray(parts[name])
         except (TypeError, ValueError, RuntimeError):

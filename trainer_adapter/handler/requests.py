@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
+from shmbus._checks import checked_int
 from shmbus._format import several
-from trainer_adapter._checks import checked_int
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prompt_source import PromptSource, check_state, rank_state
 
@@ -55,16 +55,16 @@ class PromptsEndedError(EOFError):
     """Every prompt that was offered was trained or given up, and there are no more."""
 
 
-#: Instance id, epoch and split.
+#: Instance id, round and split.
 _Key = tuple[str, "int | None", str]
 
 
 def _keys_of(groups: Iterable[shmbus.Group]) -> Counter[_Key]:
-    return Counter((group.instance_id, group[0].epoch, group[0].split) for group in groups)
+    return Counter((group.instance_id, group[0].round, group[0].split) for group in groups)
 
 
 def _keys(state: Any, name: str) -> Counter[_Key]:
-    return Counter((id_, epoch, split) for id_, epoch, split in (state or {}).get(name, ()))
+    return Counter((id_, round, split) for id_, round, split in (state or {}).get(name, ()))
 
 
 class RequestingHandler:
@@ -101,7 +101,7 @@ class RequestingHandler:
         self._trained_open: Counter[_Key] = Counter()
 
     def request(
-        self, instance_id: str | int, *, epoch: int | None = None, split: str = "train", **more: Any
+        self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
     ) -> int:
         """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how.
 
@@ -112,7 +112,7 @@ class RequestingHandler:
         ----------
         instance_id : str or int
             The prompt's key.
-        epoch : int, optional
+        round : int, optional
             Which repetition of the prompt this is.
         split : str, default "train"
             What the group is for.
@@ -126,11 +126,11 @@ class RequestingHandler:
         """
         self._offers = True
         self._requested = self._requested or split == self._split
-        key = (str(instance_id), epoch, split)
+        key = (str(instance_id), round, split)
         if self._ahead[key] > 0:
             self._ahead -= Counter([key])
             return 0
-        return self._consumer.request(instance_id, epoch=epoch, split=split, **more)
+        return self._consumer.request(instance_id, round=round, split=split, **more)
 
     # -- prompts that are kept open ---------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class RequestingHandler:
         `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
         with the same data from their start in the same order, goes on at the exact prompt: each is
         trained at most once, and none is left out but those that were given up. A prompt's round,
-        `epoch` of a `Request`, is its place in all that was offered, so an id may come again.
+        `round` of a `Request`, is its place in all that was offered, so an id may come again.
 
         With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
         others.
@@ -267,7 +267,7 @@ class RequestingHandler:
 
     def _offer_one(self, source: PromptSource, given: dict[str, Any]) -> bool:
         """Offer a prompt; False where an earlier life of this run has."""
-        key = (str(given["instance_id"]), given["epoch"], self._split)
+        key = (str(given["instance_id"]), given["round"], self._split)
         if self._ahead[key] > 0:
             # In this order: rounds are unique, so a key that is left here is asked for by nobody.
             source.passed()
@@ -401,7 +401,7 @@ class RequestingHandler:
         found: list[_Key] = []
         opened = []
         for each in state["open"]:
-            key = (each["instance_id"], each["epoch"], each["split"])
+            key = (each["instance_id"], each["round"], each["split"])
             if trained[key] > 0:
                 trained[key] -= 1
                 found.append(key)

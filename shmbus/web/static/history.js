@@ -53,10 +53,10 @@ function where(answer, row) {
 
 export function History({ group, row, told: answer, names, now }) {
   const shown = row || (answer && answer.group ? rowOf(answer) : null);
-  const epoch = group.epoch === undefined ? "" : ` epoch ${group.epoch}`;
+  const round = group.round === undefined ? "" : ` round ${group.round}`;
   const state = where(answer, row);
   return html`<div class="history" id="history" role="region" aria-label=${`history of ${group.id}`}>
-    <p><b>${group.id}</b>${epoch}${group.split ? ` for ${group.split}` : ""}: ${state}${shown ? html`${state ? "; " : ""}${count(shown.present)} of ${shown.size ? count(shown.size) : "?"} there${shown.need ? `, ${shown.need} complete it` : ""}, the first ${time(now - shown.since)} ago` : ""}${
+    <p><b>${group.id}</b>${round}${group.split ? ` for ${group.split}` : ""}: ${state}${shown ? html`${state ? "; " : ""}${count(shown.present)} of ${shown.size ? count(shown.size) : "?"} there${shown.need ? `, ${shown.need} complete it` : ""}, the first ${time(now - shown.since)} ago` : ""}${
       shown && shown.waits_for !== undefined ? html`; it waits for <b>${names(shown.waits_for)}</b> alone` : ""}</p>
     ${shown ? samples(shown, names, now) : ""}
     ${answer && answer.events.length ? html`<ol class="events" aria-label="what happened to it">${answer.events.map((event) => html`<li><span class="dim">${at(event.unix_s)}</span> ${told(GROUP, event)}</li>`)}</ol>` : ""}

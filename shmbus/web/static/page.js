@@ -70,7 +70,7 @@ function Wall({ wall, names, now, open, told, onOpen, given }) {
     for (const cell of Object.values(row.cells)) if (cell.v !== undefined) { low = Math.min(low, cell.v); high = Math.max(high, cell.v); }
   }
   const shared = prefix(rows.map(([, row]) => row.id));
-  const longest = Math.max(0, ...rows.map(([, row]) => (row.id.length - shared.length || row.id.length) + (row.epoch === undefined ? 0 : 2 + `${row.epoch}`.length) + (row.split ? 1 + row.split.length : 0)));
+  const longest = Math.max(0, ...rows.map(([, row]) => (row.id.length - shared.length || row.id.length) + (row.round === undefined ? 0 : 2 + `${row.round}`.length) + (row.split ? 1 + row.split.length : 0)));
   const age = rows.length ? now - rows[0][1].since : 0;
   const gone = open !== null && !wall.rows[open.key];
   return html`<section class="card" aria-label="groups filling up">
@@ -89,9 +89,9 @@ function Wall({ wall, names, now, open, told, onOpen, given }) {
       const failed = Object.values(row.cells).filter((c) => c.s === "f" || c.s === "a").length;
       const begun = Object.values(row.cells).filter((c) => c.s === "b").length;
       const shown = open !== null && open.key === key;
-      const name = { key, id: row.id, epoch: row.epoch, split: row.split };
+      const name = { key, id: row.id, round: row.round, split: row.split };
       return html`<button key=${key} type="button" aria-expanded=${shown ? "true" : "false"} onClick=${() => onOpen(shown ? null : name)}>
-        <span class="id cut" title=${row.id} aria-hidden="true">${row.id.slice(shared.length) || row.id}${row.epoch === undefined ? "" : ` ·${row.epoch}`}${row.split ? ` ${row.split}` : ""}</span>
+        <span class="id cut" title=${row.id} aria-hidden="true">${row.id.slice(shared.length) || row.id}${row.round === undefined ? "" : ` ·${row.round}`}${row.split ? ` ${row.split}` : ""}</span>
         <${Cells} row=${row} low=${low} high=${high}/>
         <span class=${`age ${old ? "old" : ""}`} aria-hidden="true">${short(now - row.since)}</span>
         <span class="cut dim" title=${who} aria-hidden="true">${who}</span>
@@ -249,7 +249,7 @@ class Page extends Component {
     this.question = true;
     const name = busOf(location.hash), query = new URLSearchParams({ id: group.id });
     if (name) query.set("bus", name);
-    if (group.epoch !== undefined) query.set("epoch", group.epoch);
+    if (group.round !== undefined) query.set("round", group.round);
     if (group.split) query.set("split", group.split);
     try {
       const answer = await fetch(`/group?${query}`);

@@ -10,7 +10,7 @@ static struct {
     PyObject *key, *group_size, *need, *index, *nbytes, *failed;
 } attribute;
 
-static bool hash_key(struct group_key *key, PyObject *id, long long epoch, uint32_t split) {
+static bool hash_key(struct group_key *key, PyObject *id, long long round, uint32_t split) {
     Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
     Py_hash_t hash = PyObject_Hash(id);
     if (length > UINT16_MAX) {
@@ -21,16 +21,16 @@ static bool hash_key(struct group_key *key, PyObject *id, long long epoch, uint3
     key->bytes = PyUnicode_DATA(id);
     key->length = (uint16_t)length;
     key->kind = (uint8_t)((uint32_t)PyUnicode_KIND(id) | split << KEY_KIND_BITS);
-    key->tag = epoch;
-    /* An odd multiplier spreads epochs over all bits; the string's hash is keyed and well mixed. */
-    key->hash = (uint64_t)hash ^ ((uint64_t)epoch * UINT64_C(0x9E3779B97F4A7C15)) ^
+    key->tag = round;
+    /* An odd multiplier spreads rounds over all bits; the string's hash is keyed and well mixed. */
+    key->hash = (uint64_t)hash ^ ((uint64_t)round * UINT64_C(0x9E3779B97F4A7C15)) ^
                 ((uint64_t)split * UINT64_C(0xD1B54A32D192ED03));
     return true;
 }
 
 bool py_key_read(struct group_key *at, PyObject *key) {
     PyObject *id = key, *number = Py_None;
-    long long epoch = SHMBUS_NO_EPOCH;
+    long long round = SHMBUS_NO_ROUND;
     unsigned long split = SHMBUS_SPLIT_TRAIN;
     Py_ssize_t parts = PyTuple_CheckExact(key) ? PyTuple_GET_SIZE(key) : 1;
     if (parts == 2 || parts == 3) {
@@ -38,7 +38,7 @@ bool py_key_read(struct group_key *at, PyObject *key) {
         number = PyTuple_GET_ITEM(key, 1);
     }
     if (number != Py_None || parts == 2) {
-        epoch = PyLong_AsLongLong(number);
+        round = PyLong_AsLongLong(number);
     }
     if (parts == 3) {
         split = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(key, 2));
@@ -52,7 +52,7 @@ bool py_key_read(struct group_key *at, PyObject *key) {
                      SHMBUS_MAX_SPLITS, key);
         return false;
     }
-    return hash_key(at, id, epoch, (uint32_t)split);
+    return hash_key(at, id, round, (uint32_t)split);
 }
 
 static bool take_number(PyObject *sample, PyObject *name, uint64_t limit, uint64_t *number) {
@@ -94,7 +94,7 @@ bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes) {
         to->nbytes = t->ref.bytes;
         to->failed = t->failed;
         to->leased = t->leased != 0;
-        if (!hash_key(&to->at, t->instance_id, t->epoch, t->split)) {
+        if (!hash_key(&to->at, t->instance_id, t->round, t->split)) {
             Py_CLEAR(to->key);
             return false;
         }
@@ -107,7 +107,7 @@ bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_bytes) {
         to->cell = head->index;
         to->nbytes = head->nbytes;
         to->failed = head->reason != Py_None;
-        if (!hash_key(&to->at, head->instance_id, head->epoch, SHMBUS_SPLIT_TRAIN)) {
+        if (!hash_key(&to->at, head->instance_id, head->round, SHMBUS_SPLIT_TRAIN)) {
             Py_CLEAR(to->key);
             return false;
         }

@@ -136,7 +136,7 @@ static PyObject *py_group_instance_id(GroupObject *self, void *ignored) {
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
 }
 
-static PyObject *py_group_epoch(GroupObject *self, void *ignored) {
+static PyObject *py_group_round(GroupObject *self, void *ignored) {
     (void)ignored;
     self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
@@ -189,8 +189,8 @@ PyDoc_STRVAR(group_doc,
     "Attributes\n----------\n"
     "instance_id : str\n"
     "    The prompt's key.\n"
-    "epoch : int or None\n"
-    "    The producers' epoch, where they gave one.\n"
+    "round : int or None\n"
+    "    The producers' round, where they gave one.\n"
     "size : int\n"
     "    Samples in a complete group.\n"
     "state : str\n"
@@ -228,7 +228,7 @@ static PyMemberDef group_members[] = {
 
 static PyGetSetDef group_getset[] = {
     {"instance_id", (getter)py_group_instance_id, NULL, "The prompt's key: str.", NULL},
-    {"epoch", (getter)py_group_epoch, NULL, "The producers' epoch, or None.", NULL},
+    {"round", (getter)py_group_round, NULL, "The producers' round, or None.", NULL},
     {"trajectories", (getter)py_group_trajectories, NULL, "The samples, ordered by index: list.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -106,7 +106,7 @@ static int arrive(GroupTableObject *self, const struct arrival *from, double now
     }
     struct group_entry *entry = group_table_find(&self->c, &from->at);
     if (entry == NULL) {
-        if (from->at.tag != SHMBUS_NO_EPOCH) {
+        if (from->at.tag != SHMBUS_NO_ROUND) {
             int known = PyDict_Contains(self->recent, from->key);
             if (known != 0) {
                 return known < 0 ? REFUSED_MEMORY : REFUSED_SURPLUS;
@@ -148,7 +148,7 @@ static bool complete(GroupTableObject *self, struct group_entry *entry, const st
     if (taken == NULL) {
         return false;
     }
-    if (last->at.tag != SHMBUS_NO_EPOCH && PyDict_SetItem(self->recent, taken->key, Py_None) < 0) {
+    if (last->at.tag != SHMBUS_NO_ROUND && PyDict_SetItem(self->recent, taken->key, Py_None) < 0) {
         Py_DECREF(taken);
         return false;
     }
@@ -214,7 +214,7 @@ bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples
 
 /* put(samples, now_s) -> list: each sample into its cell. What it returns is what is not in the
  * table, nor ready, in order: (why, sample) for one that was refused, and, where they are judged,
- * a GroupEntry that this filled. The keys of full entries that have an epoch go into the dict
+ * a GroupEntry that this filled. The keys of full entries that have a round go into the dict
  * `recent`, and an entry whose key is there is not begun again. A failure's key goes into the dict
  * `failing`, and all that has such a key is refused: so an entry that `take` finds holds the
  * samples before the failure, and none after it. */
@@ -484,7 +484,7 @@ static PyMemberDef group_table_members[] = {
     {"leased_cells", T_ULONGLONG, offsetof(GroupTableObject, lists.leased.samples), READONLY,
      "Their samples."},
     {"recent", T_OBJECT_EX, offsetof(GroupTableObject, recent), READONLY,
-     "Keys with an epoch whose groups were complete, oldest first; the stash bounds it."},
+     "Keys with a round whose groups were complete, oldest first; the stash bounds it."},
     {"cancelled", T_OBJECT_EX, offsetof(GroupTableObject, cancelled), READONLY,
      "Keys of groups that ended without all of their samples, until the reader has told producers."},
     {"failing", T_OBJECT_EX, offsetof(GroupTableObject, failing), READONLY,

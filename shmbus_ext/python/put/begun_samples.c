@@ -11,16 +11,16 @@ struct sample {
     uint32_t index;
 };
 
-/* (id, epoch, split or None, index), checked by the caller; false with an exception. */
+/* (id, round, split or None, index), checked by the caller; false with an exception. */
 static bool take_sample(WriterObject *self, PyObject *args, struct sample *sample) {
     const char *id;
     Py_ssize_t id_bytes;
-    PyObject *epoch_object, *split_object;
-    int64_t epoch;
+    PyObject *round_object, *split_object;
+    int64_t round;
     uint32_t split = SHMBUS_SPLIT_TRAIN;
-    if (!PyArg_ParseTuple(args, "s#OOI", &id, &id_bytes, &epoch_object, &split_object,
+    if (!PyArg_ParseTuple(args, "s#OOI", &id, &id_bytes, &round_object, &split_object,
                           &sample->index) ||
-        !py_writer_usable(self) || !py_take_epoch(epoch_object, &epoch)) {
+        !py_writer_usable(self) || !py_take_round(round_object, &round)) {
         return false;
     }
     if (split_object != Py_None) {
@@ -29,11 +29,11 @@ static bool take_sample(WriterObject *self, PyObject *args, struct sample *sampl
             return false;
         }
     }
-    sample->key = begun_key(id, (uint32_t)id_bytes, epoch, split);
+    sample->key = begun_key(id, (uint32_t)id_bytes, round, split);
     return true;
 }
 
-/* _begin(id, epoch, split, index) -> bool: False where the table is full. */
+/* _begin(id, round, split, index) -> bool: False where the table is full. */
 PyObject *py_writer_begin(WriterObject *self, PyObject *args) {
     struct sample sample;
     if (!take_sample(self, args, &sample)) {
@@ -45,7 +45,7 @@ PyObject *py_writer_begin(WriterObject *self, PyObject *args) {
     return PyBool_FromLong(verdict != BEGUN_FULL);
 }
 
-/* _leave_begun(id, epoch, split, index) -> bool: whether it was noted. */
+/* _leave_begun(id, round, split, index) -> bool: whether it was noted. */
 PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args) {
     struct sample sample;
     if (!take_sample(self, args, &sample)) {
@@ -56,19 +56,19 @@ PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args) {
     return PyBool_FromLong(ended);
 }
 
-/* begun_key(id, epoch, split number) -> int: what the table calls a group. */
+/* begun_key(id, round, split number) -> int: what the table calls a group. */
 static PyObject *py_begun_key(PyObject *module, PyObject *args) {
     (void)module;
     const char *id;
     Py_ssize_t id_bytes;
-    PyObject *epoch_object;
+    PyObject *round_object;
     unsigned int split;
-    int64_t epoch;
-    if (!PyArg_ParseTuple(args, "s#OI", &id, &id_bytes, &epoch_object, &split) ||
-        !py_take_epoch(epoch_object, &epoch)) {
+    int64_t round;
+    if (!PyArg_ParseTuple(args, "s#OI", &id, &id_bytes, &round_object, &split) ||
+        !py_take_round(round_object, &round)) {
         return NULL;
     }
-    return PyLong_FromUnsignedLongLong(begun_key(id, (uint32_t)id_bytes, epoch, split));
+    return PyLong_FromUnsignedLongLong(begun_key(id, (uint32_t)id_bytes, round, split));
 }
 
 /* note_waited(segment, seconds): trainers have waited for groups so much longer; for the

@@ -49,7 +49,7 @@ struct wanted_room py_writer_wants(const WriterObject *self,
      * request. */
     if (lead_is_bounded(&self->segment->c) && (spec->flags & SHMBUS_FLAG_FAILED) == 0 &&
         arguments->answers.number == 0) {
-        wanted.begins = lead_key(spec->id, spec->id_bytes, spec->epoch, SHMBUS_SPLIT_TRAIN);
+        wanted.begins = lead_key(spec->id, spec->id_bytes, spec->round, SHMBUS_SPLIT_TRAIN);
     }
     return wanted;
 }

@@ -150,7 +150,7 @@ static int claim(WriterObject *self, const struct record_copy *copy, bool waits,
     const struct record_header *head = &copy->header;
     struct wanted_room wanted = {head->record_bytes, 0, NULL};
     if (lead_is_bounded(&self->segment->c) && (head->flags & SHMBUS_FLAG_FAILED) == 0) {
-        wanted.begins = lead_key(copy->id, head->id_bytes, head->epoch, head->split);
+        wanted.begins = lead_key(copy->id, head->id_bytes, head->round, head->split);
     }
     if (waits) {
         return py_writer_claim_room(self, &wanted, timeout_s, at) ? 1 : -1;

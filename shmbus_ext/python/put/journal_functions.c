@@ -285,7 +285,7 @@ static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
     return ends;
 }
 
-/* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, epoch, ended, seen_ns,
+/* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
  * figures): what the journal says beside its entries. */
 static PyObject *py_relay_words(PyObject *module, PyObject *object) {
     (void)module;
@@ -317,19 +317,19 @@ static PyObject *py_relay_words(PyObject *module, PyObject *object) {
         (unsigned long long)atomic_load_explicit(&journal->incarnation, memory_order_relaxed),
         (unsigned long long)atomic_load_explicit(&journal->source_incarnation,
                                                  memory_order_relaxed),
-        (long long)atomic_load_explicit(&journal->epoch, memory_order_relaxed),
+        (long long)atomic_load_explicit(&journal->term, memory_order_relaxed),
         (unsigned long long)atomic_load_explicit(&journal->ended, memory_order_acquire),
         (unsigned long long)atomic_load_explicit(&journal->seen_ns, memory_order_relaxed), figures);
 }
 
-/* relay_note(segment, epoch, seen_ns, figures): for the sink's successor, and for messages. */
+/* relay_note(segment, term, seen_ns, figures): for the sink's successor, and for messages. */
 static PyObject *py_relay_note(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *object, *figures;
     SegmentObject *segment;
-    long long epoch;
+    long long term;
     unsigned long long seen_ns;
-    if (!PyArg_ParseTuple(args, "OLKO!", &object, &epoch, &seen_ns, &PyTuple_Type, &figures) ||
+    if (!PyArg_ParseTuple(args, "OLKO!", &object, &term, &seen_ns, &PyTuple_Type, &figures) ||
         !take_segment(object, &segment)) {
         return NULL;
     }
@@ -344,7 +344,7 @@ static PyObject *py_relay_note(PyObject *module, PyObject *args) {
         }
         atomic_store_explicit(&segment->c.relay->figures[i], figure, memory_order_relaxed);
     }
-    atomic_store_explicit(&segment->c.relay->epoch, epoch, memory_order_relaxed);
+    atomic_store_explicit(&segment->c.relay->term, term, memory_order_relaxed);
     atomic_store_explicit(&segment->c.relay->seen_ns, seen_ns, memory_order_relaxed);
     Py_RETURN_NONE;
 }

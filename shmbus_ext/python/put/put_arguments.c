@@ -8,7 +8,7 @@
 #include "python/hooks.h"
 #include "python/segment/split_labels.h"
 
-static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_epoch,
+static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_round,
     *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need, *word_rows,
     *word_row_lengths;
 
@@ -17,7 +17,7 @@ bool py_arguments_init(void) {
                                       {&word_index, "index"},
                                       {&word_score, "score"},
                                       {&word_policy_version, "policy_version"},
-                                      {&word_epoch, "epoch"},
+                                      {&word_round, "round"},
                                       {&word_meta, "meta"},
                                       {&word_timeout, "timeout"},
                                       {&word_instance_id, "instance_id"},
@@ -44,7 +44,7 @@ void py_arguments_begin(struct put_arguments *self) {
     self->array_count = 0;
     self->list_count = 0;
     self->has_group_size = self->has_index = false;
-    self->spec = (struct record_spec){.epoch = SHMBUS_NO_EPOCH};
+    self->spec = (struct record_spec){.round = SHMBUS_NO_ROUND};
     self->answers.number = 0;
 }
 
@@ -253,9 +253,9 @@ static PyObject *id_text(PyObject *value) {
     return NULL;
 }
 
-bool py_parse_epoch(PyObject *value, int64_t *epoch) {
-    *epoch = SHMBUS_NO_EPOCH;
-    return value == Py_None || py_take_integer(value, "epoch", 0, INT64_MAX, epoch);
+bool py_parse_round(PyObject *value, int64_t *round) {
+    *round = SHMBUS_NO_ROUND;
+    return value == Py_None || py_take_integer(value, "round", 0, INT64_MAX, round);
 }
 
 PyObject *py_take_id(PyObject *value, const char **text, uint32_t *size) {
@@ -335,7 +335,7 @@ static bool take_need(struct put_arguments *self, PyObject *value) {
 
 static bool is_word(const PyObject *name) {
     const PyObject *const words[] = {word_group_size, word_index,   word_score,
-                                     word_policy_version, word_epoch, word_meta,
+                                     word_policy_version, word_round, word_meta,
                                      word_timeout,    word_instance_id, word_split,
                                      word_need,       word_rows,    word_row_lengths};
     bool found = false;
@@ -371,8 +371,8 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         return py_parse_policy_versions(value, &self->spec.policy_version,
                                         &self->spec.version_span);
     }
-    if (name == word_epoch) {
-        return py_parse_epoch(value, &self->spec.epoch);
+    if (name == word_round) {
+        return py_parse_round(value, &self->spec.round);
     }
     if (name == word_meta) {
         Py_XSETREF(self->meta_object, value == Py_None ? NULL : Py_NewRef(value));
@@ -450,10 +450,10 @@ static bool check_need(const struct record_spec *spec) {
                      spec->group_size, spec->group_size, spec->need);
         return false;
     }
-    if (spec->need != 0 && spec->need < spec->group_size && spec->epoch == SHMBUS_NO_EPOCH) {
+    if (spec->need != 0 && spec->need < spec->group_size && spec->round == SHMBUS_NO_ROUND) {
         PyErr_Format(PyExc_ValueError,
-                     "need: %u of group_size=%u needs an epoch, by which a late sample is told "
-                     "from the prompt's next group; pass epoch=, such as producer.next_round() "
+                     "need: %u of group_size=%u needs a round, by which a late sample is told "
+                     "from the prompt's next group; pass round=, such as producer.next_round() "
                      "once for the group, or use put_group",
                      spec->need, spec->group_size);
         return false;

@@ -42,7 +42,7 @@ PyObject *py_take_id(PyObject *value, const char **text, uint32_t *size);
 /* An int, by __index__: numpy integers are, floats and bools are not; false with an exception. */
 bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out);
 /* None, or the number of a round; false with an exception. */
-bool py_parse_epoch(PyObject *value, int64_t *epoch);
+bool py_parse_round(PyObject *value, int64_t *round);
 /* After all were taken: what is no field is complete and encoded. */
 bool py_arguments_finish_head(struct put_arguments *self);
 /* A field, whatever its name; false with an exception. */

@@ -55,7 +55,7 @@ static bool claim(WriterObject *self, struct whole_group *group, double timeout_
     if (group->bytes > limit) {
         PyErr_Format(hooks.too_large_error,
                      "bus '%U': a group that is put whole takes at most %llu bytes, this one needs "
-                     "%llu; put its samples with put_many and an epoch from next_round(), or "
+                     "%llu; put its samples with put_many and a round from next_round(), or "
                      "create the bus with a larger capacity (a group may take a quarter of it)",
                      self->segment->name, (unsigned long long)limit,
                      (unsigned long long)group->bytes);
@@ -127,7 +127,7 @@ PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
 }
 
 const char py_writer_cancelled_doc[] =
-    "cancelled($self, instance_id, *, epoch, split=None)\n--\n\n"
+    "cancelled($self, instance_id, *, round, split=None)\n--\n\n"
     "Whether a group has ended without this sample, so that work on it can stop.\n\n"
     "That is so once a group has the samples that it needs (``need=`` below group_size), was\n"
     "given up for a failed sample, or has passed its deadline. A read of shared memory, of less\n"
@@ -135,8 +135,8 @@ const char py_writer_cancelled_doc[] =
     "Parameters\n----------\n"
     "instance_id : str or int\n"
     "    The prompt's key, as for `put`.\n"
-    "epoch : int or None\n"
-    "    The group's epoch. A group without one is never cancelled: its key may begin again.\n"
+    "round : int or None\n"
+    "    The group's round. A group without one is never cancelled: its key may begin again.\n"
     "split : str, optional\n"
     "    Who the group is for, as for `put`.\n\n"
     "Returns\n-------\n"
@@ -149,14 +149,14 @@ const char py_writer_cancelled_doc[] =
     "    The producer is closed, or was made before a fork.";
 
 PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"instance_id", "epoch", "split", NULL};
-    PyObject *id, *epoch = NULL, *split = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OO", names, &id, &epoch, &split) ||
+    static char *names[] = {"instance_id", "round", "split", NULL};
+    PyObject *id, *round = NULL, *split = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OO", names, &id, &round, &split) ||
         !py_writer_usable(self)) {
         return NULL;
     }
-    if (epoch == NULL) {
-        PyErr_SetString(PyExc_TypeError, "missing the argument 'epoch'");
+    if (round == NULL) {
+        PyErr_SetString(PyExc_TypeError, "missing the argument 'round'");
         return NULL;
     }
     uint32_t number = SHMBUS_SPLIT_TRAIN;
@@ -165,16 +165,16 @@ PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwar
     }
     const char *text;
     uint32_t bytes;
-    int64_t round;
-    if (number == SHMBUS_MAX_SPLITS || !py_parse_epoch(epoch, &round)) {
+    int64_t number_of_round;
+    if (number == SHMBUS_MAX_SPLITS || !py_parse_round(round, &number_of_round)) {
         return NULL;
     }
     PyObject *name = py_take_id(id, &text, &bytes);
     if (name == NULL) {
         return NULL;
     }
-    bool found = epoch != Py_None &&
-                 cancelled_has(&self->segment->c, group_key_hash(text, bytes, round, number));
+    bool found = round != Py_None &&
+                 cancelled_has(&self->segment->c, group_key_hash(text, bytes, number_of_round, number));
     Py_DECREF(name);
     return PyBool_FromLong(found);
 }

@@ -251,11 +251,11 @@ static enum writer_status place_record(RestorerObject *self, struct put_argument
 }
 
 /* put(producer_id, sequence, policy_version, version_span, score, group_size, need, index, split,
- *     epoch, flags, id, schema, shape, meta, fields, run) -> bool: False where the bus is full. All
+ *     round, flags, id, schema, shape, meta, fields, run) -> bool: False where the bus is full. All
  *     with a run, or none. */
 static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     unsigned long long producer_id, sequence, run;
-    long long policy_version, epoch;
+    long long policy_version, round;
     Py_buffer id, schema, shape, meta;
     PyObject *fields;
     unsigned int flags;
@@ -267,12 +267,12 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
         !PyArg_ParseTuple(args, "KKLIdIIIILIy*y*y*y*O!K", &producer_id, &sequence,
                           &policy_version, &a->spec.version_span, &a->spec.score,
                           &a->spec.group_size, &a->spec.need, &a->spec.index, &a->spec.split,
-                          &epoch, &flags, &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
+                          &round, &flags, &id, &schema, &shape, &meta, &PyList_Type, &fields, &run)) {
         PyMem_Free(a);
         return NULL;
     }
     a->spec.policy_version = policy_version;
-    a->spec.epoch = epoch;
+    a->spec.round = round;
     a->spec.flags = SHMBUS_FLAG_MOVED | flags;
     a->spec.id = id.buf;
     a->spec.id_bytes = (uint32_t)id.len;

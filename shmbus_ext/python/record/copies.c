@@ -70,20 +70,20 @@ static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *ignored) {
     /* Before the fields: other threads may run while those are copied. */
     PyObject *meta = PyBytes_FromStringAndSize(
         (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
-    PyObject *epoch = self->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
-                                                     : PyLong_FromLongLong(self->epoch);
+    PyObject *round = self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None)
+                                                     : PyLong_FromLongLong(self->round);
     PyObject *split = py_split_label(self->holder->segment, self->split);
     PyObject *fields =
-        meta == NULL || epoch == NULL || split == NULL ? NULL : owned_fields(self);
+        meta == NULL || round == NULL || split == NULL ? NULL : owned_fields(self);
     if (fields == NULL) {
         Py_XDECREF(meta);
-        Py_XDECREF(epoch);
+        Py_XDECREF(round);
         Py_XDECREF(split);
         return NULL;
     }
     PyObject *arguments = Py_BuildValue(
         "(OOOiNNOdLLKKKKNN)", self->instance_id, self->index, self->group_size, (int)self->need,
-        epoch, split, self->key, self->score, (long long)self->policy_version,
+        round, split, self->key, self->score, (long long)self->policy_version,
         (long long)self->policy_version + (long long)self->version_span,
         (unsigned long long)self->producer_id,
         (unsigned long long)self->sequence, (unsigned long long)self->committed_ns,
@@ -146,7 +146,7 @@ PyDoc_STRVAR(to_dict_doc,
     "Return the keywords of `Producer.put` that put it again, with owned arrays.\n\n"
     "Returns\n-------\n"
     "dict\n"
-    "    \"instance_id\", \"group_size\", \"index\", \"score\", \"policy_version\", \"epoch\", \"split\",\n"
+    "    \"instance_id\", \"group_size\", \"index\", \"score\", \"policy_version\", \"round\", \"split\",\n"
     "    \"need\", \"meta\", and each array field by its name.\n\n"
     "Raises\n------\n"
     "BusClosedError, TypeError\n"

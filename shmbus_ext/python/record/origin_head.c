@@ -17,7 +17,7 @@
  *
  * Offset  Size  Field
  *      0    32  origin
- *     32     8  epoch           SHMBUS_NO_EPOCH for none
+ *     32     8  round           SHMBUS_NO_ROUND for none
  *     40     8  policy_version
  *     48     8  made_ns
  *     56     8  nbytes
@@ -30,7 +30,7 @@
  *     84     4  reason_bytes    NO_REASON of a sample */
 struct head_row {
     uint8_t origin[RELAY_ORIGIN_BYTES];
-    int64_t epoch;
+    int64_t round;
     int64_t policy_version;
     int64_t made_ns;
     uint64_t nbytes;
@@ -45,9 +45,9 @@ _Static_assert(offsetof(struct head_row, reason_bytes) == 84, "layout");
 
 /* ---- one of them ---- */
 
-static PyObject *make_key(PyObject *instance_id, int64_t epoch) {
-    return epoch == SHMBUS_NO_EPOCH ? Py_NewRef(instance_id)
-                                    : Py_BuildValue("(OL)", instance_id, (long long)epoch);
+static PyObject *make_key(PyObject *instance_id, int64_t round) {
+    return round == SHMBUS_NO_ROUND ? Py_NewRef(instance_id)
+                                    : Py_BuildValue("(OL)", instance_id, (long long)round);
 }
 
 /* Takes the references of origin, id and reason, which may be NULL with an exception. */
@@ -65,7 +65,7 @@ static PyObject *make_head(const struct head_row *row, PyObject *origin, PyObjec
     self->origin = origin;
     self->instance_id = instance_id;
     self->reason = reason;
-    self->epoch = row->epoch;
+    self->round = row->round;
     self->policy_version = row->policy_version;
     self->made_ns = row->made_ns;
     self->clock_ns = 0;
@@ -75,7 +75,7 @@ static PyObject *make_head(const struct head_row *row, PyObject *origin, PyObjec
     self->group_size = row->group_size;
     self->need = row->need;
     self->index = row->index;
-    self->key = make_key(instance_id, row->epoch);
+    self->key = make_key(instance_id, row->round);
     if (self->key == NULL) {
         Py_DECREF(self);
         return NULL;
@@ -102,15 +102,15 @@ static bool row_holds(const struct head_row *row) {
 }
 
 static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"origin", "instance_id", "epoch", "group_size", "index", "score",
+    static char *names[] = {"origin", "instance_id", "round", "group_size", "index", "score",
                             "policy_version", "nbytes", "made_ns", "check", "need", "reason", NULL};
     (void)type;
     Py_buffer origin;
-    PyObject *id, *epoch, *reason = Py_None;
+    PyObject *id, *round, *reason = Py_None;
     long long policy_version, made_ns;
     unsigned long long nbytes;
     struct head_row row = {.reason_bytes = NO_REASON, .id_bytes = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*UOHHdLKLIH|O", names, &origin, &id, &epoch,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*UOHHdLKLIH|O", names, &origin, &id, &round,
                                      &row.group_size, &row.index, &row.score, &policy_version,
                                      &nbytes, &made_ns, &row.check, &row.need, &reason)) {
         return NULL;
@@ -118,7 +118,7 @@ static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject
     row.policy_version = policy_version;
     row.nbytes = nbytes;
     row.made_ns = made_ns;
-    row.epoch = epoch == Py_None ? SHMBUS_NO_EPOCH : PyLong_AsLongLong(epoch);
+    row.round = round == Py_None ? SHMBUS_NO_ROUND : PyLong_AsLongLong(round);
     row.reason_bytes = reason == Py_None ? NO_REASON : 0;
     row.need = row.group_size == 0 ? 0 : row.need;
     PyObject *head = NULL;
@@ -138,9 +138,9 @@ static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject
     return head;
 }
 
-static PyObject *py_origin_head_epoch(OriginHeadObject *self, void *ignored) {
+static PyObject *py_origin_head_round(OriginHeadObject *self, void *ignored) {
     (void)ignored;
-    return self->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None) : PyLong_FromLongLong(self->epoch);
+    return self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None) : PyLong_FromLongLong(self->round);
 }
 
 static PyObject *py_origin_head_failed(OriginHeadObject *self, void *ignored) {
@@ -208,7 +208,7 @@ static bool append_head(struct sink *to, PyObject *item) {
     }
     const OriginHeadObject *head = (OriginHeadObject *)item;
     struct head_row row = {
-        .epoch = head->epoch,
+        .round = head->round,
         .policy_version = head->policy_version,
         .made_ns = head->made_ns,
         .nbytes = head->nbytes,
@@ -229,7 +229,7 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
     }
     const TrajectoryObject *t = (TrajectoryObject *)item;
     struct head_row row = {
-        .epoch = t->epoch,
+        .round = t->round,
         .policy_version = t->policy_version,
         .made_ns = (int64_t)t->committed_ns,
         .nbytes = t->ref.bytes,
@@ -392,7 +392,7 @@ static PyMemberDef members[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"epoch", (getter)py_origin_head_epoch, NULL, NULL, NULL},
+    {"round", (getter)py_origin_head_round, NULL, NULL, NULL},
     {"failed", (getter)py_origin_head_failed, NULL, NULL, NULL},
     {"committed_ns", (getter)py_origin_head_committed_ns, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

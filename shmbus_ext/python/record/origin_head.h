@@ -10,7 +10,7 @@ typedef struct {
     PyObject *instance_id;
     PyObject *key;
     PyObject *reason; /* why its sample failed: str; None of a sample */
-    int64_t epoch;
+    int64_t round;
     int64_t policy_version;
     int64_t made_ns;
     int64_t clock_ns;

@@ -61,15 +61,15 @@ static SchemaObject *shared_schema(HolderObject *holder, const struct record_cop
 
 static PyObject *make_key(const TrajectoryObject *self) {
     if (self->split != SHMBUS_SPLIT_TRAIN) {
-        return self->epoch == SHMBUS_NO_EPOCH
+        return self->round == SHMBUS_NO_ROUND
                    ? Py_BuildValue("(OOi)", self->instance_id, Py_None, (int)self->split)
-                   : Py_BuildValue("(OLi)", self->instance_id, (long long)self->epoch,
+                   : Py_BuildValue("(OLi)", self->instance_id, (long long)self->round,
                                    (int)self->split);
     }
-    if (self->epoch == SHMBUS_NO_EPOCH) {
+    if (self->round == SHMBUS_NO_ROUND) {
         return Py_NewRef(self->instance_id);
     }
-    return Py_BuildValue("(OL)", self->instance_id, (long long)self->epoch);
+    return Py_BuildValue("(OL)", self->instance_id, (long long)self->round);
 }
 
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
@@ -87,7 +87,7 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
     self->version_span = header->version_span;
     self->need = header->need;
     self->split = header->split;
-    self->epoch = header->epoch;
+    self->round = header->round;
     self->sequence = header->sequence;
     self->producer_id = header->producer_id;
     self->committed_ns = header->committed_ns;
@@ -274,12 +274,12 @@ static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
     return Py_XNewRef(self->meta);
 }
 
-static PyObject *py_trajectory_epoch(TrajectoryObject *self, void *ignored) {
+static PyObject *py_trajectory_round(TrajectoryObject *self, void *ignored) {
     (void)ignored;
-    if (self->epoch == SHMBUS_NO_EPOCH) {
+    if (self->round == SHMBUS_NO_ROUND) {
         Py_RETURN_NONE;
     }
-    return PyLong_FromLongLong(self->epoch);
+    return PyLong_FromLongLong(self->round);
 }
 
 static PyObject *py_trajectory_split(TrajectoryObject *self, void *ignored) {
@@ -329,10 +329,10 @@ PyDoc_STRVAR(trajectory_doc,
     "split : str\n"
     "    Who it is for: \"train\", or what its producer said.\n"
     "key : str or tuple\n"
-    "    What tells its group: instance_id, or (instance_id, epoch); of another split than\n"
-    "    \"train\" (instance_id, epoch or None, the split's number).\n"
-    "epoch : int or None\n"
-    "    The producer's epoch, where it gave one.\n"
+    "    What tells its group: instance_id, or (instance_id, round); of another split than\n"
+    "    \"train\" (instance_id, round or None, the split's number).\n"
+    "round : int or None\n"
+    "    The producer's round, where it gave one.\n"
     "score : float\n"
     "    The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this\n"
     "    process; before that, reading it raises UnscoredError.\n"
@@ -409,7 +409,7 @@ static PyMethodDef trajectory_methods[] = {
 
 static PyGetSetDef trajectory_getset[] = {
     {"meta", (getter)py_trajectory_meta, NULL, "What the producer gave as meta, or None.", NULL},
-    {"epoch", (getter)py_trajectory_epoch, NULL, "The producer's epoch, or None.", NULL},
+    {"round", (getter)py_trajectory_round, NULL, "The producer's round, or None.", NULL},
     {"split", (getter)py_trajectory_split, NULL, "Who it is for: the label of its split.", NULL},
     {"rows", (getter)py_trajectory_rows, NULL,
      "Its rows, each a mapping of names to views; one, unless it was put with rows=.", NULL},
@@ -426,7 +426,7 @@ static PyMemberDef trajectory_members[] = {
     {"group_size", T_OBJECT_EX, offsetof(TrajectoryObject, group_size), READONLY,
      "Samples in its group: int."},
     {"key", T_OBJECT_EX, offsetof(TrajectoryObject, key), READONLY,
-     "What tells its group: instance_id, or (instance_id, epoch)."},
+     "What tells its group: instance_id, or (instance_id, round)."},
     {"need", T_USHORT, offsetof(TrajectoryObject, need), READONLY,
      "Samples that complete its group: int, at most group_size."},
     {"policy_version", T_LONGLONG, offsetof(TrajectoryObject, policy_version), READONLY,

@@ -31,7 +31,7 @@ typedef struct {
     PyObject *group_size;
     PyObject *key;
     PyObject *meta;
-    int64_t epoch;
+    int64_t round;
     uint64_t sequence;
     uint64_t producer_id;
     uint64_t committed_ns;

@@ -18,22 +18,22 @@ static PyObject *py_lead_state(PyObject *module, PyObject *object) {
                          (unsigned long long)lead->a_version);
 }
 
-/* (segment, id, epoch, split): the number of the split. */
+/* (segment, id, round, split): the number of the split. */
 static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
-    PyObject *object, *epoch_object;
+    PyObject *object, *round_object;
     const char *id;
     Py_ssize_t id_bytes;
-    int64_t epoch;
+    int64_t round;
     unsigned int split;
-    if (!PyArg_ParseTuple(args, "Os#OI", &object, &id, &id_bytes, &epoch_object, &split) ||
-        !py_take_segment(object, segment) || !py_take_epoch(epoch_object, &epoch)) {
+    if (!PyArg_ParseTuple(args, "Os#OI", &object, &id, &id_bytes, &round_object, &split) ||
+        !py_take_segment(object, segment) || !py_take_round(round_object, &round)) {
         return false;
     }
-    *key = lead_key(id, (uint32_t)id_bytes, epoch, split);
+    *key = lead_key(id, (uint32_t)id_bytes, round, split);
     return true;
 }
 
-/* lead_leave(segment, id, epoch, split) -> bool: the group was delivered, or has ended otherwise. */
+/* lead_leave(segment, id, round, split) -> bool: the group was delivered, or has ended otherwise. */
 static PyObject *py_lead_leave(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
@@ -42,7 +42,7 @@ static PyObject *py_lead_leave(PyObject *module, PyObject *args) {
                                                   : NULL;
 }
 
-/* lead_knows(segment, id, epoch, split) -> bool: whether a sample of that group waits for no other. */
+/* lead_knows(segment, id, round, split) -> bool: whether a sample of that group waits for no other. */
 static PyObject *py_lead_knows(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;
@@ -51,7 +51,7 @@ static PyObject *py_lead_knows(PyObject *module, PyObject *args) {
                                                   : NULL;
 }
 
-/* lead_key(segment, id, epoch, split) -> int: the word of that group's row once it is settled. */
+/* lead_key(segment, id, round, split) -> int: the word of that group's row once it is settled. */
 static PyObject *py_lead_key(PyObject *module, PyObject *args) {
     (void)module;
     SegmentObject *segment;

@@ -10,11 +10,11 @@ bool py_take_segment(PyObject *object, SegmentObject **segment) {
     return py_segment_usable(*segment, "handle");
 }
 
-bool py_take_epoch(PyObject *object, int64_t *epoch) {
+bool py_take_round(PyObject *object, int64_t *round) {
     if (object == Py_None) {
-        *epoch = SHMBUS_NO_EPOCH;
+        *round = SHMBUS_NO_ROUND;
         return true;
     }
-    *epoch = PyLong_AsLongLong(object);
-    return *epoch != -1 || !PyErr_Occurred();
+    *round = PyLong_AsLongLong(object);
+    return *round != -1 || !PyErr_Occurred();
 }

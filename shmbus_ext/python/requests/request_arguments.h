@@ -7,6 +7,6 @@
 /* A segment that may be used; false with an exception. */
 bool py_take_segment(PyObject *object, SegmentObject **segment);
 /* None, or an int of 64 bits; false with an exception. */
-bool py_take_epoch(PyObject *object, int64_t *epoch);
+bool py_take_round(PyObject *object, int64_t *round);
 
 #endif

@@ -12,17 +12,17 @@
 #define MOST_PROMPT_BYTES ((Py_ssize_t)UINT32_MAX - 1024)
 
 static bool parse_offer(PyObject *item, struct request_offer *offer) {
-    PyObject *epoch;
+    PyObject *round;
     Py_ssize_t id_bytes, prompt_bytes;
     const char *id, *prompt;
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "expected an offer as a tuple");
         return false;
     }
-    if (!PyArg_ParseTuple(item, "y#OIIIIy#", &id, &id_bytes, &epoch, &offer->split,
+    if (!PyArg_ParseTuple(item, "y#OIIIIy#", &id, &id_bytes, &round, &offer->split,
                           &offer->group_size, &offer->need, &offer->level, &prompt,
                           &prompt_bytes) ||
-        !py_take_epoch(epoch, &offer->epoch)) {
+        !py_take_round(round, &offer->round)) {
         return false;
     }
     if (id_bytes < 1 || id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
@@ -47,7 +47,7 @@ static bool later_fits(const SegmentObject *segment, PyObject *item) {
 }
 
 /* request_offer(segment, offers, start) -> (done, number): offers those from `start` on, tuples
- * (id, epoch, split, group_size, need, level, prompt) of bytes and ints, up to
+ * (id, round, split, group_size, need, level, prompt) of bytes and ints, up to
  * REQUEST_OFFERS_AT_ONCE of them. `number` is that of the last one. Where `done` is 0: 0 where the
  * lane is full, -1 where another feeder is at work, -2 where one of them never fits. */
 static PyObject *py_request_offer(PyObject *module, PyObject *args) {
@@ -184,16 +184,16 @@ PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t num
         return Py_NewRef(Py_None);
     }
     const char *chars = (const char *)raw;
-    PyObject *epoch = text.epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
-                                                    : PyLong_FromLongLong(text.epoch);
+    PyObject *round = text.round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None)
+                                                    : PyLong_FromLongLong(text.round);
     return Py_BuildValue(
-        "(NNNIIIKIN)", PyUnicode_DecodeUTF8(chars, text.id_bytes, "replace"), epoch,
+        "(NNNIIIKIN)", PyUnicode_DecodeUTF8(chars, text.id_bytes, "replace"), round,
         py_split_label(segment, text.split), (unsigned int)text.group_size,
         (unsigned int)text.need, (unsigned int)text.level, (unsigned long long)text.offered_ns,
         (unsigned int)text.id_bytes, data);
 }
 
-/* request_text(segment, row, number) -> (id, epoch, split, group_size, need, level, offered_ns,
+/* request_text(segment, row, number) -> (id, round, split, group_size, need, level, offered_ns,
  * prompt_at, data) or None where it has ended; the prompt is data[prompt_at:]. */
 static PyObject *py_request_text(PyObject *module, PyObject *args) {
     (void)module;
@@ -233,26 +233,26 @@ static PyObject *py_request_rows(PyObject *module, PyObject *object) {
     return found;
 }
 
-/* request_find(segment, id, epoch, split) -> what request_text gives, of the oldest open request of
+/* request_find(segment, id, round, split) -> what request_text gives, of the oldest open request of
  * that group; None where there is none. */
 static PyObject *py_request_find(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *object, *epoch_object;
+    PyObject *object, *round_object;
     SegmentObject *segment;
     const char *id;
     Py_ssize_t id_bytes;
-    int64_t epoch;
+    int64_t round;
     unsigned int split;
-    if (!PyArg_ParseTuple(args, "Os#OI", &object, &id, &id_bytes, &epoch_object, &split) ||
-        !py_take_segment(object, &segment) || !py_take_epoch(epoch_object, &epoch)) {
+    if (!PyArg_ParseTuple(args, "Os#OI", &object, &id, &id_bytes, &round_object, &split) ||
+        !py_take_segment(object, &segment) || !py_take_round(round_object, &round)) {
         return NULL;
     }
     uint32_t row;
-    uint64_t number = request_find(&segment->c, id, (uint32_t)id_bytes, epoch, split, &row);
+    uint64_t number = request_find(&segment->c, id, (uint32_t)id_bytes, round, split, &row);
     return number == 0 ? Py_NewRef(Py_None) : py_describe_request(segment, row, number);
 }
 
-/* request_since(segment, number) -> list of (row, number, id, epoch, label of the split) of open
+/* request_since(segment, number) -> list of (row, number, id, round, label of the split) of open
  * requests after that one, in the order of the rows. */
 static PyObject *py_request_since(PyObject *module, PyObject *args) {
     (void)module;

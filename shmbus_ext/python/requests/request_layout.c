@@ -30,7 +30,7 @@ static const struct field_note lane_fields[] = {
 
 static const struct field_note row_fields[] = {
     FIELD(request_row, word, 'u'),       FIELD(request_row, place, 'u'),
-    FIELD(request_row, epoch, 'i'),      FIELD(request_row, offered_ns, 'u'),
+    FIELD(request_row, round, 'i'),      FIELD(request_row, offered_ns, 'u'),
     FIELD(request_row, offered, 'u'),    FIELD(request_row, first_cell, 'u'),
     FIELD(request_row, first_unit, 'u'), FIELD(request_row, data_bytes, 'u'),
     FIELD(request_row, data_crc, 'u'),   FIELD(request_row, group_size, 'u'),
@@ -51,7 +51,7 @@ static const struct field_note cell_fields[] = {
 static const struct field_note journal_fields[] = {
     FIELD(relay_journal, writer, 'u'),      FIELD(relay_journal, slot, 'u'),
     FIELD(relay_journal, batch, 'u'),       FIELD(relay_journal, incarnation, 'u'),
-    FIELD(relay_journal, source_incarnation, 'u'), FIELD(relay_journal, epoch, 'i'),
+    FIELD(relay_journal, source_incarnation, 'u'), FIELD(relay_journal, term, 'i'),
     FIELD(relay_journal, ended, 'u'),       FIELD(relay_journal, seen_ns, 'u'),
     FIELD(relay_journal, figures, 'V'),     FIELD(relay_journal, sources, 'V'),
     {NULL, 0, 0, 0},

@@ -224,7 +224,7 @@ static enum record_verdict read_body(const struct run_at *run, struct record_cop
 }
 
 /* (offset, state, verdict, bytes, producer_id, sequence, lane_number, flags, policy_version,
- * version_span, score, group_size, need, index, split, epoch, committed_ns, meta_offset, meta_bytes,
+ * version_span, score, group_size, need, index, split, round, committed_ns, meta_offset, meta_bytes,
  * payload_bytes, id, field_count, schema, shape) */
 static PyObject *record_row(const struct run_at *run, struct record_copy *copy, bool payload) {
     static const char *const verdicts[] = {"ok", "frame", "header", "payload"};
@@ -241,8 +241,8 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
         }
     }
     bool readable = has_body && verdict != RECORD_BAD_HEADER;
-    PyObject *epoch = h->epoch == SHMBUS_NO_EPOCH || !readable ? Py_NewRef(Py_None)
-                                                        : PyLong_FromLongLong(h->epoch);
+    PyObject *round = h->round == SHMBUS_NO_ROUND || !readable ? Py_NewRef(Py_None)
+                                                        : PyLong_FromLongLong(h->round);
     PyObject *id = PyUnicode_DecodeUTF8(readable ? copy->id : "", readable ? h->id_bytes : 0,
                                         "backslashreplace");
     PyObject *row = Py_BuildValue(
@@ -251,7 +251,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
         (unsigned long long)h->producer_id, (unsigned long long)h->sequence,
         (unsigned long long)h->lane_number, flags, (long long)h->policy_version,
         h->version_span, h->score, (unsigned int)h->group_size, (unsigned int)h->need,
-        (unsigned int)h->index, (unsigned int)h->split, epoch, (unsigned long long)h->committed_ns, h->meta_offset,
+        (unsigned int)h->index, (unsigned int)h->split, round, (unsigned long long)h->committed_ns, h->meta_offset,
         h->meta_bytes, (unsigned long long)h->payload_bytes, id, (unsigned int)h->field_count,
         readable ? (const char *)copy->schema : "",
         (Py_ssize_t)(readable ? h->schema_bytes : 0),

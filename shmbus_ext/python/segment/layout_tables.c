@@ -89,7 +89,7 @@ static const struct field_note extent_fields[] = {
 
 static const struct field_note retry_fields[] = {
     FIELD(retry_entry, claim, 'u'),      FIELD(retry_entry, number, 'u'),
-    FIELD(retry_entry, epoch, 'i'),      FIELD(retry_entry, asked_ns, 'u'),
+    FIELD(retry_entry, round, 'i'),      FIELD(retry_entry, asked_ns, 'u'),
     FIELD(retry_entry, group_size, 'u'), FIELD(retry_entry, index, 'u'),
     FIELD(retry_entry, attempt, 'u'),    FIELD(retry_entry, id_bytes, 'u'),
     FIELD(retry_entry, reason_bytes, 'u'), FIELD(retry_entry, need, 'u'),

@@ -28,7 +28,7 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
     return true;
 }
 
-/* retry_publish(segment, entry, number, id, epoch, split, group_size, need, index, attempt, reason):
+/* retry_publish(segment, entry, number, id, round, split, group_size, need, index, attempt, reason):
  * for the collector. */
 static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
     (void)module;
@@ -36,12 +36,12 @@ static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
     unsigned long long number;
-    long long epoch;
+    long long round;
     const char *id, *reason;
     Py_ssize_t id_bytes, reason_bytes;
     struct retry_request request;
     memset(&request, 0, sizeof request);
-    if (!PyArg_ParseTuple(args, "OIKs#LIIIIIy#", &object, &entry, &number, &id, &id_bytes, &epoch,
+    if (!PyArg_ParseTuple(args, "OIKs#LIIIIIy#", &object, &entry, &number, &id, &id_bytes, &round,
                           &request.split, &request.group_size, &request.need, &request.index,
                           &request.attempt, &reason, &reason_bytes) ||
         !take_segment(object, &segment)) {
@@ -56,7 +56,7 @@ static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
         return NULL;
     }
     request.number = number;
-    request.epoch = epoch;
+    request.round = round;
     request.asked_ns = clock_monotonic_ns();
     request.id_bytes = (uint16_t)id_bytes;
     request.reason_bytes = (uint16_t)reason_bytes;
@@ -79,17 +79,17 @@ static PyObject *py_retry_withdraw(PyObject *module, PyObject *args) {
 }
 
 static PyObject *describe_request(uint32_t entry, const struct retry_request *request) {
-    PyObject *epoch = request->epoch == SHMBUS_NO_EPOCH ? Py_NewRef(Py_None)
-                                                 : PyLong_FromLongLong(request->epoch);
+    PyObject *round = request->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None)
+                                                 : PyLong_FromLongLong(request->round);
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
     PyObject *reason = PyUnicode_DecodeUTF8(request->reason, request->reason_bytes, "replace");
     return Py_BuildValue("(IKKNNIIIIINK)", entry, (unsigned long long)request->number,
-                         (unsigned long long)request->claimant, id, epoch, request->split,
+                         (unsigned long long)request->claimant, id, round, request->split,
                          request->group_size, request->need, request->index, request->attempt, reason,
                          (unsigned long long)request->asked_ns);
 }
 
-/* retry_requests(segment) -> list of (entry, number, claimant, id, epoch, split, group_size, need,
+/* retry_requests(segment) -> list of (entry, number, claimant, id, round, split, group_size, need,
  * index, attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
 static PyObject *py_retry_requests(PyObject *module, PyObject *object) {
     (void)module;

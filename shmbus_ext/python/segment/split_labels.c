@@ -113,7 +113,7 @@ bool py_key_hash(PyObject *key, uint64_t *hash) {
     }
     Py_ssize_t bytes;
     const char *id = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(key, 0), &bytes);
-    long long epoch = PyLong_AsLongLong(PyTuple_GET_ITEM(key, 1));
+    long long round = PyLong_AsLongLong(PyTuple_GET_ITEM(key, 1));
     unsigned long split = SHMBUS_SPLIT_TRAIN;
     if (PyTuple_GET_SIZE(key) > 2) {
         split = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(key, 2));
@@ -122,7 +122,7 @@ bool py_key_hash(PyObject *key, uint64_t *hash) {
         PyErr_Clear();
         return false;
     }
-    *hash = group_key_hash(id, (uint32_t)bytes, epoch, (uint32_t)split);
+    *hash = group_key_hash(id, (uint32_t)bytes, round, (uint32_t)split);
     return true;
 }
 

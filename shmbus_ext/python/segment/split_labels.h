@@ -11,7 +11,7 @@ bool py_split_check(PyObject *label);
 uint32_t py_split_number(SegmentObject *segment, PyObject *label);
 /* The label of a number, or "#" and the number where it has none; NULL with an exception. */
 PyObject *py_split_label(SegmentObject *segment, uint32_t number);
-/* Of a key with an epoch: (str, int) or (str, int, number of the split). False, without an
+/* Of a key with a round: (str, int) or (str, int, number of the split). False, without an
  * exception, where it is another. */
 bool py_key_hash(PyObject *key, uint64_t *hash);
 

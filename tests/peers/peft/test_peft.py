@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer_adapter.weights import (
+from shmbus.weights import (
     AdapterFiles,
     WeightPublisher,
     WeightsError,

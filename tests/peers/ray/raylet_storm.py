@@ -121,7 +121,7 @@ class RayletStorm:
             group = self.put
             for index in range(SIZE):
                 producers[index % 2].put(
-                    f"q{group}", group_size=SIZE, index=index, score=float(index), epoch=0,
+                    f"q{group}", group_size=SIZE, index=index, score=float(index), round=0,
                     meta={"of": [group, index]}, timeout=None, **sample(group, index),
                 )  # fmt: skip
             self.put += 1

@@ -17,9 +17,9 @@ import torch
 from sglang.srt.managers import io_struct
 from sglang.srt.utils.common import MultiprocessingSerializer
 
+from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.pool import read_pool
-from trainer_adapter.engines.sglang_order import LOADER, Order, order_for_rank
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.weights import ModuleSource, WeightPublisher
 
 
 class Model(torch.nn.Module):

@@ -17,7 +17,7 @@ from tiny import sample
 from transformers import AutoModelForCausalLM
 
 import shmbus
-from trainer_adapter.weights import WeightsError, WeightSubscriber
+from shmbus.weights import WeightsError, WeightSubscriber
 
 torch.set_num_threads(1)
 

@@ -28,7 +28,7 @@ import torch
 from tiny import COMPLETION_TOKENS, FIRST_WORD, VOCABULARY, make_model, on_a_cpu, sample
 
 import shmbus
-from trainer_adapter.weights import WeightSubscriber
+from shmbus.weights import WeightSubscriber
 
 torch.set_num_threads(1)
 
@@ -68,7 +68,7 @@ def work(bus: str, directory: str, seed: int) -> None:
             # Room for a group first: what is sampled waits for nobody.
             producer.wait_ready(timeout=None)
             tokens, logprobs, rewards = sampler(word, GROUP_SIZE)
-            epoch = producer.next_round()
+            round = producer.next_round()
             producer.put_group(
                 f"w{word}",
                 [
@@ -79,7 +79,7 @@ def work(bus: str, directory: str, seed: int) -> None:
                     }
                     for index, reward in enumerate(rewards)
                 ],
-                epoch=epoch,
+                round=round,
             )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ def main() -> None:
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
+    from shmbus.weights import ModuleSource, WeightPublisher
     from trainer_adapter.adapters.trl import ShmbusRollouts
-    from trainer_adapter.weights import ModuleSource, WeightPublisher
 
     rollouts = ShmbusRollouts(bus, timeout=100.0, **rollout_options)
 

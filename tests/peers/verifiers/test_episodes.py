@@ -151,14 +151,14 @@ def test_numbers_that_would_become_others_are_named_and_many_experts_fit() -> No
 
 def test_an_answer_to_a_request_goes_to_its_place_and_split(bus: str) -> None:
     with shmbus.Feeder(bus) as feeder, shmbus.Producer(bus) as producer:
-        feeder.request("q9", group_size=1, epoch=5, split="eval", prompt=np.arange(2))
+        feeder.request("q9", group_size=1, round=5, split="eval", prompt=np.arange(2))
         request = producer.requests.next(timeout=5.0)
         assert request is not None
         with pytest.raises(TypeError, match="group_size is the request's"):
             put_episode(producer, episode(trace(forked())), request=request, group_size=2)
         assert put_episode(producer, episode(trace(forked())), request=request)
     group = take(bus, split="eval")
-    assert (group.instance_id, group.epoch) == ("q9", 5)
+    assert (group.instance_id, group.round) == ("q9", 5)
 
 
 def test_the_page_answers_requests(bus: str) -> None:

@@ -27,7 +27,7 @@ def main() -> None:
     with shmbus.Producer(sys.argv[1], wait=60.0) as producer:
         if sys.argv[2:] == ["own"]:
             samples = [{**sample(9, index), "policy_version": 3} for index in range(2)]
-            producer.put_group("their own", samples, epoch=producer.next_round())
+            producer.put_group("their own", samples, round=producer.next_round())
             return
         while True:
             request = producer.requests.next(timeout=None)

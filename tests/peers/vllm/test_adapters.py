@@ -10,8 +10,8 @@ import torch
 from serving import Server
 
 from shmbus import Bus
-from trainer_adapter.engines import AdapterFleet, VllmServer
-from trainer_adapter.weights import AdapterFiles
+from shmbus.engines import AdapterFleet, VllmServer
+from shmbus.weights import AdapterFiles
 
 pytest_plugins = ["vllm_fixtures"]
 

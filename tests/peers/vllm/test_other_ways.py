@@ -16,9 +16,9 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineError, EngineFleet, VllmServer
-from trainer_adapter.engines.vllm_trainer import ShmbusTrainerInitInfo
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines.vllm_trainer import ShmbusTrainerInitInfo
+from shmbus.weights import ModuleSource, WeightPublisher
 
 pytest_plugins = ["vllm_fixtures"]
 

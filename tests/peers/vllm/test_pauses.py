@@ -16,9 +16,9 @@ import pytest
 from serving import SIZES, Server, fresh_outputs
 
 from shmbus import Bus
-from trainer_adapter.engines import EngineFleet, VllmServer
-from trainer_adapter.engines.pause_note import paused_by
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.engines import EngineFleet, VllmServer
+from shmbus.engines.pause_note import paused_by
+from shmbus.weights import ModuleSource, WeightPublisher
 
 pytest_plugins = ["vllm_fixtures"]
 MODES: list[dict[str, Any]] = [

@@ -14,9 +14,9 @@ import pytest
 from serving import SIZES, Server, fresh_outputs
 
 from shmbus import Bus
+from shmbus.engines import EngineFleet, UpdateRolledBackError, VllmServer
 from shmbus.pool import read_pool
-from trainer_adapter.engines import EngineFleet, UpdateRolledBackError, VllmServer
-from trainer_adapter.weights import ModuleSource, WeightPublisher
+from shmbus.weights import ModuleSource, WeightPublisher
 
 UPDATES = int(os.environ.get("SHMBUS_TEST_UPDATES", "6"))
 pytest_plugins = ["vllm_fixtures"]

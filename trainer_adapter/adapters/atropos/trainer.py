@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, Final
 
 import shmbus
+from shmbus._checks import check_seconds, check_text, checked_int
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
-from trainer_adapter._checks import check_seconds, check_text, checked_int
 from trainer_adapter.adapters.ended import still_leased
 
 __all__ = ["AtroposTrainer"]

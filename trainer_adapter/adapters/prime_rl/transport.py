@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from shmbus import BusNotFoundError
+from shmbus._checks import check_int, check_text, checked_int
 from shmbus.channel import ChannelReceiver, ChannelSender, ChannelTimeoutError
-from trainer_adapter._checks import check_int, check_text, checked_int
 from trainer_adapter.adapters.prime_rl.micro_batches import decode, encode
 from trainer_adapter.adapters.prime_rl.slices import (
     channel_name,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter._checks import check_choice, check_flag, check_seconds
+from shmbus._checks import check_choice, check_flag, check_seconds
 from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.parted import not_of_its_kind
 from trainer_adapter.adapters.stack import Stack

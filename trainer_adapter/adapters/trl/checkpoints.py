@@ -110,7 +110,7 @@ class TrainedRows:
         for group in groups:
             lease: Any = group.lease
             rows += [
-                [lease.instance_id, lease.epoch, row.index, *row.identity]
+                [lease.instance_id, lease.round, row.index, *row.identity]
                 for row in group.rows
                 if row.state in ("trained", "known")
             ]
@@ -148,7 +148,7 @@ class TrainedRows:
             )
         if saved["created"] != self.created:
             return False
-        for instance_id, epoch, index, *identity in saved["trained"]:
+        for instance_id, round, index, *identity in saved["trained"]:
             producer, sequence, row = identity
-            self._waiting[producer, sequence, row] = (instance_id, epoch, index)
+            self._waiting[producer, sequence, row] = (instance_id, round, index)
         return True

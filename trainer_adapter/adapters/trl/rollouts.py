@@ -2,7 +2,7 @@
 
 Invariants:
 
-- The samples of a slot belong to its prompt: groups are found by the request's id and epoch, never
+- The samples of a slot belong to its prompt: groups are found by the request's id and round, never
   by their order.
 - The main process asks and takes for all ranks, so a group may straddle ranks.
 - A group is acknowledged when it is complete and here: TRL asks again for what it loses.
@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import shmbus
+from shmbus._checks import check_flag, check_seconds
 from shmbus._format import several
-from trainer_adapter._checks import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.splits import SplitConsumer, check_options
@@ -103,9 +103,9 @@ class ShmbusRollouts:
         self._tokenize = tokenize
         self._options = consumer_options
         self._consumers: SplitConsumer | None = None
-        # Epochs of one process rise, and those of the next process are higher: a prompt's rounds
+        # Rounds of one process rise, and those of the next process are higher: a prompt's rounds
         # never mix, whatever became of the process before.
-        self._epochs = itertools.count(time.time_ns())
+        self._rounds = itertools.count(time.time_ns())
         self._publish: Callable[[int], object] | None = None
         # The rows of the data set that the next call samples; None without `attach`.
         self._rows: list[dict[str, Any]] | None = None
@@ -292,7 +292,7 @@ class ShmbusRollouts:
         own = {"split": split, "sampling": sampling_of(trainer)}
         for slot in range(0, len(prompts), size):
             check_equal(prompts, slot, size)
-            key = key_of(prompts[slot]), next(self._epochs)
+            key = key_of(prompts[slot]), next(self._rounds)
             meta = {**slots[slot][1], **own}
             # A lane that is full is emptied by groups that are taken meanwhile.
             while not offer(self._attached().consumer, key, prompts[slot], size, meta, tokenizing):
@@ -328,14 +328,14 @@ class ShmbusRollouts:
         consumer, groups = self._attached().take(split, _TAKE_GROUPS, timeout_s)
         try:
             for group in groups:
-                epoch = group.epoch
-                slot = None if epoch is None else wanted.get((group.instance_id, epoch))
-                if slot is None or epoch is None:
+                round = group.round
+                slot = None if round is None else wanted.get((group.instance_id, round))
+                if slot is None or round is None:
                     # Somebody else's prompt, or one of a trainer before: nobody waits for it.
                     consumer.drop(group)
                     continue
                 found[slot] = _completions_of(group, expected)
-                del wanted[group.instance_id, epoch]
+                del wanted[group.instance_id, round]
                 consumer.ack(group)
         except BaseException:
             # The call ends, and nobody waits for the others any more.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter._checks import checked_int
+from shmbus._checks import checked_int
 
 if TYPE_CHECKING:
     from trainer_adapter.adapters.trl.callback import TrainerArguments

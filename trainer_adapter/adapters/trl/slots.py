@@ -66,7 +66,7 @@ def offer(
     ----------
     consumer : Consumer
     key : (str, int)
-        Id and epoch of the group.
+        Id and round of the group.
     prompt : str or list of messages
     size : int
         Samples.
@@ -83,7 +83,7 @@ def offer(
     fields = {} if tokenizing is None else {"prompt": _token_ids(prompt, tokenizing)}
     try:
         consumer.request(
-            key[0], group_size=size, epoch=key[1], split=meta["split"],
+            key[0], group_size=size, round=key[1], split=meta["split"],
             meta={**meta, "prompt": prompt}, timeout=0, **fields,
         )  # fmt: skip
     except shmbus.BusFullError:

@@ -1,7 +1,7 @@
-"""The weight transfer of TRL's AsyncGRPOTrainer, over `trainer_adapter.weights`.
+"""The weight transfer of TRL's AsyncGRPOTrainer, over `shmbus.weights`.
 
 TRL hands the parameters over one by one, under the names of the checkpoint. Workers of this machine
-read them by `trainer_adapter.weights.WeightSubscriber`, whole versions only.
+read them by `shmbus.weights.WeightSubscriber`, whole versions only.
 
 Invariant: the number of a version of weights is the policy version that the bus has right after it,
 so a worker that samples with weights N puts samples of policy version N.
@@ -18,7 +18,7 @@ from shmbus.segment.names import check_name
 if TYPE_CHECKING:
     import torch
 
-    from trainer_adapter.weights import LocalPiece, ParamMeta, Slice, WeightPublisher
+    from shmbus.weights import LocalPiece, ParamMeta, Slice, WeightPublisher
 
 __all__ = ["ShmbusWeights"]
 
@@ -33,7 +33,7 @@ class ShmbusWeights:
     ----------
     bus : str
     **publisher_options
-        Those of `trainer_adapter.weights.WeightPublisher`, such as `slots` or `carrier`.
+        Those of `shmbus.weights.WeightPublisher`, such as `slots` or `carrier`.
 
     Notes
     -----
@@ -64,11 +64,11 @@ class ShmbusWeights:
         Raises
         ------
         WeightsError, WeightsTimeoutError
-            As for `trainer_adapter.weights.WeightPublisher`.
+            As for `shmbus.weights.WeightPublisher`.
         ValueError
             The first sync has no parameters: workers would load a version of nothing.
         """
-        from trainer_adapter.weights import WeightPublisher
+        from shmbus.weights import WeightPublisher
 
         with shmbus.Bus.open(self.bus) as bus:
             version = bus.policy_version + 1
@@ -101,7 +101,7 @@ class _Stream:
     """What TRL streams, as a publisher asks for it."""
 
     def __init__(self, first: list[tuple[str, torch.Tensor]]) -> None:
-        from trainer_adapter.weights import ParamMeta
+        from shmbus.weights import ParamMeta
 
         self._params = [
             ParamMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -119,7 +119,7 @@ class _Stream:
         return {}
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        from trainer_adapter.weights import LocalPiece
+        from shmbus.weights import LocalPiece
 
         for name, tensor in self.tensors:
             yield LocalPiece(name, (0,) * tensor.dim(), tensor.detach())

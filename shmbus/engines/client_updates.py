@@ -1,0 +1,173 @@
+"""New weights through the four calls of vLLM's trainer-side client, each checked by the rows.
+
+For trainers whose code drives vLLM by a `VLLMWeightSyncClient`, over HTTP or Ray. Whoever needs
+pauses, several servers or recovery after a death has `EngineFleet`.
+
+Invariants:
+
+- A call that returns is not believed: a version is in force when the row of each rank says so.
+- What ran before stays leased until they do; where they do not, it is loaded into all ranks again.
+
+Source: `VLLMWeightSyncClient` in vllm/distributed/weight_transfer/base.py of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from typing import Any, Final, Protocol
+
+from shmbus import Bus, BusNotFoundError
+from shmbus._checks import check_int64, check_seconds
+from shmbus.engines.errors import EngineError, UpdateRolledBackError
+from shmbus.engines.rows import POLL_S, Missing, RankRows
+
+__all__ = ["ClientUpdates", "WeightSyncClient"]
+
+#: Bytes of the random part of a name: no two trainers' rows are taken for one another.
+_NAME_BYTES: Final = 4
+
+
+class WeightSyncClient(Protocol):
+    """What is needed of a client: the four methods of vLLM's `VLLMWeightSyncClient`."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have each rank attach."""
+
+    def start_weight_update(self) -> None:
+        """Have each rank make room for a whole model."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have each rank load."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Have each rank go over to what it loaded."""
+
+
+class ClientUpdates:
+    """Brings published versions to the inference ranks behind a client.
+
+    Parameters
+    ----------
+    bus : str
+        Whose weights; a version has been published.
+    client : WeightSyncClient
+        Its calls return when all ranks have answered.
+    timeout : float
+        Seconds to wait for the rows of ranks after the calls.
+
+    Raises
+    ------
+    EngineError
+        No rank reads these weights, or one can never load them; nothing was touched.
+    TypeError, ValueError
+        The timeout is no number of seconds.
+    """
+
+    def __init__(self, bus: str, client: WeightSyncClient, *, timeout: float) -> None:
+        check_seconds("timeout", timeout)
+        self.bus: Final = bus
+        self.address: Final = f"vllm.{secrets.token_hex(_NAME_BYTES)}"
+        self._client = client
+        self._timeout = timeout
+        self._rows = RankRows(bus)
+        newest = self._rows.newest(timeout)
+        if newest is None:
+            raise EngineError(
+                self.address,
+                "prepare",
+                None,
+                f"bus {bus!r} has no weights",
+                "publish a version first; nothing was touched",
+            )
+        with newest:
+            self._attach()
+            self.ranks: Final = len(self._rows.of(self))
+            # None at all is one too few.
+            self._rows.require_attached(self, max(1, self.ranks), newest.version)
+
+    def _attach(self) -> None:
+        self._client.init_weight_transfer_engine({"bus": self.bus, "server": self.address})
+
+    def bring(self, version: int, previous: int | None) -> None:
+        """Load a published version into all ranks.
+
+        Parameters
+        ----------
+        version : int
+            The new one.
+        previous : int or None
+            A whole one that the caller has leased; None where there is none.
+
+        Raises
+        ------
+        UpdateRolledBackError
+            A rank could not take it, and all of them run the previous one again.
+        EngineError
+            Nor could it be loaded again: a rank's model is not whole.
+        TypeError, ValueError
+            A version is no int64; nothing was touched.
+        """
+        version = check_int64("version", version)
+        previous = None if previous is None else check_int64("previous", previous)
+        failed = self._load(version)
+        if failed is None:
+            self._say(version)
+            return
+        if self._is_whole():
+            raise UpdateRolledBackError(version, self._in_force(), failed)
+        again = "there is none before it" if previous is None else self._load(previous)
+        if again is not None:
+            raise EngineError(
+                self.address,
+                "load",
+                None,
+                f"{failed}; version {previous} again: {again}",
+                "its model is not whole: keep it paused, or restart it",
+            )
+        raise UpdateRolledBackError(version, previous, failed)
+
+    def _load(self, version: int) -> str | None:
+        """Start, update and finish; what keeps the ranks from running it, None where they do."""
+        problem = ""
+        timeout = self._timeout
+        try:
+            if self._rows.are_loading(self):  # what a dead trainer left open, or a lost answer
+                self._client.finish_weight_update()
+            self._client.start_weight_update()
+            self._client.update_weights({"version": version})
+            self._client.finish_weight_update(str(version))
+        except Exception as error:
+            # A client raises what its transport raises; the ranks may have loaded all the same.
+            problem = f" ({type(error).__name__}: {error})"
+            # They do one thing after another: by this answer the rows speak of what they did.
+            with contextlib.suppress(Exception):
+                self._attach()
+            timeout = 0.0 if self._is_whole() else timeout
+        missing = self._await_rows(version, timeout)
+        return None if missing is None else missing.said + problem
+
+    def _is_whole(self) -> bool:
+        """Whether all ranks run one version, or what they were started with."""
+        rows = self._rows.of(self)
+        return (
+            len(rows) >= self.ranks
+            and not any(row.error_code for row in rows)
+            and len({row.applied_version for row in rows}) == 1
+        )
+
+    def _in_force(self) -> int | None:
+        return self._rows.whole_version(self, self.ranks)
+
+    def _await_rows(self, version: int, timeout: float) -> Missing | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            missing = self._rows.missing(self, self.ranks, version)
+            if missing is None or missing.final or time.monotonic() >= deadline:
+                return missing
+            time.sleep(POLL_S)
+
+    def _say(self, version: int) -> None:
+        with contextlib.suppress(BusNotFoundError), Bus.open(self.bus) as bus:
+            bus.policy_version = version

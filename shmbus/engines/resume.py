@@ -1,0 +1,113 @@
+"""End the pause that a dead trainer left: ``python -m shmbus.engines.resume NAME``.
+
+The daemon of a bus runs it, and ``shmbus weights NAME --resume``. It knows the servers from the
+note that the trainer left; what they are asked is what `EngineFleet.recover` asks.
+
+Invariant: exit status 0 says that nobody is left paused by a dead process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import Final
+
+import msgspec
+
+from shmbus import ShmbusError
+from shmbus.engines.fleet import EngineFleet
+from shmbus.engines.pause_note import PauseNotice, paused_by
+from shmbus.engines.report import UpdateReport
+from shmbus.engines.sglang import SglangServer
+from shmbus.engines.vllm import VllmServer
+
+__all__ = ["HEADERS_VARIABLE", "main", "resume"]
+
+#: A JSON object of headers that each server is sent, such as its key: a note has no secrets.
+HEADERS_VARIABLE: Final = "SHMBUS_SERVER_HEADERS"
+
+_KINDS: Final[dict[str, type[VllmServer] | type[SglangServer]]] = {
+    "sglang": SglangServer,
+    "vllm": VllmServer,
+}
+
+
+async def resume(bus: str, *, timeout: float = 120.0) -> UpdateReport | None:
+    """End the pause that a dead process has left, with the servers that its note names.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+    timeout : float
+        Seconds for each step.
+
+    Returns
+    -------
+    UpdateReport or None
+        None where nothing was left paused, or where who paused lives.
+
+    Raises
+    ------
+    ValueError
+        A server is of a kind that only its trainer knows, or the headers are no JSON object.
+    """
+    found = paused_by(bus)
+    if found is None or found[1]:
+        return None
+    servers = _servers(found[0])
+    async with EngineFleet(servers, bus=bus, timeout=timeout) as fleet:
+        return await fleet.recover()
+
+
+def _servers(notice: PauseNotice) -> list[VllmServer | SglangServer]:
+    try:
+        headers = msgspec.json.decode(os.environ.get(HEADERS_VARIABLE, "{}"), type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{HEADERS_VARIABLE}: expected a JSON object of texts: {error}") from error
+    foreign = [f"{address} ({kind})" for kind, address in notice.servers if kind not in _KINDS]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)}: expected {' or '.join(sorted(_KINDS))}; a trainer that knows "
+            "them has to call EngineFleet.recover()"
+        )
+    return [_KINDS[kind](address, headers=headers) for kind, address in notice.servers]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Resume, and print what came of each server.
+
+    Parameters
+    ----------
+    arguments : list of str, optional
+        Of the command line; the process's own by default.
+
+    Returns
+    -------
+    int
+        0 where nobody is left paused by a dead process, else 1.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a step (default 120)")
+    given = parser.parse_args(arguments)
+    try:
+        report = asyncio.run(resume(given.name, timeout=given.timeout))
+    except (ShmbusError, BlockingIOError, ValueError) as error:
+        print(f"{given.name}: {error}", file=sys.stderr)
+        return 1
+    if report is None:
+        print(f"{given.name}: no server was left paused by a trainer that has ended")
+        return 0
+    for server in report.servers:
+        runs = "no whole version" if server.version is None else f"version {server.version}"
+        print(f"{server.address}: {server.state}, runs {runs} {server.error}".rstrip())
+    if report.torn:
+        print(f"{given.name}: still paused: {', '.join(report.torn)}", file=sys.stderr)
+    return 1 if report.torn else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

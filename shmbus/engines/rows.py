@@ -1,0 +1,209 @@
+"""What the ranks of servers say of themselves: the readers' rows of a bus's weights.
+
+Invariant: a server has a version when the row of each of its ranks says so. A rank that has begun
+to load, or refused something newer, is not whole, whatever it ran before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import NamedTuple, Protocol
+
+from shmbus import BusNotFoundError
+from shmbus.engines.errors import EngineError
+from shmbus.engines.report import ServerReport
+from shmbus.pool.reader import PoolReader, VersionLease
+from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
+from shmbus.weights.errors import LOADING_CODE, MANIFEST_CODE
+
+__all__ = ["POLL_S", "Addressed", "Missing", "RankRows", "row_name"]
+
+#: The pool that has weights.
+WEIGHTS = "weights"
+#: Seconds between two looks at the readers' rows.
+POLL_S = 0.01
+#: Bytes of a row's label, 48, less those of " rank 99999".
+MOST_NAME_BYTES = 37
+#: Hexadecimal digits that tell addresses apart which begin alike.
+DIGITS = 8
+
+
+def row_name(address: str) -> str:
+    """Return how rows name a server: its address, cut where a row has no room for it.
+
+    Every process comes to the same name: who ends a dead trainer's pause has to find the rows.
+    """
+    encoded = address.encode()
+    if len(encoded) <= MOST_NAME_BYTES:
+        return address
+    digest = hashlib.sha256(encoded).hexdigest()[:DIGITS]
+    return f"{encoded[: MOST_NAME_BYTES - DIGITS - 1].decode(errors='ignore')}~{digest}"
+
+
+class Addressed(Protocol):
+    """Whose rows: they begin with its address."""
+
+    @property
+    def address(self) -> str:
+        """How the rows name it."""
+
+
+class Missing(NamedTuple):
+    """What keeps a server from running a version.
+
+    Attributes
+    ----------
+    said : str
+        By which ranks, and why.
+    final : bool
+        Whether waiting changes nothing: a rank has refused the version, or is gone.
+    """
+
+    said: str
+    final: bool
+
+
+class RankRows:
+    """The rows of one bus's weights.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+    """
+
+    def __init__(self, bus: str) -> None:
+        self._bus = bus
+
+    def of(self, server: Addressed) -> list[ReaderStatus]:
+        """Return the rows of a server's living ranks; none where no weights are published."""
+        try:
+            readers = read_pool(self._bus, WEIGHTS).readers
+        except BusNotFoundError:
+            return []
+        begins = f"{row_name(server.address)} "
+        return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
+
+    def are_loading(self, server: Addressed) -> bool:
+        """Whether a rank says that it has begun to load something, and not that this has ended."""
+        return any(row.error_code == LOADING_CODE for row in self.of(server))
+
+    def newest(self, timeout: float) -> VersionLease | None:
+        """Lease the newest whole version; None where there is none."""
+        try:
+            reader = PoolReader(self._bus, WEIGHTS, label="fleet")
+        except BusNotFoundError:
+            return None
+        if reader.newest:
+            return reader.latest(timeout=timeout)
+        reader.close()
+        return None
+
+    def are_attached(self, server: Addressed, ranks: int) -> bool:
+        """Whether each rank reads these weights."""
+        return len(self.of(server)) >= ranks
+
+    def require_attached(self, server: Addressed, ranks: int, version: int) -> None:
+        """Raise EngineError where a rank is not there, or can never load that version."""
+        rows = self.of(server)
+        if len(rows) < ranks:
+            raise EngineError(
+                server.address,
+                "prepare",
+                None,
+                f"{len(rows)} of {ranks} ranks read the weights of bus {self._bus!r}",
+                "is the server on this machine, with /dev/shm shared?",
+            )
+        # What a rank could not load once may load now; a manifest stays as it is.
+        unfit = [
+            row.error
+            for row in rows
+            if row.refused_version == version and row.error_code == MANIFEST_CODE
+        ]
+        if unfit:
+            raise EngineError(
+                server.address, "prepare", None, "; ".join(unfit), "nothing was touched"
+            )
+
+    def whole_version(self, server: Addressed, ranks: int) -> int | None:
+        """Return what all ranks run; None where they differ, or one may have a part of another."""
+        rows = self.of(server)
+        versions = {(row.applied_sequence, row.applied_version) for row in rows}
+        whole = len(rows) >= ranks and not any(row.error_code for row in rows)
+        return versions.pop()[1] if whole and len(versions) == 1 else None
+
+    async def require_version(
+        self,
+        server: Addressed,
+        report: ServerReport,
+        version: int,
+        error: EngineError | None,
+        timeout: float,
+    ) -> None:
+        """Wait until each rank runs a version.
+
+        Parameters
+        ----------
+        server, report : Addressed, ServerReport
+            Whose ranks, and how many.
+        version : int
+            What they are to run.
+        error : EngineError or None
+            What the server said of the update. After an answer the rows are there; without one its
+            ranks may still be loading.
+        timeout : float
+            Seconds.
+
+        Raises
+        ------
+        EngineError
+            One runs another, has refused it, or is gone.
+        """
+        deadline = time.monotonic() + (timeout if error is None else 2 * POLL_S)
+        while True:
+            missing = self.missing(server, report.ranks, version)
+            if missing is None:
+                return
+            if missing.final or time.monotonic() >= deadline:
+                raise EngineError(
+                    server.address,
+                    "load",
+                    None if error is None else error.status,
+                    missing.said + ("" if error is None else f" ({error.body})"),
+                    f"expected each rank to run version {version}",
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _are_of_newest(self, rows: list[ReaderStatus], version: int) -> bool:
+        """Whether ranks run the last publication of a number, and no older life's."""
+        there = [s.sequence for s in self._slots() if s.version == version and s.state == "ready"]
+        return not there or all(row.applied_sequence == max(there) for row in rows)
+
+    def _slots(self) -> list[SlotStatus]:
+        try:
+            return read_pool(self._bus, WEIGHTS).slots
+        except BusNotFoundError:
+            return []
+
+    def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
+        """Say what keeps a server's ranks from all running a version; None where they do."""
+        rows = self.of(server)
+        runs = [row for row in rows if not row.error_code and row.applied_version == version]
+        if len(rows) >= ranks and len(runs) == len(rows) and self._are_of_newest(runs, version):
+            return None
+        refused = [
+            f"{row.label}: {row.error}"
+            for row in rows
+            if row.refused_version == version and row.error_code != LOADING_CODE
+        ]
+        said = "; ".join(refused) or "; ".join(
+            f"{row.label} runs "
+            + ("no whole version" if row.error_code else f"{row.applied_version}")
+            for row in rows
+        )
+        return Missing(
+            said=f"{len(rows)} of {ranks} ranks are there: {said}",
+            final=bool(refused) or len(rows) < ranks,
+        )

@@ -1,0 +1,292 @@
+"""One inference server as the fleet sees it: verbs with a deadline and a checked answer each.
+
+Invariants: no status and no body is taken for granted; a verb either did what it says, by the
+server's own word, or raises EngineError; nothing is sent twice; no error has a key that was sent.
+That the weights are there is not believed from here: the readers' rows say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol
+from urllib.parse import SplitResult, urlsplit
+
+import aiohttp
+import msgspec
+
+from shmbus.engines.errors import SHOWN_BODY, EngineError
+
+__all__ = ["EngineServer", "HttpServer", "PauseMode"]
+
+#: What happens to requests in flight: frozen and continued; awaited; aborted.
+PauseMode = Literal["keep", "wait", "abort"]
+
+#: Bytes of an answer that are read; a control answer has a few hundred.
+MAX_ANSWER_BYTES = 1 << 20
+
+#: Characters of what may be a key; a shorter word of a header is part of many others.
+LEAST_KEY = 8
+
+#: Which routes and options it has, as each step's own advice has it, is no question there.
+_NOBODY = "nobody listens there: is this the server's address, and has it started?"
+
+
+class _Card(msgspec.Struct):
+    """A model of a server's list; what else it says is left alone."""
+
+    id: str
+    root: str | None = None
+
+
+class EngineServer(Protocol):
+    """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
+
+    #: What a note of paused servers calls this kind; whoever ends the pause knows it by that.
+    kind: str
+    #: What this kind of server can do with requests in flight.
+    modes: tuple[PauseMode, ...]
+    #: Whether an answer is that of its call, also after a call that failed in some of its ranks.
+    answers_in_step: bool
+
+    @property
+    def address(self) -> str:
+        """How messages and rows name it."""
+
+    async def ranks(self, timeout: float) -> int:
+        """Return how many processes load weights: each has a row of its own."""
+
+    async def prepare(self, bus: str, timeout: float) -> bool:
+        """Have each rank attach to the weights of a bus and check them; nothing is touched.
+
+        False where this kind of server cannot before it is paused: `attach` does.
+        """
+
+    async def attach(self, bus: str, timeout: float) -> bool:
+        """Do what `prepare` could not, now that it is paused.
+
+        False where only `load` can: its ranks attach when they load for the first time.
+        """
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop generating."""
+
+    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
+        """Have each rank load that version; whether it did is in the rows."""
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Read a checkpoint's directory on its machine, and say that it has that version."""
+
+    async def settle(self, loading: bool, timeout: float) -> bool:
+        """End an update that was left open, as its last step does; whether there was one.
+
+        Parameters
+        ----------
+        loading : bool
+            Whether a rank's row says that it loads, for servers that do not say it themselves.
+        timeout : float
+            Seconds.
+        """
+
+    async def resume(self, timeout: float) -> None:
+        """Go on generating."""
+
+    async def paused(self, timeout: float) -> bool:
+        """Ask whether it is paused."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class HttpServer:
+    """A server that is controlled over HTTP.
+
+    Parameters
+    ----------
+    url : str
+        ``http://host:port``.
+    headers : mapping of str to str, optional
+        Sent with each request, such as a bearer token.
+
+    Raises
+    ------
+    TypeError
+        The address is no str, or a header none.
+    ValueError
+        The address is none of HTTP, or has a key in it; or a header has control characters.
+
+    Notes
+    -----
+    Each request has a connection of its own: one that is kept belongs to one event loop, and a
+    server may close it in the moment in which it is used again.
+    """
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        self.address = _checked_url(url)
+        self._headers = _checked_headers(headers)
+
+    async def ask(
+        self,
+        step: str,
+        method: str,
+        path: str,
+        timeout: float,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        advice: str,
+    ) -> dict[str, Any]:
+        """Send one request and return the JSON object that a 200 carries.
+
+        Raises
+        ------
+        EngineError
+            No answer came within the timeout, or another status, or no JSON object. Where nobody
+            listens its advice is to look at the address, whatever the step's is.
+        """
+        status, text = await self.call(
+            step, method, path, timeout, body=body, query=query, advice=advice
+        )
+        if status != 200:
+            raise EngineError(self.address, step, status, text, advice)
+        return self._object(step, text, advice)
+
+    async def call(
+        self,
+        step: str,
+        method: str,
+        path: str,
+        timeout: float,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        advice: str,
+    ) -> tuple[int, str]:
+        """Send one request and return the status and the text that came.
+
+        Raises
+        ------
+        EngineError
+            No answer came within the timeout.
+        """
+        raw = bytearray()
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._headers) as session,
+                session.request(
+                    method,
+                    self.address + path,
+                    json=body,
+                    params=query,
+                    timeout=aiohttp.ClientTimeout(total=timeout),
+                    allow_redirects=False,
+                ) as response,
+            ):
+                status = response.status
+                # One read gives what has come so far, which may be half of an answer.
+                while len(raw) < MAX_ANSWER_BYTES:
+                    part = await response.content.read(MAX_ANSWER_BYTES - len(raw))
+                    if not part:
+                        break
+                    raw += part
+        except TimeoutError as error:
+            raise EngineError(
+                self.address, step, None, f"nothing within {timeout:g} s", advice
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+                error.os_error, ConnectionRefusedError
+            )
+            advice = _NOBODY if gone else advice
+            said = self._without_keys(str(error) or repr(error))
+            raise EngineError(self.address, step, None, said, advice, gone=gone) from error
+        text = raw.decode("utf-8", "replace")
+        return status, text if status == 200 else self._without_keys(text)
+
+    def _without_keys(self, said: str) -> str:
+        """Take out what was sent in headers: some servers say in an error what they were sent."""
+        words = [word for value in self._headers.values() for word in value.split()]
+        for word in sorted(words, key=len, reverse=True):
+            if len(word) >= LEAST_KEY:
+                said = said.replace(word, "***")
+        return said
+
+    def _object(self, step: str, text: str, advice: str) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            shown = f"expected a JSON object, got {self._without_keys(text)[:SHOWN_BODY]!r}"
+            raise EngineError(self.address, step, 200, shown, advice) from error
+
+    async def models_with_paths(self, timeout: float) -> dict[str, str]:
+        """Return what the server lists as models, as OpenAI's API has it, with their roots."""
+        advice = "is it a server with OpenAI's routes?"
+        answer = await self.ask("models", "GET", "/v1/models", timeout, advice=advice)
+        try:
+            cards = msgspec.convert(answer.get("data"), list[_Card])
+        except msgspec.ValidationError as error:
+            raise self.refuse("models", answer, advice) from error
+        return {card.id: card.root or "" for card in cards}
+
+    def refuse(self, step: str, answer: Mapping[str, Any], advice: str) -> EngineError:
+        """Make the error of an answer that is a 200 and no success."""
+        said = self._without_keys(repr(dict(answer)))
+        return EngineError(self.address, step, 200, said, advice)
+
+    async def close(self) -> None:
+        """Let go of what it holds, which is nothing; may be called twice."""
+
+    async def __aenter__(self) -> HttpServer:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.address}>"
+
+
+def _checked_url(url: object) -> str:
+    if not isinstance(url, str):
+        raise TypeError(f"url: expected a str, got {type(url).__name__}")
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        # Addresses are in messages, in rows, and in the note that a dead trainer leaves.
+        raise ValueError(
+            "url: expected http://host:port, got one with a user or a password; pass headers="
+        )
+    plain = url.isprintable() and not any(c in " ?#" for c in url)
+    if parts.scheme not in ("http", "https") or not _is_host(parts) or not plain:
+        raise ValueError(f"url: expected http://host:port, got {url!r}")
+    return url.rstrip("/")
+
+
+def _is_host(parts: SplitResult) -> bool:
+    """Whether an address can be looked up and connected to."""
+    try:
+        return bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
+    except ValueError:  # a label of more than 63 characters, a port of more than 65535
+        return False
+
+
+def _checked_headers(headers: object) -> dict[str, str]:
+    if headers is None:
+        return {}
+    if not isinstance(headers, Mapping):
+        raise TypeError(f"headers: expected texts by name, got {type(headers).__name__}")
+    checked: dict[str, str] = {}
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"headers: expected texts by name, got {type(value).__name__} {name!r}")
+        if not name or not name.isascii() or any(c <= " " or c == ":" for c in name):
+            raise ValueError(f"headers: expected a header's name, got {name!r}")
+        if any(c in value for c in "\r\n\0"):
+            # What it has is a secret, as a rule.
+            raise ValueError(f"headers: expected one line of text for {name!r}")
+        checked[name] = value
+    return checked

@@ -1,0 +1,251 @@
+"""An SGLang server: its routes for reinforcement learning, as SGLang 0.5.23 has them.
+
+The weights reach it where it was started with ``--custom-weight-loader`` and the name of
+`shmbus.engines.sglang_loader.load`.
+
+What differs from vLLM, and what is made of it:
+
+- A custom loader runs only between ``begin_weight_update`` and ``end_weight_update``, and what
+  `begin` does to a quantised model cannot be undone without loading. So a rank attaches once the
+  server is paused, or, where the model is quantised, when it loads for the first time.
+- Its scheduler does not catch what a loader raises, so ours raises nothing, and SGLang's answer
+  says nothing of the weights; the rows do.
+- Whether it is paused is ``/ready``.
+
+Source: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/io_struct.py,
+sglang/srt/managers/scheduler_components/weight_updater.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from shmbus.engines.errors import EngineError
+from shmbus.engines.rows import row_name
+from shmbus.engines.server import HttpServer, PauseMode
+from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
+
+__all__ = ["SglangServer"]
+
+_LOADER = (
+    f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
+    "installed"
+)
+_ADAPTERS = "start the server with --enable-lora and --max-lora-rank"
+_AGAIN = "look at the server's own log"
+#: More have no rows: a pool's table has 128.
+MOST_RANKS = 128
+#: The status of an answer that says that no session is open.
+_NO_SESSION = 400
+_VERSION = "is it an SGLang server of 0.5.23 or later?"
+_REPLICAS = (
+    "SGLang takes weights from tensors with one data-parallel replica only: start one server for "
+    "each replica, and give the fleet all of them"
+)
+
+
+class SglangServer(HttpServer):
+    """An SGLang server, by its address.
+
+    Parameters
+    ----------
+    url : str
+        ``http://host:port``.
+    headers : mapping of str to str, optional
+        Sent with each request, such as ``{"Authorization": "Bearer ..."}``: the admin key, where
+        it has one.
+
+    Raises
+    ------
+    ValueError
+        The address is none of HTTP.
+    """
+
+    kind: str = "sglang"
+    #: It has no mode that awaits the requests in flight.
+    modes: tuple[PauseMode, ...] = ("keep", "abort")
+    answers_in_step: bool = True
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(url, headers=headers)
+        self._tensor_parallel = 1
+        self._quantised = False
+        self._bus = ""
+
+    async def ranks(self, timeout: float) -> int:
+        """Return the processes that load weights: tensor and pipeline parallel."""
+        answer = await self.ask("server_info", "GET", "/server_info", timeout, advice=_VERSION)
+        sizes = [answer.get(name) for name in ("tp_size", "pp_size", "dp_size")]
+        tensor, pipeline, data = (self._size(answer, size) for size in sizes)
+        if data != 1:
+            raise self._refuse_field("dp_size", data, _REPLICAS)
+        loaders = answer.get("custom_weight_loader") or []
+        if LOADER not in loaders:
+            raise self._refuse_field("custom_weight_loader", loaders, _LOADER)
+        self._tensor_parallel = tensor
+        self._quantised = answer.get("quantization") is not None
+        return tensor * pipeline
+
+    def _size(self, answer: Mapping[str, Any], size: object) -> int:
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
+            raise self._refuse_field("tp_size, pp_size, dp_size", size, _VERSION)
+        return size
+
+    def _refuse_field(self, name: str, value: object, advice: str) -> EngineError:
+        return EngineError(self.address, "server_info", 200, f"{name} is {value!r}", advice)
+
+    async def prepare(self, bus: str, timeout: float) -> bool:
+        """Note the bus; a rank can be reached only once the server is paused."""
+        del timeout
+        self._bus = bus
+        return False
+
+    async def attach(self, bus: str, timeout: float) -> bool:
+        """Have each rank attach, where that leaves its weights as they are."""
+        self._bus = bus
+        if self._quantised:
+            return False
+        await self._whole_session("attach", None, timeout)
+        return True
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop generating.
+
+        "keep" is SGLang's ``in_place``, and with `clear_cache` its ``retract``: requests go back to
+        the queue, and their keys and values are computed again. "abort" is its own.
+        """
+        names = {"keep": "retract" if clear_cache else "in_place", "abort": "abort"}
+        await self._succeed("pause", "/pause_generation", {"mode": names[mode]}, timeout)
+
+    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
+        """Begin, update and end, with the version's number as SGLang's weight version."""
+        await self._whole_session("load", version, timeout)
+        if clear_cache:
+            await self._flush(timeout)
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Read a checkpoint from a directory on its machine; it stays paused."""
+        body = {
+            "model_path": path,
+            "weight_version": str(version),
+            "flush_cache": clear_cache,
+            "keep_pause": True,
+        }
+        await self._succeed("reload", "/update_weights_from_disk", body, timeout)
+
+    async def _whole_session(
+        self, verb: Literal["attach", "load"], version: int | None, timeout: float
+    ) -> None:
+        await self._begin(timeout)
+        try:
+            await self._order(verb, version, timeout)
+        except EngineError:
+            with contextlib.suppress(EngineError):  # the first cause counts
+                await self._end(timeout)
+            raise
+        await self._end(timeout)
+
+    async def _begin(self, timeout: float) -> None:
+        body = {"selector": "target"}
+        try:
+            await self._succeed("begin", "/begin_weight_update", body, timeout)
+        except EngineError as error:
+            if error.status is None:
+                raise
+            # A session whose answer was lost is still open there, and SGLang has one at a time.
+            with contextlib.suppress(EngineError):
+                await self._end(timeout)
+            await self._succeed("begin", "/begin_weight_update", body, timeout)
+
+    async def _end(self, timeout: float) -> None:
+        await self._succeed("end", "/end_weight_update", {}, timeout)
+
+    async def _order(
+        self, verb: Literal["attach", "load"], version: int | None, timeout: float
+    ) -> None:
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [
+                order_for_rank(Order(verb, self._bus, row_name(self.address), rank, version))
+                for rank in range(self._tensor_parallel)
+            ],
+            "load_format": LOADER,
+            # Of its own it would be true, and a failed flush be called a failed update.
+            "flush_cache": False,
+            "selector": "target",
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        await self._succeed("update", "/update_weights_from_tensor", body, timeout)
+
+    async def _flush(self, timeout: float) -> None:
+        status, text = await self.call("flush", "POST", "/flush_cache", timeout, advice=_AGAIN)
+        if status != 200:
+            raise EngineError(
+                self.address,
+                "flush",
+                status,
+                text,
+                "the weights are new, and keys and values of the old ones may be served",
+            )
+
+    async def settle(self, loading: bool, timeout: float) -> bool:
+        """End a session that a dead trainer or a lost answer has left open; it says so itself.
+
+        Returns
+        -------
+        bool
+            Whether there was one.
+
+        Raises
+        ------
+        EngineError
+            It is not known.
+        """
+        del loading
+        status, text = await self.call(
+            "end", "POST", "/end_weight_update", timeout, body={}, advice=_AGAIN
+        )
+        if status not in (200, _NO_SESSION):
+            raise EngineError(self.address, "end", status, text, _AGAIN)
+        return status == 200
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+        body = {"lora_name": name, "lora_path": path}
+        await self._adapter("load adapter", "/load_lora_adapter", body, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter; requests in flight keep what they have."""
+        body = {"lora_name": name}
+        await self._adapter("unload adapter", "/unload_lora_adapter", body, timeout)
+
+    async def _adapter(self, step: str, path: str, body: Mapping[str, str], timeout: float) -> None:
+        status, text = await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS)
+        if status != 200:
+            raise EngineError(self.address, step, status, text, _ADAPTERS)
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters that it lists, and their paths."""
+        return await self.models_with_paths(timeout)
+
+    async def resume(self, timeout: float) -> None:
+        """Go on generating."""
+        await self._succeed("resume", "/continue_generation", {}, timeout)
+
+    async def paused(self, timeout: float) -> bool:
+        """Ask whether it takes requests; SGLang says no more than that."""
+        status, text = await self.call("ready", "GET", "/ready", timeout, advice=_VERSION)
+        if status not in (200, 503):
+            raise EngineError(self.address, "ready", status, text, _VERSION)
+        return status == 503
+
+    async def _succeed(
+        self, step: str, path: str, body: Mapping[str, Any], timeout: float
+    ) -> dict[str, Any]:
+        """Post, and believe neither a status nor a body alone."""
+        answer = await self.ask(step, "POST", path, timeout, body=body, advice=_AGAIN)
+        if answer.get("success") is not True and answer.get("status") != "ok":
+            raise self.refuse(step, answer, _AGAIN)
+        return answer

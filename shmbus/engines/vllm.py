@@ -1,0 +1,176 @@
+"""A vLLM server: its routes for reinforcement learning, as vLLM 0.32 and 0.33 have them.
+
+The routes exist where the server runs with ``VLLM_SERVER_DEV_MODE=1``, and the weights reach it
+where it was started with ``--weight-transfer-config '{"backend": "shmbus"}'``
+(`shmbus.engines.vllm_backend`).
+
+Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transfer/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shmbus.engines.errors import EngineError
+from shmbus.engines.rows import row_name
+from shmbus.engines.server import HttpServer, PauseMode
+
+__all__ = ["VllmServer"]
+
+_ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
+_BACKEND = (
+    'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '
+    "that has shmbus installed"
+)
+_ADAPTERS = (
+    "start the server with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+    "environment"
+)
+_AGAIN = "look at the server's own log"
+
+
+class VllmServer(HttpServer):
+    """A vLLM server, by its address.
+
+    Parameters
+    ----------
+    url : str
+        ``http://host:port``.
+    headers : mapping of str to str, optional
+        Sent with each request, such as ``{"Authorization": "Bearer ..."}``.
+    """
+
+    kind: str = "vllm"
+    modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
+    # What other ranks said is left in their queues then, and taken for answers to the next call.
+    answers_in_step: bool = False
+
+    async def ranks(self, timeout: float) -> int:
+        """Return the processes that load weights: tensor, pipeline and data parallel."""
+        answer = await self.ask("get_world_size", "GET", "/get_world_size", timeout, advice=_ROUTES)
+        size = answer.get("world_size")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise self.refuse("get_world_size", answer, _ROUTES)
+        return size
+
+    async def prepare(self, bus: str, timeout: float) -> bool:
+        """Have each rank attach to the weights of a bus."""
+        await self.ask(
+            "prepare",
+            "POST",
+            "/init_weight_transfer_engine",
+            timeout,
+            body={"init_info": {"bus": bus, "server": row_name(self.address)}},
+            advice=_BACKEND,
+        )
+        return True
+
+    async def attach(self, bus: str, timeout: float) -> bool:
+        """Do nothing: `prepare` has done it."""
+        del bus, timeout
+        return True
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Stop generating; vLLM's own three modes.
+
+        In "keep" the requests in flight go on after `resume` with the keys and values that the old
+        weights made, unless `clear_cache` has them computed again (vLLM preempts them then).
+        """
+        answer = await self.ask(
+            "pause",
+            "POST",
+            "/pause",
+            timeout,
+            query={"mode": mode, "clear_cache": "true" if clear_cache else "false"},
+            advice=_ROUTES,
+        )
+        if answer.get("status") != "paused":
+            raise self.refuse("pause", answer, _AGAIN)
+
+    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
+        """Start, update and finish, with the version's number as vLLM's weight version."""
+        del clear_cache  # `pause` has said it
+        await self.ask("start", "POST", "/start_weight_update", timeout, advice=_AGAIN)
+        await self.ask(
+            "update",
+            "POST",
+            "/update_weights",
+            timeout,
+            body={"update_info": {"version": version}},
+            advice=_AGAIN,
+        )
+        await self._finish({"weight_version": str(version)}, timeout)
+
+    async def _finish(self, body: Mapping[str, str], timeout: float) -> None:
+        await self.ask("finish", "POST", "/finish_weight_update", timeout, body=body, advice=_AGAIN)
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Have each rank read a checkpoint, and set and ask back the weight version."""
+        del clear_cache  # `pause` has said it
+        call = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": timeout}
+        answer = await self.ask(
+            "reload", "POST", "/collective_rpc", timeout, body=call, advice=_AGAIN
+        )
+        results = answer.get("results")
+        if (
+            not isinstance(results, list)
+            or not results
+            or any(each is not None for each in results)
+        ):
+            raise self.refuse("reload", answer, _AGAIN)
+        said = str(version)
+        await self.ask(
+            "reload",
+            "POST",
+            "/update_weight_version",
+            timeout,
+            body={"new_version": said},
+            advice=_AGAIN,
+        )
+        answer = await self.ask("reload", "GET", "/weight_info", timeout, advice=_AGAIN)
+        if answer.get("weight_version") != said:
+            raise self.refuse("reload", answer, _AGAIN)
+
+    async def settle(self, loading: bool, timeout: float) -> bool:
+        """Finish the update that a dead trainer or a lost answer has left open.
+
+        Only where a row says so: asked to finish what is not open, or to start what is, each rank
+        raises, and the answers of several are out of step from then on.
+        """
+        if loading:
+            await self._finish({}, timeout)
+        return loading
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+        body = {"lora_name": name, "lora_path": path}
+        await self._adapter("load adapter", "/v1/load_lora_adapter", body, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter; requests in flight keep what they have."""
+        await self._adapter(
+            "unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, timeout
+        )
+
+    async def _adapter(self, step: str, path: str, body: Mapping[str, str], timeout: float) -> None:
+        status, text = await self.call(step, "POST", path, timeout, body=body, advice=_ADAPTERS)
+        if status != 200:
+            raise EngineError(self.address, step, status, text, _ADAPTERS)
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters that it lists, and their paths."""
+        return await self.models_with_paths(timeout)
+
+    async def resume(self, timeout: float) -> None:
+        """Go on generating."""
+        answer = await self.ask("resume", "POST", "/resume", timeout, advice=_AGAIN)
+        if answer.get("status") != "resumed":
+            raise self.refuse("resume", answer, _AGAIN)
+
+    async def paused(self, timeout: float) -> bool:
+        """Ask whether it is paused."""
+        answer = await self.ask("is_paused", "GET", "/is_paused", timeout, advice=_ROUTES)
+        paused = answer.get("is_paused")
+        if not isinstance(paused, bool):
+            raise self.refuse("is_paused", answer, _ROUTES)
+        return paused

@@ -1,0 +1,213 @@
+"""What runs inside a vLLM worker: weights from shared memory, by the name "shmbus".
+
+vLLM's users get it by one string, ``--weight-transfer-config '{"backend": "shmbus"}'``: the entry
+point ``vllm.general_plugins`` calls `register` in each process, which imports nothing else.
+
+Invariants:
+
+- Between start and finish nothing is raised: an exception of one worker leaves vLLM's answers out
+  of step with its calls where there are several. What went wrong is in this worker's row, which is
+  what the fleet believes.
+- A version that could not be loaded is never said to be applied, and a row says so before vLLM is
+  answered.
+- From start to finish, and at no other time, the row says that a version is being loaded. A trainer
+  that dies in between leaves vLLM's model on no memory at all, and an update open that has to be
+  finished before another is started: each worker raises otherwise.
+
+Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from shmbus.weights import ManifestError, Weights, WeightsError, WeightSubscriber
+from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+__all__ = ["ShmbusWeightTransferEngine"]
+
+logger = logging.getLogger("vllm.shmbus")
+
+#: Seconds to wait for the weights when a trainer says that they are there.
+ATTACH_TIMEOUT_S = 30.0
+
+
+@dataclass
+class ShmbusInitInfo(WeightTransferInitInfo):
+    """What a trainer says first.
+
+    Attributes
+    ----------
+    bus : str
+        Whose weights.
+    server : str
+        How the trainer calls this server; this worker's row begins with it.
+    carrier, directory : str
+        As for `WeightSubscriber`.
+    """
+
+    bus: str
+    server: str = "vllm"
+    carrier: str = "auto"
+    directory: str | None = None
+
+
+@dataclass
+class ShmbusUpdateInfo(WeightTransferUpdateInfo):
+    """Which version is to be loaded.
+
+    Attributes
+    ----------
+    version : int
+        The publisher's number of it.
+    """
+
+    version: int
+
+
+class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpdateInfo]):
+    """Loads versions of a bus's weights into one vLLM worker."""
+
+    init_info_cls = ShmbusInitInfo
+    update_info_cls = ShmbusUpdateInfo
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._subscriber: WeightSubscriber | None = None
+        self._attached: ShmbusInitInfo | None = None
+        self._loading: Weights | None = None
+        self._updating = False
+        self._problem = ""
+        self._code = LOAD_CODE
+
+    def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
+        """Attach to the weights and check the newest version's manifest; touch nothing."""
+        known = self._subscriber
+        if known is None or self._attached != init_info or known.removed:
+            self._attach(init_info)
+        if self._updating:
+            self._mark()  # a row of now, for an update that was begun before
+
+    def _attach(self, init_info: ShmbusInitInfo) -> None:
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._subscriber = WeightSubscriber(
+            init_info.bus,
+            device=self.device,
+            carrier=init_info.carrier,  # type: ignore[arg-type]
+            directory=init_info.directory,
+            label=f"{init_info.server} rank {rank}",
+        )
+        self._attached = init_info
+        # A manifest that cannot be used is in the row by then, where the trainer reads it.
+        try:
+            self._subscriber.latest(timeout=ATTACH_TIMEOUT_S).close()
+        except WeightsError as error:
+            logger.error("shmbus: %s", error)
+
+    def start_weight_update(self) -> None:
+        """Have vLLM make room for a whole model in checkpoint form."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._problem = ""
+        self._updating = True
+        self._mark()
+        self._guard("start", lambda: initialize_layerwise_reload(self.model))
+
+    def receive_weights(self, update_info: ShmbusUpdateInfo) -> None:
+        """Load a version; vLLM slices, fuses and quantises it as a checkpoint."""
+        self._let_go()
+        if self._subscriber is None:
+            self._fail("the trainer has not said which bus (init_weight_transfer_engine)")
+            return
+        try:
+            self._loading = self._subscriber.at(update_info.version)
+        except Exception as error:  # of a version that is no number, too: here nothing is raised
+            manifest = isinstance(error, ManifestError)
+            self._fail(str(error), MANIFEST_CODE if manifest else LOAD_CODE)
+            self._mark()  # the row may have said so already, and the update is open still
+            return
+        weights = self._loading
+        weights.loading()
+        self._guard("load", lambda: self.model.load_weights(self._tensors(weights)))
+
+    def finish_weight_update(self) -> None:
+        """Finish vLLM's part, and say in the row what this worker runs."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._guard("finish", lambda: finalize_layerwise_reload(self.model, self.model_config))
+        if self._loading is None:
+            self._fail("an update ended to which no version had come")
+            self._say(lambda newest: newest.refused(self._problem, code=self._code))
+        elif self._problem:
+            self._loading.refused(self._problem, code=self._code)
+        else:
+            self._loading.applied()
+        self._let_go()
+        self._updating = False
+
+    def _mark(self) -> None:
+        """Say in the row that nothing is whole from here on; which version comes is said later."""
+        self._say(Weights.loading)
+
+    def _say(self, what: Callable[[Weights], None]) -> None:
+        """Say something in the row where no version is leased: of the newest."""
+        if self._subscriber is None:
+            return
+        try:
+            with self._subscriber.latest(timeout=0) as newest:
+                what(newest)
+        except WeightsError as error:
+            logger.warning("shmbus: %s", error)
+
+    def _tensors(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in weights:
+            yield name, weights[name].to(self.device)
+
+    def _guard(self, step: str, action: Any) -> None:
+        """Run a step of vLLM's; what it raises is kept for the row."""
+        try:
+            action()
+        except Exception as error:
+            self._fail(f"{step}: {type(error).__name__}: {error}", cause=error)
+
+    def _fail(
+        self, problem: str, code: int = LOAD_CODE, cause: BaseException | None = None
+    ) -> None:
+        """Keep for the row what went wrong first: what follows is often its consequence."""
+        logger.error("shmbus: new weights: %s", problem, exc_info=cause)
+        if not self._problem:
+            self._problem, self._code = problem, code
+
+    def _let_go(self) -> None:
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+
+    def shutdown(self) -> None:
+        """Leave the weights."""
+        self._let_go()
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None

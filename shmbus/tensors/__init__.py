@@ -1,0 +1,47 @@
+"""Tensors of a step, from one process to one other on the same machine.
+
+``TensorChannel.create`` is the sending side, ``TensorChannel.open`` the receiving one. What both
+sides expect of the tensors is stated in the segment, so that a difference is an error on both.
+"""
+
+from __future__ import annotations
+
+from shmbus.channel import (
+    ChannelBusyError,
+    ChannelClosedError,
+    ChannelDamagedError,
+    ChannelError,
+    ChannelTimeoutError,
+    PeerGoneError,
+    StepFailedError,
+    StepOrderError,
+    StepSkippedError,
+)
+from shmbus.tensors.channel import TensorChannel
+from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
+from shmbus.tensors.device.handles import DeviceMismatchError
+from shmbus.tensors.receiver import StepItem, TensorReceiver
+from shmbus.tensors.sender import TensorSender
+from shmbus.tensors.specs import SpecMismatchError, TensorSpec
+
+__all__ = [
+    "ChannelBusyError",
+    "ChannelClosedError",
+    "ChannelDamagedError",
+    "ChannelError",
+    "ChannelTimeoutError",
+    "CudaCarrier",
+    "DeviceMismatchError",
+    "HostCarrier",
+    "MemfdCarrier",
+    "PeerGoneError",
+    "SpecMismatchError",
+    "StepFailedError",
+    "StepItem",
+    "StepOrderError",
+    "StepSkippedError",
+    "TensorChannel",
+    "TensorReceiver",
+    "TensorSender",
+    "TensorSpec",
+]

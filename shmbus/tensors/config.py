@@ -1,0 +1,201 @@
+"""Which memory carries the tensors: a tagged type for each, so that no option is for another one.
+
+Invariant: a carrier that was constructed is one that this machine may use; nothing is allocated,
+shared or mapped to find out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import torch
+
+from shmbus._checks import check_choice, check_flag, check_int, known_device
+from shmbus.channel import DEFAULT_MAX_BYTES
+from shmbus.tensors.device.handles import DeviceMismatchError
+from shmbus.tensors.device.memory import refusals
+
+__all__ = ["Carrier", "CudaCarrier", "HostCarrier", "MemfdCarrier", "choose_carrier"]
+
+
+class HostCarrier(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host"
+):
+    """Tensors of the CPU in /dev/shm: one copy in, and views in place of one out.
+
+    Attributes
+    ----------
+    slots : int
+        Steps that may be on their way, 1 to 8.
+    max_bytes : int | str
+        Bytes that a step may have; address space, and no memory before it is used.
+    """
+
+    slots: int = 2
+    max_bytes: int | str = DEFAULT_MAX_BYTES
+
+    def __post_init__(self) -> None:
+        _check_slots(self.slots)
+
+
+class MemfdCarrier(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memfd"
+):
+    """Tensors of the CPU in memory outside of /dev/shm: one copy in, one out.
+
+    For a container whose /dev/shm is small. What is on its way goes with the sender's process.
+
+    Attributes
+    ----------
+    slots : int
+        Steps that may be on their way, 1 to 8.
+    max_bytes : int | str
+        Bytes that a step may have.
+    """
+
+    slots: int = 2
+    max_bytes: int | str = DEFAULT_MAX_BYTES
+
+    def __post_init__(self) -> None:
+        _check_slots(self.slots)
+
+
+class CudaCarrier(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cuda"
+):
+    """Tensors of a CUDA device in memory of shmbus's own there, exported once.
+
+    One copy in and one out, or views. What is on its way goes with the sender's process.
+
+    Attributes
+    ----------
+    device : str
+        Such as "cuda:0"; the sender's tensors are there. The receiver is on the same one, or on
+        one with peer access to it.
+    slots : int
+        Steps that may be on their way, 1 to 8.
+    max_bytes : int | str
+        Bytes that a step may have.
+    kind : "auto" | "vmm" | "ipc"
+        Exported by file descriptor, or by a handle of 64 bytes; "auto" asks what the device can.
+    colocated : bool
+        Whether both processes are on one machine's devices.
+    """
+
+    device: str
+    slots: int = 2
+    max_bytes: int | str = DEFAULT_MAX_BYTES
+    kind: Literal["auto", "vmm", "ipc"] = "auto"
+    colocated: bool = True
+
+    def __post_init__(self) -> None:
+        _check_slots(self.slots)
+        check_flag("colocated", self.colocated)
+        if not self.colocated:
+            raise ValueError(
+                "carrier 'cuda': expected colocated=True, since it shares memory of one machine's "
+                "devices, got False"
+            )
+        check_choice("kind", self.kind, ("auto", "vmm", "ipc"))
+        wanted = known_device(self.device)
+        if wanted.type != "cuda":
+            raise ValueError(
+                f"device: expected a CUDA device for carrier 'cuda', got {self.device!r}; use "
+                "HostCarrier for tensors of the CPU"
+            )
+        seen = torch.cuda.device_count()
+        if (wanted.index or 0) >= seen:
+            raise DeviceMismatchError(
+                f"device: expected one of the {seen} CUDA devices that this process sees, got "
+                f"{self.device!r}; check CUDA_VISIBLE_DEVICES, or use HostCarrier and copy to the "
+                "host first (tensor.cpu())"
+            )
+
+    @property
+    def index(self) -> int:
+        """Return the device's number in this process."""
+        return torch.device(self.device).index or 0
+
+    def memory_kind(self) -> Literal["vmm", "ipc"]:
+        """Return which kind of memory this device can have; nothing is allocated to find out.
+
+        Raises
+        ------
+        ValueError
+            It cannot have what was asked for; with each reason.
+        """
+        refused = refusals(self.index)
+        kinds: tuple[Literal["vmm", "ipc"], ...] = ("vmm", "ipc")
+        for kind in kinds:
+            if self.kind in ("auto", kind) and kind not in refused:
+                return kind
+        reasons = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
+        raise ValueError(
+            f"carrier 'cuda', kind {self.kind!r}: {self.device} cannot export memory: {reasons}; "
+            "use HostCarrier, and copy to the host first (tensor.cpu())"
+        )
+
+
+Carrier: TypeAlias = HostCarrier | MemfdCarrier | CudaCarrier
+
+_TYPES: Final[dict[str, type[HostCarrier] | type[MemfdCarrier] | type[CudaCarrier]]] = {
+    "host": HostCarrier,
+    "memfd": MemfdCarrier,
+    "cuda": CudaCarrier,
+}
+
+#: Of a channel's layout.
+MAX_SLOTS: Final = 8
+
+
+def _check_slots(slots: int) -> None:
+    check_int("slots", slots, 1, MAX_SLOTS)
+
+
+def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
+    """Take a carrier by its name and options, or as it was made.
+
+    Parameters
+    ----------
+    carrier : "auto" | "host" | "memfd" | "cuda" | Carrier
+        What the user asked for; "auto" goes by the device.
+    **options
+        Fields of that carrier; None where nothing was said.
+
+    Returns
+    -------
+    HostCarrier | MemfdCarrier | CudaCarrier
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no such carrier, or a field belongs to another one.
+    DeviceMismatchError
+        This process does not see the device.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(carrier, (HostCarrier, MemfdCarrier, CudaCarrier)):
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: options of the carrier, which was given as {carrier!r}; say "
+                "them there"
+            )
+        return carrier
+    check_choice("carrier", carrier, ("auto", *_TYPES))
+    if carrier == "auto":
+        on_cpu = known_device(given.get("device", "cpu")).type == "cpu"
+        carrier = "host" if on_cpu else "cuda"
+        if on_cpu:
+            given.pop("device", None)
+    made = _TYPES[carrier]
+    if made is CudaCarrier and "device" not in given:
+        raise ValueError("device: expected one such as 'cuda:0' with carrier 'cuda', got none")
+    for name in given:
+        if name not in made.__struct_fields__:
+            fields = ", ".join(made.__struct_fields__)
+            raise ValueError(
+                f"{name}: expected an option of carrier {carrier!r} ({fields}); it belongs to "
+                "another carrier"
+            )
+    return made(**given)

@@ -1,0 +1,344 @@
+"""Numbered buffers that one process owns and others map: how memory grows while it is shared.
+
+Invariants:
+
+- A buffer never changes its size or its address under a reader: one that is too small is replaced,
+  under a new generation, and the name of what is read is (number, generation).
+- What was replaced is kept until the owner is told that nobody reads it any more, and while it is
+  kept nothing else is replaced: there is at most one buffer more than numbers.
+- No generation of an owner is one of its predecessor's, so nobody reads the memory of a dead owner
+  where that of its successor is meant.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+import torch
+
+from shmbus import ShmbusError
+from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
+from shmbus.tensors.device.handles import DeviceHandle, device_of
+from shmbus.tensors.device.host import HostMemory
+from shmbus.tensors.device.memory import DeviceMemory
+
+__all__ = [
+    "Arena",
+    "ArenaView",
+    "BufferLostError",
+    "BufferName",
+    "Memory",
+    "MemoryKind",
+    "allocator",
+    "open_memory",
+]
+
+MemoryKind = Literal["vmm", "ipc", "memfd"]
+
+#: Seconds that an owner may take to answer: it duplicates a descriptor.
+FETCH_S: Final = 10.0
+
+
+class BufferLostError(ShmbusError):
+    """The process that owns a buffer has replaced it, or died and left a successor."""
+
+
+class Memory(Protocol):
+    """What a buffer is made of: `DeviceMemory` or `HostMemory`."""
+
+    handle: DeviceHandle
+    nbytes: int
+    device: torch.device
+
+    def descriptor(self) -> int:
+        """Return a new file descriptor of it, which is the caller's to close."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return all its bytes, uint8."""
+
+    def lend(self) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """Return the same, and what tells whether a tensor of it is still there."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class BufferName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which buffer: its number, and the generation of its memory."""
+
+    number: int
+    generation: int
+
+
+def allocator(kind: MemoryKind, device: int = 0) -> Callable[[int], Memory]:
+    """Return what allocates memory of a kind.
+
+    Parameters
+    ----------
+    kind : "vmm" | "ipc" | "memfd"
+        Device memory by file descriptor or by handle, or host memory.
+    device : int
+        A CUDA device as this process numbers them.
+
+    Returns
+    -------
+    callable
+        From bytes to Memory.
+    """
+    if kind == "memfd":
+        return HostMemory.allocate
+    return lambda nbytes: DeviceMemory.allocate(nbytes, device, kind)
+
+
+def open_memory(
+    message: bytes,
+    descriptor: int | None,
+    *,
+    device: int | None = None,
+    or_owner: bool = False,
+    writable: bool = False,
+) -> Memory:
+    """Map what another process has allocated, of whichever kind.
+
+    Parameters
+    ----------
+    message : bytes
+        A `DeviceHandle`, not yet checked.
+    descriptor : int, optional
+        What came with it; closed here.
+    device : int, optional
+        The CUDA device that is to read it.
+    or_owner : bool
+        Whether its own device is to, where that one has no peer access to it.
+    writable : bool
+        Also let it be written.
+
+    Returns
+    -------
+    Memory
+
+    Raises
+    ------
+    ValueError
+        It is no such message.
+    DeviceMismatchError, CudaDriverError, OSError
+        It cannot be mapped.
+    """
+    try:
+        handle = DeviceHandle.decode(message)
+        if handle.kind == "memfd":
+            return HostMemory.open(handle, descriptor, writable=writable)
+        if or_owner and device is not None:
+            owner = device_of(handle.uuid)
+            if owner != device and not torch.cuda.can_device_access_peer(device, owner):
+                device = None
+        return DeviceMemory.open(handle, descriptor, device=device, writable=writable)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class Arena:
+    """The owner's side.
+
+    Parameters
+    ----------
+    path : str
+        Where to listen for those who want to map a buffer.
+    allocate : callable
+        From bytes to Memory.
+
+    Attributes
+    ----------
+    owner : int
+        As a generation it names whichever memory a buffer of this owner has, and is no other
+        owner's: for who writes into buffers that are never replaced.
+    """
+
+    def __init__(self, path: str, allocate: Callable[[int], Memory]) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._buffers: dict[int, tuple[BufferName, Memory, torch.Tensor]] = {}
+        # Still given to who asks: the message that names one may not have been read yet.
+        self._replaced: dict[BufferName, Memory] = {}
+        # Far enough apart from the predecessor's, which nobody can ask any more.
+        self.owner = int.from_bytes(os.urandom(5), "little") << 16
+        self._next = self.owner
+        # Weakly: an arena that nobody has any more goes at once, and its server and memory with it.
+        give = weakref.WeakMethod(self._give)
+
+        def answer(question: bytes) -> tuple[bytes, int | None]:
+            found = give()
+            if found is None:
+                raise ValueError("expected a buffer that is here; its owner has let go of it")
+            return found(question)
+
+        self._server = DescriptorServer(path, answer)
+
+    def _give(self, question: bytes) -> tuple[bytes, int | None]:
+        try:
+            wanted = msgspec.msgpack.decode(question, type=BufferName)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"expected a buffer's name: {error}") from error
+        with self._lock:
+            name, memory, _ = self._buffers.get(wanted.number, (None, None, None))
+            if wanted.generation != self.owner and name != wanted:
+                memory = self._replaced.get(wanted)
+            if memory is None:
+                raise ValueError(f"expected a buffer that is here, got {wanted}")
+            message = memory.handle.encode()
+            return message, None if memory.handle.handle else memory.descriptor()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all buffers, those that were replaced and are still read included."""
+        kept = sum(memory.nbytes for memory in self._replaced.values())
+        return kept + sum(memory.nbytes for _, memory, _ in self._buffers.values())
+
+    @property
+    def replaced(self) -> bool:
+        """Whether a buffer that was replaced may still be read."""
+        return bool(self._replaced)
+
+    def has(self, number: int) -> bool:
+        """Whether there is a buffer of that number, of whatever size."""
+        return number in self._buffers
+
+    def fits(self, number: int, nbytes: int) -> bool:
+        """Whether a buffer has so many bytes."""
+        found = self._buffers.get(number)
+        return found is not None and found[1].nbytes >= nbytes
+
+    def buffer(self, number: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
+        """Return a buffer of at least so many bytes; replaces one that is too small.
+
+        Parameters
+        ----------
+        number : int
+            Which.
+        nbytes : int
+            Exactly so many are allocated.
+
+        Returns
+        -------
+        BufferName, uint8 [nbytes or more]
+
+        Raises
+        ------
+        RuntimeError
+            Another one was replaced, and nobody has called `let_go` since.
+        ValueError, CudaDriverError, OSError
+            There is no such memory; what was there stays.
+        """
+        if not self.fits(number, nbytes):
+            if self._replaced and self.has(number):
+                raise RuntimeError(
+                    "Arena.buffer: expected let_go() between two buffers that are replaced"
+                )
+            memory = self._allocate(nbytes)
+            with self._lock:
+                old = self._buffers.get(number)
+                self._next += 1
+                name = BufferName(number, self._next)
+                self._buffers[number] = name, memory, memory.tensor()
+                if old is not None:
+                    self._replaced[old[0]] = old[1]
+        name, _, tensor = self._buffers[number]
+        return name, tensor
+
+    def let_go(self) -> None:
+        """Free what was replaced: whoever read it reads its successor now, or has gone."""
+        with self._lock:
+            replaced, self._replaced = self._replaced, {}
+        for memory in replaced.values():
+            memory.close()
+
+    def close(self) -> None:
+        """Stop listening, and let go of all buffers; readers keep what they have mapped."""
+        self._server.close()
+        self.let_go()
+        with self._lock:
+            buffers, self._buffers = self._buffers, {}
+        for _, memory, _ in buffers.values():
+            memory.close()
+
+
+class ArenaView:
+    """Another process's side.
+
+    Parameters
+    ----------
+    path : str
+        Where the owner listens.
+    device : int, optional
+        The CUDA device that is to read; by default the one that has the memory.
+    or_owner : bool
+        Whether the device that has the memory reads where `device` has no peer access to it.
+    timeout : float
+        Seconds to wait for the owner's answer.
+    writable : bool
+        Whether it is also to write.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        device: int | None = None,
+        or_owner: bool = False,
+        timeout: float = FETCH_S,
+        writable: bool = False,
+    ) -> None:
+        self._path, self._device, self._timeout = path, device, timeout
+        self._or_owner, self._writable = or_owner, writable
+        self._mapped: dict[int, tuple[BufferName, Memory]] = {}
+
+    def memory(self, name: BufferName) -> Memory:
+        """Return a buffer, mapped to be read; it stays so until another generation is asked for.
+
+        Parameters
+        ----------
+        name : BufferName
+            As the owner gave it.
+
+        Returns
+        -------
+        Memory
+
+        Raises
+        ------
+        BufferLostError
+            The owner does not have it.
+        PeerGoneError
+            There is no owner any more.
+        DeviceMismatchError, CudaDriverError, OSError, PermissionError
+            It cannot be mapped.
+        """
+        found = self._mapped.get(name.number)
+        if found is not None and found[0] == name:
+            return found[1]
+        question = msgspec.msgpack.encode(name)
+        try:
+            # Who names a buffer listens already.
+            answer = fetch_descriptor(self._path, question, self._timeout, await_server=False)
+        except ValueError as error:
+            raise BufferLostError(f"the memory of {name} is not there any more: {error}") from error
+        memory = open_memory(
+            *answer, device=self._device, or_owner=self._or_owner, writable=self._writable
+        )
+        self._mapped[name.number] = name, memory
+        if found is not None:
+            found[1].close()
+        return memory
+
+    def close(self) -> None:
+        """Let go of all buffers; tensors that look into them stay valid."""
+        mapped: Any = self._mapped
+        self._mapped = {}
+        for _, memory in mapped.values():
+            memory.close()

@@ -1,0 +1,488 @@
+"""The carrier ``checkpoint``: safetensors files in a directory, for engines that reload by a path.
+
+::
+
+    DIRECTORY/version-7-00000003/model.safetensors    version 7, the third publication
+    DIRECTORY/latest -> version-7-00000003            swapped by a rename
+
+Invariant: `latest` leads to a directory whose file was written whole and synced before the link was
+swapped. Files are read by safetensors, which runs no code of theirs. One process writes into a
+directory.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from shmbus.weights.carriers.base import Promises
+from shmbus.weights.errors import (
+    ManifestError,
+    TornWeightsError,
+    WeightsBusyError,
+    WeightsError,
+    WeightsTimeoutError,
+)
+from shmbus.weights.file_form import faults_in_file
+from shmbus.weights.loading import LoadCache
+from shmbus.weights.manifest import Manifest
+from shmbus.weights.owned_file import OwnedFile
+from shmbus.weights.source import LocalPiece, dtype_name
+
+__all__ = [
+    "PROMISES",
+    "CheckpointPlace",
+    "CheckpointReader",
+    "CheckpointVersion",
+    "CheckpointWriter",
+    "newest_checkpoints",
+]
+
+PROMISES: Final = Promises(
+    whole_version=True,
+    late_readers=True,
+    survives_publisher=True,
+    survives_reboot=True,
+    views=False,
+    ranks=False,
+    memory="`keep` times the model, on the directory's disk",
+)
+
+FILE: Final = "model.safetensors"
+_LINK: Final = "latest"
+_NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
+#: What a file system says that cannot lock a directory.
+_NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+#: Seconds between two looks at the link; there is no bell on a disk.
+_POLL_S: Final = 0.05
+
+
+class CheckpointPlace(NamedTuple):
+    """Where a version lies.
+
+    Attributes
+    ----------
+    path : Path
+        Its directory, which an engine reads as a checkpoint.
+    version : int
+        The publisher's number of it.
+    """
+
+    path: Path
+    version: int
+
+
+class CheckpointWriter:
+    """One process that writes whole files.
+
+    Parameters
+    ----------
+    directory : path
+        Made if need be; on a disk, or on tmpfs for speed.
+    manifest : Manifest
+        Of the model.
+    keep : int
+        Versions that stay; older ones are removed, never the newest.
+
+    Raises
+    ------
+    WeightsBusyError
+        Another one writes there.
+    ManifestError
+        A tensor has a name or a dtype that safetensors has not.
+    """
+
+    name = "checkpoint"
+    promises = PROMISES
+
+    def __init__(self, directory: Path | str, manifest: Manifest, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1 version, got {keep}")
+        self._directory = Path(directory)
+        self._manifest = manifest
+        self._keep = keep
+        faults = faults_in_file({t.name: getattr(torch, t.dtype) for t in manifest.tensors})
+        if faults:
+            raise ManifestError("carrier 'checkpoint': use 'shm', or another name or dtype", faults)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self._directory)
+        for left in self._directory.glob(".new-*"):  # by a publisher that died
+            if left.is_symlink():
+                left.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def begin(self, version: int, text: str) -> _CheckpointSink:
+        """Begin a version; its tensors are referred to until it is finished."""
+        return _CheckpointSink(self, version, text)
+
+    def close(self, *, remove: bool) -> None:
+        """Leave; `remove` is not obeyed: a checkpoint is kept."""
+        self._lock.close()
+
+    def write(self, version: int, text: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write, sync, rename, swap the link, and remove what is old."""
+        from safetensors import SafetensorError
+
+        numbers = [number for number, _ in _published(self._directory)]
+        name = f"version-{version}-{max(numbers, default=0) + 1:08}"
+        said = base64.b64encode(self._manifest.encode()).decode()
+        metadata = {"shmbus": said, "version": str(version), "text": text}
+        fresh = self._directory / f".new-{secrets.token_hex(4)}"
+        link = self._directory / f".new-{secrets.token_hex(4)}"
+        try:
+            self._write(name, fresh, link, tensors, metadata)
+        except BaseException as error:
+            # A version that is not the newest was not published: nobody may find it by its number.
+            newest = _newest_in(self._directory)
+            for left in (fresh, *([] if newest == name else [self._directory / name])):
+                shutil.rmtree(left, ignore_errors=True)
+            link.unlink(missing_ok=True)
+            if isinstance(error, OSError | SafetensorError):
+                raise WeightsError(
+                    f"{self._directory}: version {version} could not be written: {error}; "
+                    f"{newest or 'nothing'} is in force there"
+                ) from error
+            raise
+        for _, old in _published(self._directory)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _write(
+        self,
+        name: str,
+        fresh: Path,
+        link: Path,
+        tensors: dict[str, torch.Tensor],
+        metadata: dict[str, str],
+    ) -> None:
+        from safetensors.torch import save_file
+
+        fresh.mkdir()
+        save_file(tensors, fresh / FILE, metadata)
+        _sync(fresh / FILE)
+        _sync(fresh)
+        fresh.rename(self._directory / name)
+        link.symlink_to(name)
+        link.replace(self._directory / _LINK)
+        _sync(self._directory)
+
+
+class _CheckpointSink:
+    """Tensors that will be one file."""
+
+    def __init__(self, writer: CheckpointWriter, version: int, text: str) -> None:
+        self._writer, self._version, self._text = writer, version, text
+        self._places = writer._manifest.by_name()
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def put(self, piece: LocalPiece) -> int:
+        """Take a whole tensor, cast to what is published."""
+        place = self._places.get(piece.name)
+        if place is None or tuple(piece.tensor.shape) != place.shape:
+            expected = "no such tensor" if place is None else f"{list(place.shape)} in one piece"
+            raise WeightsError(
+                f"{piece.name!r}: expected {expected}, got {list(piece.tensor.shape)}; the carrier "
+                "'checkpoint' takes whole tensors from one rank, 'shm' takes shards from all"
+            )
+        # A copy even where nothing is cast: the model may go on before the file is written.
+        made = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
+        made.copy_(piece.tensor)
+        self._tensors[place.name] = made
+        return place.size
+
+    def settle(self) -> None:
+        """Do nothing: a piece is copied when `put` returns."""
+
+    def finish(self) -> None:
+        """Write the file, and make it the newest."""
+        missing = [t.name for t in self._writer._manifest.tensors if t.name not in self._tensors]
+        if missing:
+            raise ManifestError("this version has not all of its tensors", missing)
+        self._writer.write(self._version, self._text, self._tensors)
+        self._tensors = {}
+
+    def give_up(self, reason: str) -> None:
+        """Forget the tensors."""
+        del reason
+        self._tensors = {}
+
+
+class CheckpointVersion:
+    """A file that was read.
+
+    Parameters
+    ----------
+    directory : path
+        Of this version.
+    sequence : int
+        By the directory's name.
+    """
+
+    def __init__(self, directory: Path, sequence: int) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        path = directory / FILE
+        try:
+            with safe_open(path, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+                self._tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise TornWeightsError(
+                f"{path}: {error}; nothing was loaded: publish again, or remove the directory"
+            ) from error
+        try:
+            said = base64.b64decode(metadata["shmbus"], validate=True)
+            self.version = int(metadata["version"])
+        except (KeyError, ValueError) as error:
+            raise ManifestError(f"{path}: not published by shmbus", [str(error)]) from error
+        self.text = metadata.get("text", "")
+        self.sequence = sequence
+        self.origin: object = directory.parent
+        self.manifest = Manifest.decode(said, _payload_bytes(said))
+        self._check()
+
+    def _check(self) -> None:
+        faults = []
+        for place in self.manifest.tensors:
+            found = self._tensors.get(place.name)
+            if found is None:
+                faults.append(f"{place.name!r} is missing")
+            elif (dtype_name(found.dtype), tuple(found.shape)) != (place.dtype, place.shape):
+                faults.append(f"{place.name!r}: {found.dtype} {list(found.shape)}")
+        if faults:
+            raise ManifestError("the file does not have what its manifest says", faults)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that were read."""
+        return self._tensors
+
+    @property
+    def cache(self) -> LoadCache | None:
+        """Return None: its views are made for each lease."""
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """Return `tensors()`."""
+        return self.tensors()
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing: there is no host memory that stays."""
+
+    def verify(self, *, sample: bool) -> None:
+        """Refuse: the file has no digests."""
+        del sample
+        raise WeightsError(
+            "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
+        )
+
+    def loading(self) -> None:
+        """Nobody reads it: a directory has no rows."""
+
+    def applied(self) -> None:
+        """Nobody reads it: a directory has no rows."""
+
+    def refused(self, code: int, reason: str) -> None:
+        """Nobody reads it: a directory has no rows."""
+
+    def close(self) -> None:
+        """Forget the tensors."""
+        self._tensors = {}
+
+
+class CheckpointReader:
+    """A process that reads the newest file.
+
+    Parameters
+    ----------
+    directory : path
+        As the writer's.
+    """
+
+    name = "checkpoint"
+    promises = PROMISES
+
+    def __init__(self, directory: Path | str) -> None:
+        self._directory = Path(directory)
+
+    def latest(self, after: int, timeout: float | None) -> CheckpointVersion:
+        """Wait for a version.
+
+        Parameters
+        ----------
+        after : int
+            A sequence.
+        timeout : float | None
+            Seconds.
+
+        Returns
+        -------
+        CheckpointVersion
+
+        Raises
+        ------
+        WeightsTimeoutError
+            None came.
+        TornWeightsError, ManifestError
+            It cannot be used.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            sequence, target = self._newest()
+            if target is not None and sequence > after:
+                try:
+                    return CheckpointVersion(target, sequence)
+                except TornWeightsError:
+                    if target.exists():  # else a newer one has replaced it
+                        raise
+            elif deadline is not None and time.monotonic() >= deadline:
+                raise WeightsTimeoutError(
+                    f"{self._directory}: no {'newer ' if after else ''}version in {timeout:g} s "
+                    f"(newest publication: {sequence or 'none'}); start the publisher, or wait"
+                )
+            else:
+                time.sleep(_POLL_S)
+
+    def at(self, version: int) -> CheckpointVersion:
+        """Return a version that is still there, newest or not.
+
+        Parameters
+        ----------
+        version : int
+            The publisher's number of it.
+
+        Returns
+        -------
+        CheckpointVersion
+
+        Raises
+        ------
+        WeightsTimeoutError
+            It is not there any more, or yet.
+        TornWeightsError, ManifestError
+            It cannot be used.
+        """
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # its publisher makes it
+            names = os.listdir(self._directory)
+        there = {
+            (int(found[1]), int(found[2])): self._directory / name
+            for name in names
+            if (found := _NAME.fullmatch(name))
+        }
+        sequence = max((of for number, of in there if number == version), default=None)
+        if sequence is None:
+            raise WeightsTimeoutError(
+                f"{self._directory}: version {version} is not there; there are: "
+                f"{', '.join(str(number) for number, _ in sorted(there)) or 'none'}"
+            )
+        return CheckpointVersion(there[version, sequence], sequence)
+
+    def removed(self) -> bool:
+        """Return False: a directory is looked at anew each time."""
+        return False
+
+    def _newest(self) -> tuple[int, Path | None]:
+        name = _newest_in(self._directory)
+        if found := _NAME.fullmatch(name):
+            return int(found[2]), self._directory / name
+        return 0, None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:
+    """Find the version that `latest` leads to, and the one that was published before it.
+
+    Parameters
+    ----------
+    directory : path
+        As the writer's.
+
+    Returns
+    -------
+    (CheckpointPlace, CheckpointPlace or None)
+
+    Raises
+    ------
+    WeightsError
+        Nothing was published there.
+    """
+    newest = (
+        directory / os.readlink(directory / _LINK) if (directory / _LINK).is_symlink() else None
+    )
+    there = [path for _, path in _published(directory)] if newest is not None else []
+    if newest is None or newest not in there:
+        raise WeightsError(
+            f"{directory}: expected the link {_LINK!r} to a version, as a WeightPublisher with "
+            "carrier='checkpoint' makes it; publish first. Nothing was touched"
+        )
+    older = there[: there.index(newest)]
+    return _place(newest), _place(older[-1]) if older else None
+
+
+def _place(path: Path) -> CheckpointPlace:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return CheckpointPlace(path=path, version=int(found[1]))
+
+
+def _newest_in(directory: Path) -> str:
+    """Return what the link leads to; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return os.readlink(directory / _LINK)
+    return ""
+
+
+def _locked(directory: Path) -> OwnedFile:
+    """Be the one that writes into a directory, until the file is closed or the process ends."""
+    file = OwnedFile()
+    file.open(os.path.realpath(directory), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise WeightsBusyError(
+            f"{directory}: another publisher writes there; close that one first, or give this one "
+            "a directory of its own"
+        ) from error
+    except OSError as error:
+        # Some network file systems lock no directories; what is written there is whole all the
+        # same.
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+    return file
+
+
+def _published(directory: Path) -> list[tuple[int, Path]]:
+    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[2]), path) for match, path in found)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _payload_bytes(said: bytes) -> int:
+    """Return what the manifest says: a file has no payload of its own to compare with."""
+    try:
+        return msgspec.msgpack.decode(said, type=Manifest).total
+    except msgspec.DecodeError:
+        return 0

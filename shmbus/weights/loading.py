@@ -1,0 +1,428 @@
+"""Copying a version into a model in place: the whole check first, then the bytes.
+
+Invariant: no element of the model is written before every name, shape and dtype was compared. If a
+copy fails after that, the error says that the model is torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.device.streams import current_stream
+from shmbus.weights.copies import (
+    Batch,
+    Pair,
+    from_host_to_device,
+    split,
+)
+from shmbus.weights.errors import ManifestError, TornWeightsError
+from shmbus.weights.manifest import Manifest, Slice, require_slices
+from shmbus.weights.memory import has_memory, view_of
+from shmbus.weights.seen import SeenTensors
+from shmbus.weights.sharded import is_sharded
+from shmbus.weights.source import dtype_name, local_part
+from shmbus.weights.staging import HostBatch, transfers_of
+
+__all__ = ["LoadCache", "Loading", "Targets", "named_of", "paired", "targets_of"]
+
+#: What `load_into` writes into: a module, or tensors by name.
+Targets = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+def named_of(model: Targets | Mapping[str, object]) -> Mapping[str, object]:
+    """Return what a module has, or what was given, by name: tensors, and what else there may be."""
+    if isinstance(model, torch.nn.Module):
+        return model.state_dict(keep_vars=True)
+    if not isinstance(model, Mapping):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, or tensors by name, got {type(model).__name__}"
+        )
+    return model
+
+
+def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module, or those that were given, by name."""
+    found: Any = named_of(model)
+    if isinstance(found, dict) and all(
+        issubclass(kind, torch.Tensor) for kind in set(map(type, found.values()))
+    ):
+        return found
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+class LoadCache:
+    """What was checked of a buffer and a model, for the next version in that buffer.
+
+    A model that is loaded again and again is compared once: after that it is enough that its
+    tensors are the same ones, at the same place, of the same dtypes, shapes and strides.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[bool, bool], SeenTensors, Loading] | None = None
+
+    def foreseen(self, how: tuple[bool, bool]) -> Loading | None:
+        """Return what `get` returns, unless something has changed."""
+        return None if self._kept is None or self._kept[0] != how else self._kept[2]
+
+    def get(self, named: Mapping[str, object], how: tuple[bool, bool]) -> Loading | None:
+        """Return what was paired for these targets, by the same strictness and casting."""
+        if self._kept is None or self._kept[0] != how or not self._kept[1].still(named):
+            return None
+        return self._kept[2]
+
+    def put(
+        self, targets: Mapping[str, torch.Tensor], how: tuple[bool, bool], loading: Loading
+    ) -> None:
+        """Keep what was paired, and the targets."""
+        self._kept = how, SeenTensors(targets), loading
+
+
+def paired(
+    version: int,
+    manifest: Manifest,
+    tensors: dict[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    slices: Mapping[str, Slice] | None = None,
+) -> dict[str, Pair]:
+    """Check everything, and say what is to be copied into what.
+
+    Parameters
+    ----------
+    version : int
+        For messages.
+    manifest : Manifest
+        Checked.
+    tensors : dict of Tensor
+        By the manifest's names.
+    targets : mapping of Tensor
+        Written in place; of a DTensor, the local shard.
+    strict : bool
+        Whether each tensor of one side has to be on the other.
+    cast : bool
+        Whether dtypes may differ.
+    slices : mapping of Slice, optional
+        Where a published tensor is a part of a fused one of the model: its name -> the part.
+
+    Returns
+    -------
+    dict of (target, source)
+        By name.
+
+    Raises
+    ------
+    ManifestError
+        What does not fit, all of it.
+    """
+    targets = {name: target.detach() for name, target in targets.items()}
+    require_slices(slices)
+    destinations = _destinations(targets, slices or {})
+    faults = _faults(manifest, targets, destinations, strict=strict, cast=cast, slices=slices or {})
+    if faults:
+        raise ManifestError(
+            f"version {version} does not fit the model, and nothing of it was changed", faults
+        )
+    names = set(manifest.names())
+    pairs = {
+        name: _pair(name, view_of(tensors, manifest, name), target)
+        for name, target in destinations.items()
+        if name in names
+    }
+    faults = _tied(manifest, pairs)
+    if faults:
+        raise ManifestError(
+            f"version {version} has values apart that the model has in one memory, and nothing of "
+            "it was changed: untie them there, or tie them in what is published",
+            faults,
+        )
+    return pairs
+
+
+class Loading:
+    """What is copied into a model, checked and sorted; the same again for each version.
+
+    Parameters
+    ----------
+    pairs : mapping of (target, source)
+        By name, as `paired` gave them.
+    """
+
+    def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        #: Of what is written.
+        self.devices = {target.device for target, _ in pairs.values()}
+        self._begun: ExitStack | None = None
+        crossing, rest = from_host_to_device(pairs.values())
+        # In one order everywhere, since the ways are locked together.
+        self._crossing = [
+            (way, HostBatch(way, crossing[way.device]))
+            for way in map(transfers_of, sorted(crossing, key=str))
+        ]
+        self._busy = {each.device for pair in rest for each in pair if each.is_cuda}
+        named = {id(target): name for name, (target, _) in pairs.items()}
+        alone, together = split(rest)
+        parts = [*([pair] for pair in alone), *together]
+        self._sorted = [
+            (
+                repr(named[id(part[0][0])]) + f" and {len(part) - 1} more" * (len(part) > 1),
+                Batch(part),
+            )
+            for part in parts
+        ]
+
+    def begin_ahead(self) -> None:
+        """Begin to bring the first bytes from the host to devices, into no tensor of the model.
+
+        `copy` or `give_up` has to follow, in the same thread.
+        """
+        if not self._crossing:
+            return
+        with ExitStack() as stack:
+            for way, crossing in self._crossing:
+                stack.enter_context(way.lock)
+                stack.callback(way.stream.synchronize)
+                crossing.begin_ahead()
+            self._begun = stack.pop_all()
+
+    def give_up(self) -> None:
+        """Wait for what was begun ahead, if anything was, and use it no more."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            for _, crossing in self._crossing:
+                crossing.forget_ahead()
+            begun.close()
+
+    @torch.no_grad()
+    def copy(self, version: int) -> int:
+        """Copy, small tensors of a device together.
+
+        Parameters
+        ----------
+        version : int
+            For messages.
+
+        Returns
+        -------
+        int
+            Bytes written, and all of them there.
+
+        Raises
+        ------
+        TornWeightsError
+            A copy failed: the model has some of this version.
+        """
+        written = 0
+        what = ""
+        try:
+            for way, crossing in self._crossing:
+                what = f"from the host to {way.device}"
+                with way.lock:
+                    crossing.begin()
+                    way.settle()
+                written += crossing.nbytes
+            self.give_up()
+            for named, batch in self._sorted:
+                what = named
+                batch.begin()
+                written += batch.nbytes
+            # The slot is given back afterwards, and what fails on a device is known by then.
+            for device in self._busy:
+                current_stream(device).synchronize()
+        except (RuntimeError, OSError, CudaDriverError) as error:
+            raise TornWeightsError(
+                f"version {version}: copying {what} failed after {written} bytes: {error}. The "
+                "model is torn: load a whole version before it is used"
+            ) from error
+        return written
+
+
+def _destinations(
+    targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
+) -> dict[str, torch.Tensor]:
+    """Target tensors by the names that are published: fused ones by their parts."""
+    fused = {part.of for part in slices.values()}
+    found = {name: tensor for name, tensor in targets.items() if name not in fused}
+    for name, part in slices.items():
+        whole = targets.get(part.of)
+        if whole is None or is_sharded(whole) or not _is_inside(part, whole):
+            continue
+        view = whole.narrow(part.dim, part.start, part.length)
+        found[name] = view.squeeze(part.dim) if part.drop_dim else view
+    return found
+
+
+def _is_inside(part: Slice, whole: torch.Tensor) -> bool:
+    return (
+        0 <= part.dim < whole.dim()
+        and part.start >= 0
+        and part.length >= 0
+        and part.start + part.length <= whole.shape[part.dim]
+        and not (part.drop_dim and part.length != 1)
+    )
+
+
+def _faults(
+    manifest: Manifest,
+    targets: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, torch.Tensor],
+    *,
+    strict: bool,
+    cast: bool,
+    slices: Mapping[str, Slice],
+) -> list[str]:
+    """Everything that does not fit, in the order missing, unexpected, shape, dtype."""
+    places = manifest.by_name()
+    missing, unexpected, shapes, dtypes = [], [], [], []
+    for name, part in slices.items():
+        if name not in destinations:
+            shapes.append(f"slice {name!r}: {part} is not inside a plain tensor of the model")
+    shapes += _uncovered(targets, slices)
+    for name, target in destinations.items():
+        problem = _unwritable(target)
+        if problem:
+            shapes.append(f"{name!r} of the model {problem}")
+            continue
+        if name not in places and name not in manifest.slices:
+            missing.append(f"missing: {name!r}")
+            continue
+        dtype, shape = manifest.shape_of(name, places)
+        if shape != tuple(target.shape):
+            shapes.append(f"shape of {name!r}: expected {list(target.shape)}, got {list(shape)}")
+        if dtype != dtype_name(target.dtype) and not cast:
+            dtypes.append(f"dtype of {name!r}: expected {dtype_name(target.dtype)}, got {dtype}")
+    if strict:
+        taken = _covered(manifest, destinations)
+        unexpected = [f"unexpected: {t.name!r}" for t in manifest.tensors if t.name not in taken]
+    return [*(missing if strict else []), *unexpected, *shapes, *dtypes]
+
+
+def _covered(manifest: Manifest, destinations: Mapping[str, torch.Tensor]) -> set[str]:
+    """Tensors of which the model takes something, by itself, an alias or a slice."""
+    return {_root(manifest, name) for name in destinations}
+
+
+def _root(manifest: Manifest, name: str) -> str:
+    """Return the tensor that has what a name stands for."""
+    while name in manifest.slices:
+        name = manifest.slices[name].of
+    return manifest.aliases.get(name, name)
+
+
+def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:
+    """Destinations that overlap, and do not get the same bytes of one published tensor."""
+    spans = sorted(
+        (str(target.device), target.data_ptr(), _end_of(target), name)
+        for name, (target, _) in pairs.items()
+        if target.numel()
+    )
+    faults = []
+    reach: list[tuple[str, int, int, str]] = []  # those that may overlap what follows
+    for span in spans:
+        device, start, _, name = span
+        reach = [other for other in reach if other[0] == device and other[2] > start]
+        faults += [
+            f"{other[3]!r} and {name!r} of the model share memory, and are published apart"
+            for other in reach
+            if _overlap(pairs[other[3]][0], pairs[name][0])
+            and not _is_one(manifest, other[3], name, pairs)
+        ]
+        reach.append(span)
+    return faults
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.data_ptr()) + (last + 1) * tensor.element_size()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether any byte belongs to both, whose spans overlap."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # By addresses alone: nothing is read, and a device's are as good.
+    return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)))
+
+
+class _Addresses:
+    """A tensor's addresses as numpy takes them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def _is_one(manifest: Manifest, one: str, other: str, pairs: Mapping[str, Pair]) -> bool:
+    """Whether two destinations lie to each other as their sources in one published tensor do."""
+    (target, source), (target2, source2) = pairs[one], pairs[other]
+    there = (target2.data_ptr() - target.data_ptr()) // target.element_size()
+    here = (source2.data_ptr() - source.data_ptr()) // source.element_size()
+    return (
+        _root(manifest, one) == _root(manifest, other)
+        and target.dtype == target2.dtype
+        and there == here
+        and (target.stride(), source.stride()) == (target2.stride(), source2.stride())
+    )
+
+
+def _uncovered(targets: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> list[str]:
+    """Fused tensors that their parts do not make up: each row has to come once."""
+    parts: dict[str, list[Slice]] = {}
+    for part in slices.values():
+        parts.setdefault(part.of, []).append(part)
+    faults = []
+    for name, found in parts.items():
+        whole = targets.get(name)
+        dim = found[0].dim
+        if whole is None or not 0 <= dim < whole.dim():
+            continue  # that is said of the slice
+        end, made_up = 0, True
+        for part in sorted(found, key=lambda part: part.start):
+            made_up = made_up and part.dim == dim and part.start == end
+            end = part.start + part.length
+        if not made_up or end != whole.shape[dim]:
+            said = ", ".join(f"{part.start} to {part.start + part.length}" for part in found)
+            length = sum(part.length for part in found)
+            faults.append(
+                f"the slices of {name!r} are {length} of {whole.shape[dim]} rows ({said}): each "
+                "row has to be in one of them"
+            )
+    return faults
+
+
+def _unwritable(target: torch.Tensor) -> str:
+    """Say why nothing can be copied into a tensor in place; empty where it can."""
+    if target.is_meta:
+        return "is on the meta device and has no memory"
+    local = target.to_local() if is_sharded(target) else target
+    if local.layout != torch.strided:
+        return f"has the layout {local.layout}, expected torch.strided"
+    if not has_memory(local):
+        return "has no memory: its storage was freed, as FSDP does between forward passes"
+    if local.is_conj() or local.is_neg():
+        return "is a lazy conjugate or negative of other memory; call resolve_conj().resolve_neg()"
+    if any(not step and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+        return "is expanded: several of its elements are one; call clone()"
+    return ""
+
+
+def _pair(name: str, view: torch.Tensor, target: torch.Tensor) -> Pair:
+    if is_sharded(target):
+        start, local, _ = local_part(name, target)
+        for dim, (at, size) in enumerate(zip(start, local.shape, strict=True)):
+            if size != view.shape[dim]:
+                view = view.narrow(dim, at, size)
+        target = local
+    return target, view

@@ -1,0 +1,373 @@
+"""The manifest: which tensors a version has, and where each of them lies.
+
+It is MessagePack, decoded into typed structs; nothing that is read is ever unpickled. It is checked
+whole, against itself and against the model, before a byte of either is touched.
+
+Invariants of a manifest that was checked: names are unique; every tensor lies inside the payload,
+aligned, with the bytes of its shape; no two overlap; each alias and slice leads to a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+
+from shmbus._checks import check_text
+from shmbus.weights.errors import ManifestError
+
+__all__ = [
+    "ALIGNMENT",
+    "DTYPE_BYTES",
+    "Manifest",
+    "ParamMeta",
+    "Slice",
+    "TensorPlace",
+    "require_slices",
+]
+
+#: Bytes at multiples of which tensors begin: the widest vector and DMA access.
+ALIGNMENT: Final = 256
+
+#: The form of the manifest; a reader refuses another.
+FORMAT: Final = 1
+
+#: Slices of slices: expert i of a stack, then its gate half. Deeper ones are a circle.
+_MAX_DEPTH: Final = 4
+
+#: Bytes of an element, by torch's names of dtypes.
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+class ParamMeta(msgspec.Struct, frozen=True):
+    """A tensor of the whole model, as every rank knows it.
+
+    Attributes
+    ----------
+    name : str
+        As in the checkpoint.
+    dtype : str
+        Torch's name of what is published, such as "bfloat16".
+    shape : tuple of int
+        Of the whole tensor, whatever part of it this rank has.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor and its bytes.
+
+    Attributes
+    ----------
+    name, dtype, shape : str, str, tuple of int
+        As in `ParamMeta`.
+    offset, size : int
+        Bytes in the payload: C order, little-endian.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A name for a part of another tensor, such as q of a fused qkv or expert 7 of a stack.
+
+    Attributes
+    ----------
+    of : str
+        The tensor, or another slice.
+    dim, start, length : int
+        Which part of which dimension.
+    drop_dim : bool
+        Whether a part of length 1 loses that dimension.
+    """
+
+    of: str
+    dim: int
+    start: int
+    length: int
+    drop_dim: bool = False
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All tensors of a version.
+
+    Attributes
+    ----------
+    format : int
+        1.
+    model : str
+        A name for people.
+    total : int
+        Bytes of payload.
+    tensors : list of TensorPlace
+        In the order of their bytes, which is that of the layers.
+    aliases : dict of str
+        Tied tensors: other name -> name; they have one copy.
+    slices : dict of Slice
+        Names for parts.
+    """
+
+    format: int = FORMAT
+    model: str = ""
+    total: int = 0
+    tensors: list[TensorPlace] = []
+    aliases: dict[str, str] = {}
+    slices: dict[str, Slice] = {}
+
+    @classmethod
+    def plan(
+        cls,
+        params: Sequence[ParamMeta],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        slices: Mapping[str, Slice] | None = None,
+        model: str = "",
+    ) -> Manifest:
+        """Give each tensor its place, one after the other.
+
+        Parameters
+        ----------
+        params : sequence of ParamMeta
+            All tensors, the same on every rank.
+        aliases, slices : mapping, optional
+            Other names.
+        model : str
+            A name for people.
+
+        Returns
+        -------
+        Manifest
+            Checked.
+
+        Raises
+        ------
+        ManifestError
+            What was given contradicts itself.
+        TypeError
+            Something is no ParamMeta, no text or no Slice.
+        """
+        tensors = []
+        end = 0
+        require_slices(slices)
+        if aliases is not None and not isinstance(aliases, Mapping):
+            raise TypeError(f"aliases: expected names by name, got {type(aliases).__name__}")
+        check_text("model", model)
+        _require_params(params)
+        for param in params:
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            size = math.prod(param.shape) * DTYPE_BYTES.get(param.dtype, 0)
+            tensors.append(TensorPlace(param.name, param.dtype, param.shape, offset, size))
+            end = offset + size
+        planned = cls(
+            model=model,
+            total=-(-max(end, 1) // ALIGNMENT) * ALIGNMENT,
+            tensors=tensors,
+            aliases=dict(aliases or {}),
+            slices=dict(slices or {}),
+        )
+        planned.check("what is to be published contradicts itself")
+        return planned
+
+    def encode(self) -> bytes:
+        """Return it as MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes, payload_bytes: int) -> Manifest:
+        """Read a manifest and check it whole.
+
+        Parameters
+        ----------
+        data : bytes
+            MessagePack.
+        payload_bytes : int
+            Bytes that the version really has.
+
+        Returns
+        -------
+        Manifest
+
+        Raises
+        ------
+        ManifestError
+            It is none, or contradicts itself or the payload.
+        """
+        what = "the manifest of these weights cannot be used, and nothing was read of them"
+        try:
+            found = msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ManifestError(what, [str(error)]) from error
+        if found.total != payload_bytes:
+            raise ManifestError(what, [f"it says {found.total} bytes, {payload_bytes} are there"])
+        found.check(what)
+        return found
+
+    def check(self, what: str) -> None:
+        """Check it against itself.
+
+        Parameters
+        ----------
+        what : str
+            What the error says first.
+
+        Raises
+        ------
+        ManifestError
+            With all faults.
+        """
+        faults = [] if self.format == FORMAT else [f"format {self.format}, expected {FORMAT}"]
+        names: dict[str, TensorPlace] = {}
+        for tensor in self.tensors:
+            if tensor.name in names:
+                faults.append(f"{tensor.name!r} is there twice")
+            names[tensor.name] = tensor
+            faults += self._faults_of(tensor)
+        ordered = sorted(self.tensors, key=lambda tensor: (tensor.offset, tensor.size))
+        for before, after in pairwise(ordered):
+            if before.offset + before.size > after.offset and after.size:
+                faults.append(f"{before.name!r} and {after.name!r} overlap")
+        for alias, name in self.aliases.items():
+            if alias in names:
+                faults.append(f"alias {alias!r} is a tensor too")
+            if name not in names:
+                faults.append(f"alias {alias!r} of {name!r}, which is no tensor")
+        if not faults:
+            places = self.by_name()
+            for name in self.slices:
+                try:
+                    self.shape_of(name, places)
+                except ValueError as error:
+                    faults.append(str(error))
+                if name in names or name in self.aliases:
+                    faults.append(f"slice {name!r} is a tensor or an alias too")
+        if faults:
+            raise ManifestError(what, faults)
+
+    def _faults_of(self, tensor: TensorPlace) -> list[str]:
+        faults = []
+        width = DTYPE_BYTES.get(tensor.dtype)
+        if not tensor.name:
+            faults.append("a tensor has no name")
+        if width is None:
+            faults.append(f"{tensor.name!r}: dtype {tensor.dtype!r} is unknown")
+        if any(size < 0 for size in tensor.shape) or tensor.size >= 1 << 63:
+            faults.append(f"{tensor.name!r}: shape {list(tensor.shape)}")
+        elif width is not None and tensor.size != math.prod(tensor.shape) * width:
+            faults.append(
+                f"{tensor.name!r}: {tensor.size} bytes for {tensor.dtype} {list(tensor.shape)}"
+            )
+        if tensor.offset % ALIGNMENT or tensor.offset < 0:
+            faults.append(f"{tensor.name!r}: offset {tensor.offset}, no multiple of {ALIGNMENT}")
+        elif tensor.offset + max(tensor.size, 0) > self.total:
+            faults.append(
+                f"{tensor.name!r} ends at {tensor.offset + tensor.size} of {self.total} bytes"
+            )
+        return faults
+
+    def names(self) -> list[str]:
+        """Return all names: tensors, aliases, slices."""
+        return [tensor.name for tensor in self.tensors] + [*self.aliases, *self.slices]
+
+    def by_name(self) -> dict[str, TensorPlace]:
+        """Return each tensor by its names, aliases included."""
+        found = {tensor.name: tensor for tensor in self.tensors}
+        return found | {alias: found[name] for alias, name in self.aliases.items()}
+
+    def shape_of(self, name: str, places: Mapping[str, TensorPlace]) -> tuple[str, tuple[int, ...]]:
+        """Look up a tensor, alias or slice.
+
+        Parameters
+        ----------
+        name : str
+            Any of `names`.
+        places : mapping of TensorPlace
+            From `by_name`.
+
+        Returns
+        -------
+        (str, tuple of int)
+            Its dtype and shape.
+
+        Raises
+        ------
+        ValueError
+            It is a slice that leads nowhere, or is not inside its tensor.
+        """
+        chain: list[Slice] = []
+        at = name
+        while at in self.slices:
+            chain.append(self.slices[at])
+            at = chain[-1].of
+            if len(chain) > _MAX_DEPTH:
+                raise ValueError(f"slice {name!r}: more than {_MAX_DEPTH} slices of slices")
+        tensor = places.get(at)
+        if tensor is None:
+            raise ValueError(f"slice {name!r} of {at!r}, which is no tensor")
+        shape = list(tensor.shape)
+        for part in reversed(chain):
+            if not 0 <= part.dim < len(shape):
+                raise ValueError(f"slice {name!r}: dimension {part.dim} of {shape}")
+            if part.start < 0 or part.length < 0 or part.start + part.length > shape[part.dim]:
+                raise ValueError(
+                    f"slice {name!r}: {part.start} to {part.start + part.length} of dimension "
+                    f"{part.dim} of {shape}"
+                )
+            if part.drop_dim and part.length != 1:
+                raise ValueError(f"slice {name!r}: drops a dimension of {part.length}")
+            shape[part.dim : part.dim + 1] = [] if part.drop_dim else [part.length]
+        return tensor.dtype, tuple(shape)
+
+
+def require_slices(slices: object) -> None:
+    """Raise TypeError unless it is Slices by name, or None."""
+    if slices is not None and not isinstance(slices, Mapping):
+        raise TypeError(f"slices: expected Slices by name, got {type(slices).__name__}")
+    for name, part in (slices or {}).items():
+        if not isinstance(part, Slice):
+            raise TypeError(f"slices: {name!r}: expected a Slice, got {type(part).__name__}")
+        if any(type(number) is not int for number in (part.dim, part.start, part.length)):
+            raise TypeError(f"slices: {name!r}: dim, start, length: expected ints, got {part}")
+
+
+def _require_params(params: Sequence[object]) -> None:
+    for param in params:
+        if not isinstance(param, ParamMeta):
+            raise TypeError(f"params: expected ParamMetas, got {type(param).__name__}")
+        # Structs are checked where they are read, not where they are made.
+        name: object = param.name
+        shape: object = param.shape
+        if not isinstance(name, str):
+            raise TypeError(f"params: expected texts as names, got {name!r}")
+        if not isinstance(shape, (tuple, list)) or any(not isinstance(n, int) for n in shape):
+            raise TypeError(f"params: {name!r}: expected a tuple of ints, got {shape!r}")

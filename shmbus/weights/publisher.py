@@ -1,0 +1,498 @@
+"""Publishing weights: each rank writes its own pieces, and readers get whole versions.
+
+Invariants:
+
+- A version is published whole or not at all: an error names what failed, and which one is in force.
+- What `publish` has returned for is copied: the parameters may change from then on.
+- One version at a time: a second call waits for the one under way.
+- Numbers rise within a life; a life begins with a publisher, or where `new_life` says so. Readers
+  follow the order of publications, so a life may begin with any number.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+import torch
+
+from shmbus import BusClosedError
+from shmbus._checks import check_int64, check_seconds, check_text, checked_int
+from shmbus.pool import WhenHeld
+from shmbus.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
+from shmbus.weights.carriers.checkpoint import CheckpointWriter
+from shmbus.weights.carriers.exported import KIND_OF, ExportedWriter
+from shmbus.weights.carriers.patched import PatchingSink
+from shmbus.weights.carriers.shm import ShmWriter
+from shmbus.weights.errors import ManifestError, VersionOrderError, WeightsTimeoutError
+from shmbus.weights.manifest import Manifest
+from shmbus.weights.pieces import prepare_copies
+from shmbus.weights.probe import CarrierName, choose
+from shmbus.weights.publisher_options import (
+    DEFAULT_SLOTS,
+    check_options,
+    checked_directory,
+    checked_patches,
+    require_plain,
+)
+from shmbus.weights.source import ForeseeingSource, LocalPiece, WeightSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Publication", "Published", "WeightPublisher"]
+
+#: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
+PUBLISH_TIMEOUT_S: Final = 60.0
+_TO_THE_END: Final = "waits for the end"
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a version.
+
+    Attributes
+    ----------
+    version : int
+        As given.
+    skipped : bool
+        Whether readers held every slot, and ``when_held="skip"`` went on without it.
+    copied_bytes : int
+        Bytes that this rank wrote.
+    copied_s, seconds : float
+        Seconds until the parameters were copied, and until the version was whole.
+    changed : int | None
+        Elements of this rank that changed since the version before, where a patch says which;
+        None where the version has no patch.
+    """
+
+    version: int
+    skipped: bool
+    copied_bytes: int
+    copied_s: float
+    seconds: float
+    changed: int | None = None
+
+
+class Publication:
+    """A version that is being published by a thread.
+
+    The parameters must not change until `wait_copied` has returned.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version: Final = version
+        self._copied = threading.Event()
+        self._ended = threading.Event()
+        self._result: Published | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, either way."""
+        return self._ended.is_set()
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Wait until the parameters may change.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits for the end.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            They are still being copied.
+        """
+        check_seconds("timeout", timeout, none=_TO_THE_END)
+        if not self._copied.wait(timeout):
+            raise WeightsTimeoutError(
+                f"version {self.version}: still being copied after {timeout:g} s; do not change "
+                "the parameters before wait_copied() returns"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout: float | None = None) -> Published:
+        """Wait until readers get it.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits for the end, which the publisher's own deadlines bound.
+
+        Returns
+        -------
+        Published
+
+        Raises
+        ------
+        WeightsTimeoutError
+            It is still under way; it goes on.
+        WeightsError
+            It failed; what was newest stays in force.
+        """
+        check_seconds("timeout", timeout, none=_TO_THE_END)
+        if not self._ended.wait(timeout):
+            raise WeightsTimeoutError(
+                f"version {self.version}: still being published after {timeout:g} s; it goes on"
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _end(self, result: Published | None, error: BaseException | None) -> None:
+        self._result, self._error = result, error
+        self._copied.set()
+        self._ended.set()
+
+
+class WeightPublisher:
+    """Publishes the weights of a bus.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that they belong to; that need not exist.
+    source : WeightSource
+        Such as ``ModuleSource(model)``. Its names, dtypes and shapes are read now.
+    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
+        How they travel; "auto" asks `probe_carriers`.
+    device : str | torch.device
+        Carriers "cuda_vmm" and "cuda_ipc": the CUDA device on which versions lie; in ranks above 0
+        the one from which they write.
+    slots, max_slots : int, int | None
+        Versions that have memory, and to how many that may grow; not of a checkpoint.
+    rank, world_size : int
+        This process among those that write a version together. Every rank publishes each version.
+    when_held : "wait" | "skip" | "grow"
+        What happens where slow readers hold every slot but the newest.
+    timeout : float
+        Seconds to wait for readers and for other ranks.
+    digests : bool
+        Compute a digest of each block, which costs another pass over memory.
+    patches : bool | float
+        Carrier "shm": whether a version also says which elements changed since the one before, for
+        subscribers that have exactly that one. A number is the share of elements up to which it
+        does, 0.05 where it is True. It costs as much memory as `docs/weights.md` says.
+    directory : path, optional
+        Carrier "checkpoint": where files go.
+    keep : bool
+        Whether the weights stay when this publisher is closed. A death always leaves them, and so
+        does an exception that leaves its ``with`` block.
+    label : str
+        For messages, and for `shmbus weights`.
+
+    Raises
+    ------
+    ManifestError
+        The source contradicts itself.
+    WeightsBusyError
+        Another process publishes these weights.
+    WeightsError
+        The carrier cannot serve here.
+    TypeError, ValueError
+        An option is none, or is another carrier's.
+    CapacityError
+        The slots do not fit /dev/shm, or the device.
+    DeviceMismatchError
+        The device is not here.
+
+    Examples
+    --------
+    >>> with WeightPublisher("run1", ModuleSource(model)) as publisher:
+    ...     publisher.publish(version=7)
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        source: WeightSource,
+        *,
+        carrier: CarrierName = "auto",
+        device: str | torch.device = "cpu",
+        slots: int = DEFAULT_SLOTS,
+        max_slots: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        when_held: WhenHeld = "wait",
+        timeout: float = PUBLISH_TIMEOUT_S,
+        digests: bool = False,
+        patches: bool | float = False,
+        directory: Path | str | None = None,
+        keep: bool = False,
+        label: str = "",
+    ) -> None:
+        check_options(bus, source, timeout=timeout, label=label, digests=digests, keep=keep)
+        self.bus: Final = bus
+        rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
+        self.rank, self.world_size = rank, world_size
+        self._source = source
+        # To ask what a protocol asks takes longer than to begin a copy.
+        self._foreseeing = source if isinstance(source, ForeseeingSource) else None
+        self._repeating: dict[type, bool] = {}
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._closed, self._pid = False, os.getpid()
+        #: The number that was published last in this life; None before the first.
+        self.version: int | None = None
+        self.manifest: Final = Manifest.plan(
+            source.params(), aliases=source.aliases(), slices=source.slices(), model=bus
+        )
+        self._whole = sum(tensor.size for tensor in self.manifest.tensors)
+        self.carrier: Final = choose(carrier, device, directory=directory)
+        share = checked_patches(self.carrier.name, patches)
+        prepare_copies(torch.device(device))
+        self._writer: WriterCarrier
+        if self.carrier.name == "checkpoint":
+            require_plain(slots, max_slots, when_held)
+            place = checked_directory(directory, world_size, digests)
+            self._writer = CheckpointWriter(place, self.manifest)
+        elif self.carrier.name in KIND_OF:
+            self._writer = ExportedWriter(
+                bus,
+                self.manifest,
+                name=self.carrier.name,
+                device=torch.device(device),
+                slots=slots,
+                max_slots=max_slots,
+                rank=rank,
+                world_size=world_size,
+                when_held=when_held,
+                timeout=timeout,
+                digests=digests,
+                label=label,
+            )
+        else:
+            self._writer = ShmWriter(
+                bus,
+                self.manifest,
+                slots=slots,
+                max_slots=max_slots,
+                rank=rank,
+                world_size=world_size,
+                when_held=when_held,
+                timeout=timeout,
+                digests=digests,
+                patches=share,
+                label=label,
+            )
+
+    def publish(self, version: int, *, text: str = "") -> Published:
+        """Publish the parameters as they are now; returns when readers get them.
+
+        Parameters
+        ----------
+        version : int
+            An int64, above the one before; 0 and negative ones are versions too. A publisher's
+            first may be any, as after a restart from a checkpoint: see `new_life`.
+        text : str
+            A name for it.
+
+        Returns
+        -------
+        Published
+
+        Raises
+        ------
+        PeerGoneError
+            Another rank has ended.
+        WeightsTimeoutError
+            Readers or ranks took too long; names them.
+        ManifestError
+            The model is not the one that this publisher was made for.
+        VersionOrderError
+            The version is not above the one before.
+        WeightsError
+            Another rank could not write its pieces.
+        BusClosedError
+            This publisher is closed.
+        BusRemovedError
+            The weights were removed under it, so that nobody would find what it publishes.
+        TypeError, ValueError
+            The version is no int64.
+        """
+        check_text("text", text)
+        return self._publish(check_int64("version", version), text, threading.Event())
+
+    def new_life(self) -> None:
+        """Say that training went back, as to a checkpoint: the next version may have any number.
+
+        Readers that wait for a newer version get the next one, though its number may be lower. A
+        new publisher begins a life by itself. Where there are ranks, each says so.
+        """
+        self.version = None
+
+    def publish_async(self, version: int, *, text: str = "") -> Publication:
+        """Publish in a thread, beside the next step's forward pass.
+
+        Parameters
+        ----------
+        version, text
+            As for `publish`.
+
+        Returns
+        -------
+        Publication
+            Call its `wait_copied` before the optimizer changes the parameters.
+
+        Raises
+        ------
+        BusClosedError
+            This publisher is closed.
+        """
+        publication = Publication(check_int64("version", version))
+        check_text("text", text)
+        self._require_open()
+
+        stream = torch.cuda.current_stream() if _uses_cuda() else None
+
+        def run() -> None:
+            try:
+                # What the caller has asked its device to compute comes before the copies.
+                with torch.cuda.stream(stream):
+                    result = self._publish(publication.version, text, publication._copied)
+            except BaseException as error:  # it is raised by the waits
+                publication._end(None, error)
+            else:
+                publication._end(result, None)
+
+        # No daemon: at the interpreter's end it is waited for, as a device's work cannot be ended.
+        threading.Thread(target=run, name=f"publish {version}").start()
+        return publication
+
+    def _require_open(self) -> None:
+        # Asked before the lock, which in a forked child another thread of the parent may have had.
+        if os.getpid() != self._pid:
+            raise BusClosedError(
+                f"the publisher of bus {self.bus!r} was made in process {self._pid}, before a "
+                "fork; make a new one in this process"
+            )
+        if self._closed:
+            raise BusClosedError(f"the publisher of bus {self.bus!r} is closed; make a new one")
+
+    def _publish(self, version: int, text: str, copied: threading.Event) -> Published:
+        self._require_open()
+        with self._lock:
+            self._require_open()
+            if self.version is not None and version <= self.version:
+                raise VersionOrderError(
+                    f"weights of bus {self.bus!r}: expected a version above {self.version}, which "
+                    f"this publisher has published, got {version}; nothing was published. Number "
+                    "each version higher, or call new_life() where training went back"
+                )
+            began = time.monotonic()
+            sink = self._writer.begin(version, text)
+            if sink is None:
+                took = time.monotonic() - began
+                return Published(
+                    version=version, skipped=True, copied_bytes=0, copied_s=took, seconds=took
+                )
+            try:
+                size = self._copy(sink)
+                copied_s = time.monotonic() - began
+                copied.set()
+                sink.finish()
+            except BaseException as error:
+                sink.give_up(f"{type(error).__name__}: {error}")
+                raise
+            self.version = version
+            return Published(
+                version=version,
+                skipped=False,
+                copied_bytes=size,
+                copied_s=copied_s,
+                seconds=time.monotonic() - began,
+                changed=sink.changed if isinstance(sink, PatchingSink) else None,
+            )
+
+    def _copy(self, sink: VersionSink) -> int:
+        written = 0
+        lasting: list[LocalPiece] = []
+        sizes: dict[str, int] = {}
+        repeating = self._as_repeating(sink)
+        with torch.no_grad():
+            if repeating is not None and self._foreseeing is not None:
+                repeating.foresee(self._foreseeing.foreseen(self.rank, self.world_size))
+            for piece in self._source.iter_local(self.rank, self.world_size):
+                if not isinstance(piece, LocalPiece):
+                    raise TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
+                if repeating is not None and piece.lasting:
+                    lasting.append(piece)
+                else:
+                    size = sink.put(piece)
+                    sizes[piece.name] = sizes.get(piece.name, 0) + size
+                    written += size
+            if repeating is not None:
+                written += repeating.put_lasting(lasting)
+            sink.settle()
+        if self.world_size == 1 and (written != self._whole or sizes):
+            self._require_all(written, sizes, {piece.name for piece in lasting})
+        return written
+
+    def _require_all(self, written: int, sizes: dict[str, int], lasting: set[str]) -> None:
+        """Raise ManifestError where a tensor did not come, or came more than once."""
+        known = {tensor.name: tensor.size for tensor in self.manifest.tensors}
+        faults = [
+            f"{name!r}: {size} bytes came, of {known[name]}"
+            for name, size in sizes.items()
+            if size != known[name]
+        ]
+        faults += [f"{n!r} did not come" for n in known if n not in sizes and n not in lasting]
+        if written != self._whole:
+            faults.append(f"the source gave {written} of {self._whole} bytes")
+        if faults:
+            raise ManifestError(
+                "each tensor of params() has to come from iter_local() once; the weights that were "
+                "published stay in force",
+                faults,
+            )
+
+    def _as_repeating(self, sink: VersionSink) -> RepeatingSink | None:
+        kind = type(sink)
+        if kind not in self._repeating:
+            self._repeating[kind] = isinstance(sink, RepeatingSink)
+        return cast("RepeatingSink", sink) if self._repeating[kind] else None
+
+    def close(self) -> None:
+        """Wait for the version under way, and leave; the weights go too, unless `keep`.
+
+        In a forked child nothing goes but what the child has: its parent publishes.
+        """
+        self._close(keep=self._keep)
+
+    def _close(self, *, keep: bool) -> None:
+        if os.getpid() != self._pid:
+            self._closed = True
+            self._writer.close(remove=False)
+            return
+        with self._lock:
+            if not self._closed:
+                self._writer.close(remove=self.rank == 0 and not keep)
+                self._closed = True  # last: who was interrupted here may call it again
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"rank {self.rank} of {self.world_size}"
+        return f"<WeightPublisher {self.bus!r} by {self.carrier.name} {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Readers go on with what was published where its trainer fails, as where it dies.
+        self._close(keep=self._keep or error is not None)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

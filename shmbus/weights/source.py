@@ -1,0 +1,400 @@
+"""Where published weights come from: a module, plain or sharded, or anything with four methods.
+
+Invariant: every rank names the same tensors, in the same order, with the same dtypes and whole
+shapes; together their pieces are each tensor exactly once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+
+import torch
+
+from shmbus._checks import check_flag
+from shmbus.weights.errors import ManifestError, WeightsError
+from shmbus.weights.manifest import ParamMeta, Slice, require_slices
+from shmbus.weights.memory import has_memory
+from shmbus.weights.seen import SeenTensors
+from shmbus.weights.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "ForeseeingSource",
+    "LocalPiece",
+    "ModuleSource",
+    "WeightSource",
+    "dtype_name",
+    "local_part",
+    "require_source",
+]
+
+
+class LocalPiece:
+    """The part of a tensor that this rank writes.
+
+    Parameters
+    ----------
+    name : str
+        The tensor.
+    start : tuple of int
+        Where the part begins in each dimension of the whole.
+    tensor : Tensor
+        The part, of any dtype and strides; it is cast while it is copied.
+    lasting : bool
+        Whether the source gives this object again for the next version, so that what was found out
+        about it may be kept; a tensor that is made for one version would be kept with it.
+
+    Raises
+    ------
+    TypeError
+        It is no tensor, or the start is no tuple of ints.
+    """
+
+    __slots__ = ("lasting", "name", "start", "tensor")
+
+    def __init__(
+        self, name: str, start: tuple[int, ...], tensor: torch.Tensor, *, lasting: bool = False
+    ) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name!r}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if type(start) is not tuple or any(type(at) is not int for at in start):
+            start = _checked_start(name, start)
+        self.name = name
+        self.start = start
+        self.tensor = tensor
+        self.lasting = lasting
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """What a publisher asks for: the names are those of vLLM's weight transfer."""
+
+    def params(self) -> list[ParamMeta]:
+        """Return all tensors of the whole model, in the order of the layers."""
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return other names of tied tensors: other name -> name."""
+
+    def slices(self) -> Mapping[str, Slice]:
+        """Return names for parts of tensors."""
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        """Yield what this rank writes; called for each version.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Yields
+        ------
+        LocalPiece
+        """
+
+
+@runtime_checkable
+class ForeseeingSource(Protocol):
+    """A source that says what it will give, before it has looked whether that is so."""
+
+    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
+        """Return the lasting pieces that `iter_local` gives, unless more than values has changed.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Returns
+        -------
+        sequence of LocalPiece
+            Their memory is there in any case. The same object has the same pieces. Empty where
+            nothing is foreseen.
+        """
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor, bool]:
+    """Find what a rank has of a DTensor.
+
+    Parameters
+    ----------
+    name : str
+        For messages.
+    tensor : DTensor
+        With `Shard` and `Replicate` placements.
+
+    Returns
+    -------
+    (tuple of int, Tensor, bool)
+        Where its part begins, the part, and whether this rank is the first that has it.
+
+    Raises
+    ------
+    WeightsError
+        A placement is another one.
+    """
+    # Whoever has a DTensor has loaded this.
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise WeightsError(
+                f"{name!r}: placement {placement} has no place in the whole tensor; call "
+                "redistribute() to Shard or Replicate before publishing. The weights that were "
+                "published stay in force"
+            )
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the mesh
+        return (0,) * tensor.dim(), tensor.to_local(), False
+    start = [0] * tensor.dim()
+    sizes = list(tensor.shape)
+    first = True
+    for mesh_dim, placement in enumerate(tensor.placements):
+        at = coordinate[mesh_dim]
+        if isinstance(placement, Shard):
+            # torch.chunk's rule: equal parts, rounded up, until nothing is left.
+            chunk = -(-sizes[placement.dim] // tensor.device_mesh.size(mesh_dim))
+            begin = min(at * chunk, sizes[placement.dim])
+            start[placement.dim] += begin
+            sizes[placement.dim] = min(chunk, sizes[placement.dim] - begin)
+        else:
+            first = first and at == 0
+    local = tensor.to_local()
+    if tuple(local.shape) != tuple(sizes):
+        raise WeightsError(
+            f"{name!r}: its shard has shape {list(local.shape)}, {sizes} was expected of "
+            f"{list(tensor.shape)} by {tensor.placements}; publish it through a WeightSource of "
+            "your own. The weights that were published stay in force"
+        )
+    return tuple(start), local, first
+
+
+class ModuleSource:
+    """The parameters and persistent buffers of a module.
+
+    Tied tensors are published once, with aliases. A DTensor, as FSDP2 and tensor parallelism make
+    them, is published in whole-model coordinates: each rank writes its own shard. What all ranks
+    have alike is shared out among them, so that each copies its part.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Read anew for each version.
+    dtype : torch.dtype, optional
+        What floating-point tensors are published as, such as torch.bfloat16 for float32 masters;
+        their own by default.
+    rename : callable, optional
+        From the module's names to those of the checkpoint.
+    slices : mapping of Slice, optional
+        Names for parts, in the checkpoint's names.
+    buffers : bool
+        Whether persistent buffers are published too.
+    only : callable, optional
+        By the module's names, which tensors are published, such as those of an adapter.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is none, such as a dtype without fractions.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Callable[[str], str] | None = None,
+        slices: Mapping[str, Slice] | None = None,
+        buffers: bool = True,
+        only: Callable[[str], bool] | None = None,
+    ) -> None:
+        if not callable(getattr(model, "state_dict", None)):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        for name, function in (("rename", rename), ("only", only)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
+        check_flag("buffers", buffers)
+        require_slices(slices)
+        self._model = model
+        self._dtype = _checked_dtype(dtype)
+        self._rename = rename
+        self._slices: Final = dict(slices or {})
+        self._buffers = buffers
+        self._seen: SeenTensors | None = None
+        self._found: tuple[dict[str, torch.Tensor], dict[str, str]] = {}, {}
+        self._pieces: dict[tuple[int, int], list[LocalPiece]] = {}
+        self._only = only
+
+    def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors by name, and aliases. What is one object under two names is tied."""
+        state = self._model.state_dict(keep_vars=True)
+        if self._seen is None or not self._seen.still(state):
+            self._seen = None  # of a model that cannot be read nothing is known
+            self._pieces = {}
+            self._found = self._read(state)
+            self._seen = SeenTensors(state)
+        return self._found
+
+    def _read(self, state: Mapping[str, object]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        kept = None if self._buffers else {name for name, _ in self._model.named_buffers()}
+        found: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[object, str] = {}
+        taken: list[str] = []
+        for own_name, tensor in state.items():
+            if not isinstance(tensor, torch.Tensor) or (kept is not None and own_name in kept):
+                continue
+            if self._only is not None and not self._only(own_name):
+                continue
+            name = own_name if self._rename is None else self._rename(own_name)
+            _require_bytes(name, tensor)
+            if name in found or name in aliases:
+                taken.append(f"{name!r} is what rename gives {own_name!r} and another tensor")
+            known = first.setdefault(_identity(tensor), name)
+            if known == name:
+                found[name] = tensor
+            else:
+                aliases[name] = known
+        if taken:
+            raise ManifestError("each tensor needs a name of its own", taken)
+        return found, aliases
+
+    def _published_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        cast = self._dtype is not None and tensor.is_floating_point()
+        return self._dtype if cast and self._dtype is not None else tensor.dtype
+
+    def params(self) -> list[ParamMeta]:
+        """List all tensors of the whole model.
+
+        Returns
+        -------
+        list of ParamMeta
+        """
+        return [
+            ParamMeta(name, dtype_name(self._published_dtype(tensor)), tuple(tensor.shape))
+            for name, tensor in self._named()[0].items()
+        ]
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return the other names of tied tensors."""
+        return self._named()[1]
+
+    def slices(self) -> Mapping[str, Slice]:
+        """Return names for parts, as given."""
+        return self._slices
+
+    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
+        """Yield what this rank writes.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Yields
+        ------
+        LocalPiece
+        """
+        named = self._named()[0]
+        pieces = self._pieces.get((rank, world_size))
+        if pieces is None:
+            pieces = list(self._local(named, rank, world_size))
+            if self._seen is not None and self._seen.can_tell:
+                self._pieces[rank, world_size] = pieces
+                for piece in pieces:
+                    piece.lasting = True
+        yield from pieces
+
+    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
+        """Return what `iter_local` gave last; it gives the same unless the model has changed.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            Of the publisher.
+
+        Returns
+        -------
+        sequence of LocalPiece
+            They keep the memory that they had. Empty before the first version.
+        """
+        return self._pieces.get((rank, world_size), ())
+
+    def _local(
+        self, named: Mapping[str, torch.Tensor], rank: int, world_size: int
+    ) -> Iterator[LocalPiece]:
+        written = [0] * world_size
+        for name, tensor in named.items():
+            detached = tensor.detach()
+            if is_sharded(detached):
+                start, local, first = local_part(name, detached)
+                if first:
+                    yield LocalPiece(name, start, local)
+                continue
+            # Alike on all ranks, so all of them come to the same division.
+            lightest = written.index(min(written))
+            written[lightest] += detached.numel() * detached.element_size()
+            if lightest == rank:
+                yield LocalPiece(name, (0,) * detached.dim(), detached)
+
+
+def require_source(source: object) -> None:
+    """Raise TypeError unless it is a WeightSource."""
+    if not isinstance(source, WeightSource):
+        raise TypeError(
+            "source: expected a WeightSource, such as ModuleSource(model), got "
+            f"{type(source).__name__}"
+        )
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are the same elements, seen alike."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    if local.numel() == 0 or is_sharded(tensor):
+        return id(tensor)
+    at = (local.data_ptr(), local.device, local.dtype)
+    return (*at, tuple(local.shape), local.stride())
+
+
+def _checked_start(name: str, start: object) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(at) for at in start)  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(f"{name!r}: start: expected a tuple of ints, got {start!r}") from None
+
+
+def _checked_dtype(dtype: object) -> torch.dtype | None:
+    """Return what floating-point tensors are published as; whole numbers would lose them."""
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found is None:
+        return None
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    if not found.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point one, such as bfloat16, got {found}")
+    return found
+
+
+def _require_bytes(name: str, tensor: torch.Tensor) -> None:
+    problem = ""
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "has no shape before the model's first forward pass; make that"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no bytes; load the model"
+    elif tensor.layout != torch.strided:
+        problem = f"has the layout {tensor.layout}, expected torch.strided; call to_dense()"
+    elif not has_memory(tensor.to_local() if is_sharded(tensor) else tensor):
+        problem = "has no memory, as FSDP frees it between forward passes; gather it"
+    if problem:
+        raise WeightsError(
+            f"{name!r} {problem} before it is published. The weights that were published stay in "
+            "force"
+        )

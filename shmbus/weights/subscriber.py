@@ -1,0 +1,534 @@
+"""Reading weights: leased views of the newest version, and a model that gets all of it.
+
+Invariants:
+
+- A version is checked whole before a tensor of it is handed out.
+- What this process runs, and why it does not run the newest, is in its row: `applied` is said after
+  the last byte was copied, `refused` before the error is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+
+from shmbus import BusClosedError
+from shmbus._checks import (
+    check_choice,
+    check_flag,
+    check_int,
+    check_int64,
+    check_seconds,
+    check_text,
+)
+from shmbus.batch.uninterrupted import ClosedByBlock
+from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier
+from shmbus.weights.carriers.checkpoint import CheckpointReader
+from shmbus.weights.carriers.exported_reader import PooledReader
+from shmbus.weights.carriers.patched import PatchedVersion
+from shmbus.weights.copies import Pair
+from shmbus.weights.errors import (
+    LOAD_CODE,
+    MANIFEST_CODE,
+    TORN_CODE,
+    ManifestError,
+    TornWeightsError,
+    WeightsError,
+    WeightsTimeoutError,
+)
+from shmbus.weights.following import FollowingWeights
+from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
+from shmbus.weights.manifest import Slice, require_slices
+from shmbus.weights.memory import view_of
+from shmbus.weights.patched_load import LoadedModel
+from shmbus.weights.pieces import prepare_copies
+from shmbus.weights.probe import CarrierName, choose
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Verify", "WeightSubscriber", "Weights"]
+
+_FOR_EVER: Final = "waits for ever"
+
+Verify: TypeAlias = Literal["off", "sample", "all"]
+
+
+#: Versions of which a subscriber knows when it got them: more than anybody has behind the newest.
+MET: Final = 64
+
+
+class _Place(NamedTuple):
+    """Where a version is in the order of publications.
+
+    Attributes
+    ----------
+    origin : object
+        Of what that order is.
+    sequence : int
+        Publications before it, and one.
+    """
+
+    origin: object
+    sequence: int
+
+
+def _is_newer(
+    version: int,
+    place: _Place,
+    newer_than: int,
+    known: _Place | None,
+    before: tuple[int, _Place] | None,
+) -> bool:
+    """Whether the newest version follows one that has a number.
+
+    Parameters
+    ----------
+    version, place : int, _Place
+        Of the newest.
+    newer_than, known : int, _Place or None
+        Of the other one.
+    before : (int, _Place) or None
+        Of what was the newest when the wait began.
+    """
+    if known is not None:
+        return place.origin != known.origin or place.sequence > known.sequence
+    if version > newer_than:
+        return True
+    # Within a life numbers rise.
+    return before is not None and (place.origin != before[1].origin or version <= before[0])
+
+
+class WeightSubscriber:
+    """Reads the weights of a bus; they need not be there yet.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that they belong to.
+    device : str | torch.device
+        Where they go; said in this process's row.
+    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
+        As the publisher's; "auto" takes whichever but "checkpoint" it chose.
+    verify : "off" | "sample" | "all"
+        Whether digests of some blocks, or of all, are compared before a version is handed out. The
+        publisher has to compute them. After a patch, some of the model's tensors, or all, are
+        compared with the whole version too.
+    patches : bool
+        Whether `Weights.load_into` changes only what changed, where the model still is what this
+        subscriber loaded into it before, and the publisher has made a patch from that version.
+        Whoever writes parameters past torch, as through ``.data``, must not ask for it.
+    directory : path, optional
+        Carrier "checkpoint": where files are.
+    label : str
+        For messages, and for `shmbus weights`.
+
+    Raises
+    ------
+    DeviceMismatchError
+        The device is not here.
+    WeightsError
+        The carrier cannot serve here.
+    TypeError, ValueError
+        An option is none, or is another carrier's.
+
+    Examples
+    --------
+    >>> with WeightSubscriber("run1") as subscriber:
+    ...     with subscriber.latest(timeout=5.0) as weights:
+    ...         weights.load_into(model)
+    """
+
+    def __init__(
+        self,
+        bus: str,
+        *,
+        device: str | torch.device = "cpu",
+        carrier: CarrierName = "auto",
+        verify: Verify = "off",
+        patches: bool = False,
+        directory: Path | str | None = None,
+        label: str = "",
+    ) -> None:
+        check_choice("verify", verify, get_args(Verify))
+        check_flag("patches", patches)
+        check_text("label", label)
+        self.bus: Final = bus
+        self.carrier: Final = choose(carrier, device, directory=directory)
+        prepare_copies(torch.device(device))
+        self._verify: Final[Verify] = verify
+        self._loaded = LoadedModel() if patches else None
+        #: The place of each of the last versions that this subscriber got, by number.
+        self._met: dict[int, _Place] = {}
+        self._closed = False
+        self._reader: ReaderCarrier
+        if self.carrier.name == "checkpoint" and directory is not None:
+            self._reader = CheckpointReader(directory)
+        else:
+            self._reader = PooledReader(bus, label=label, device=str(torch.device(device)))
+
+    def latest(self, *, timeout: float | None = None) -> Weights:
+        """Lease the newest version.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for the first one; None waits for ever.
+
+        Returns
+        -------
+        Weights
+            For a ``with`` block.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            There is none yet.
+        ManifestError
+            Its manifest cannot be used.
+        TornWeightsError
+            Its bytes are not what was published.
+        WeightsBusyError
+            There is no place for another reader.
+        BusClosedError
+            This subscriber is closed.
+        """
+        check_seconds("timeout", timeout, none=_FOR_EVER)
+        return self._open(0, timeout)
+
+    def wait(self, *, newer_than: int | None = None, timeout: float | None = None) -> int:
+        """Wait for a version.
+
+        Parameters
+        ----------
+        newer_than : int, optional
+            The number of the version that the caller has: one that this subscriber got after it
+            counts whatever its number, as training may have gone back. Of a version that this
+            subscriber never got, one with a larger number counts, and one that begins a new life
+            while this waits. None takes any.
+        timeout : float, optional
+            Seconds; None waits for ever.
+
+        Returns
+        -------
+        int
+            The newest version, which `latest` leases.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            None came.
+        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+            As for `latest`.
+        """
+        check_seconds("timeout", timeout, none=_FOR_EVER)
+        if newer_than is not None:
+            newer_than = check_int64("newer_than", newer_than)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        after = 0
+        known = None if newer_than is None else self._met.get(newer_than)
+        before: tuple[int, _Place] | None = None
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with self._open(after, left) as found:
+                version, place = found.version, found.place
+            if newer_than is None or _is_newer(version, place, newer_than, known, before):
+                return version
+            before, after = (version, place), place.sequence
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WeightsTimeoutError(
+                    f"weights of bus {self.bus!r}: no version newer than {newer_than} in "
+                    f"{timeout:g} s; the newest is {version}"
+                )
+
+    def at(self, version: int) -> Weights:
+        """Lease a version that need not be the newest: the way back after a failed update.
+
+        Parameters
+        ----------
+        version : int
+            Its number. It is there as long as somebody leases it.
+
+        Returns
+        -------
+        Weights
+            For a ``with`` block.
+
+        Raises
+        ------
+        WeightsTimeoutError
+            It is not there.
+        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+            As for `latest`.
+        """
+        version = check_int64("version", version)
+        self._require_open()
+        return self._verified(self._reader.at(version))
+
+    @property
+    def removed(self) -> bool:
+        """Whether the weights that it reads were removed, so that nothing newer comes there.
+
+        What is leased stays readable. A trainer that was started again may have made new ones: make
+        a new subscriber, whose row is there.
+        """
+        return self._reader.removed()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise BusClosedError(f"the subscriber of bus {self.bus!r} is closed; make a new one")
+
+    def _open(self, after: int, timeout: float | None) -> Weights:
+        self._require_open()
+        return self._verified(self._reader.latest(after, timeout))
+
+    def _verified(self, version: CarriedVersion) -> Weights:
+        if self._verify != "off":
+            try:
+                version.verify(sample=self._verify == "sample")
+            except WeightsError as error:
+                code = TORN_CODE if isinstance(error, TornWeightsError) else LOAD_CODE
+                version.refused(code, str(error))
+                version.close()
+                raise
+        weights = Weights(version, loaded=self._loaded, verify=self._verify)
+        self._met[weights.version] = weights.place
+        for number in list(self._met)[:-MET]:
+            self._met.pop(number, None)
+        return weights
+
+    def close(self) -> None:
+        """Leave; weights that are out keep what they need."""
+        self._closed = True
+        self._loaded = None
+        self._reader.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<WeightSubscriber {self.bus!r} {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
+    """One whole version: tensors by name, which are views of shared memory.
+
+    A view is read-only, though torch has no such thing: a store into it ends the process. It stays
+    what it is for as long as it lives, and so keeps its slot from the publisher; copy what is to
+    stay.
+    """
+
+    def __init__(
+        self, version: CarriedVersion, *, loaded: LoadedModel | None = None, verify: Verify = "off"
+    ) -> None:
+        self._carried: CarriedVersion | None = version
+        self._pid = os.getpid()
+        self._known = loaded
+        self._compares = verify
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self.version = version.version
+        self.sequence = version.sequence
+        self.place = _Place(version.origin, version.sequence)
+        self.text: Final = version.text
+        self.manifest = version.manifest
+
+    def __repr__(self) -> str:
+        state = " closed" if self._carried is None else f", {len(self.manifest.tensors)} tensors"
+        return f"<Weights version {self.version}{state}>"
+
+    def _open(self) -> CarriedVersion:
+        if self._carried is None:
+            raise BusClosedError(f"version {self.version} is closed; take the latest again")
+        if os.getpid() != self._pid:
+            raise BusClosedError(
+                f"version {self.version} was leased in process {self._pid}, before a fork; "
+                "subscribe in this process"
+            )
+        return self._carried
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        if self._tensors is None:
+            self._tensors = self._open().tensors()
+        return self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return view_of(self._views(), self.manifest, name, f"weights of version {self.version}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.names())
+
+    def __len__(self) -> int:
+        return len(self.manifest.names())
+
+    def load_into(
+        self,
+        model: Targets,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> int:
+        """Copy this version into parameters in place; checks all of it before the first byte.
+
+        Parameters
+        ----------
+        model : torch.nn.Module | mapping of Tensor
+            Of a DTensor, the local shard is written, and only its part is read.
+        strict : bool
+            Whether each tensor of one side has to be on the other.
+        cast : bool
+            Whether dtypes may differ.
+        slices : mapping of Slice, optional
+            Where a published tensor is a part of a fused one of the model: its name -> the part.
+
+        Returns
+        -------
+        int
+            Bytes written.
+
+        Raises
+        ------
+        ManifestError
+            What does not fit: missing, unexpected, shapes, dtypes, all of them. Nothing was
+            changed.
+        TornWeightsError
+            A copy failed: the model has some of this version.
+        BusClosedError
+            These weights are closed.
+        TypeError
+            An option is none.
+        """
+        check_flag("strict", strict)
+        check_flag("cast", cast)
+        require_slices(slices)
+        carried = self._open()
+        named = named_of(model)
+        try:
+            if self._known is not None and isinstance(carried, PatchedVersion):
+                written = self._follow(
+                    carried,
+                    carried.patch(),
+                    carried.origin,
+                    self._known,
+                    named,
+                    strict=strict,
+                    cast=cast,
+                    slices=slices,
+                )
+            else:
+                prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
+                try:
+                    carried.loading()
+                    written = prepared.copy(self.version)
+                finally:
+                    prepared.give_up()
+                self.loaded = "whole"
+        except WeightsError as error:
+            code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
+            carried.refused(code, str(error))
+            raise
+        carried.applied()
+        return written
+
+    def _paired(
+        self,
+        targets: dict[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> dict[str, Pair]:
+        return paired(
+            self.version,
+            self.manifest,
+            self._views(),
+            targets,
+            strict=strict,
+            cast=cast,
+            slices=slices,
+        )
+
+    def loading(self) -> None:
+        """Say that something else has begun to load this version.
+
+        Until `applied`, this process runs no whole one: whoever finds it so, such as the next
+        trainer after a death, has a whole version loaded before it generates.
+        """
+        self._open().loading()
+
+    def _prepared(
+        self,
+        carried: CarriedVersion,
+        named: Mapping[str, object],
+        *,
+        strict: bool,
+        cast: bool,
+        slices: Mapping[str, Slice] | None,
+    ) -> Loading:
+        """Say what is copied into what; what was checked before is not checked again."""
+        cache = None if slices else carried.cache
+        foreseen = None if cache is None else cache.foreseen((strict, cast))
+        found = None
+        if cache is not None and foreseen is not None:
+            carried.prepare(foreseen.devices)
+            foreseen.begin_ahead()
+            try:
+                found = cache.get(named, (strict, cast))
+            finally:
+                if found is None:
+                    foreseen.give_up()
+        if found is None:
+            targets = targets_of(named)
+            pairs = paired(
+                self.version,
+                self.manifest,
+                self._views() if cache is None else carried.borrow(),
+                targets,
+                strict=strict,
+                cast=cast,
+                slices=slices,
+            )
+            found = Loading(pairs)
+            carried.prepare(found.devices)
+            if cache is not None:
+                cache.put(targets, (strict, cast), found)
+        return found
+
+    def applied(self) -> None:
+        """Say that this process runs this version, where something else has loaded it."""
+        self._open().applied()
+
+    def refused(self, reason: str, *, code: int = LOAD_CODE) -> None:
+        """Say that this process could not take this version; what it runs stays.
+
+        Parameters
+        ----------
+        reason : str
+            For people.
+        code : int
+            For programs; 1 or more.
+        """
+        check_text("reason", reason)
+        self._open().refused(check_int("code", code, 1, (1 << 31) - 1), reason)
+
+    def close(self) -> None:
+        """Let go; views that are left keep the slot."""
+        # Called again by who was interrupted here, it has to find what holds the slot.
+        if self._carried is not None:
+            self._carried.close()
+        self._carried = self._tensors = None
