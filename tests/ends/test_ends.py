@@ -96,11 +96,12 @@ class Lives:
                 daemon.kill()
             elif task.other == "closed":
                 daemon.stop()
-        self._end(first, 1)
-        for task, daemon in self._daemons.items():
-            if task.other != "open":
-                daemon.start()
-        if self.how != "again":
+        if self.how == "again":  # its second life is in the same process
+            self._start_daemons()
+            self._end(first, 1)
+        else:
+            self._end(first, 1)
+            self._start_daemons()
             self._press("between")
             self._end(self._begin(2), 2)
         if peers is not None:
@@ -111,6 +112,11 @@ class Lives:
                 self._read(peer)
         self._press("after")
         self._judge()
+
+    def _start_daemons(self) -> None:
+        for task, daemon in self._daemons.items():
+            if task.other != "open":
+                daemon.start()
 
     def _start(self, what: str, life: int, tasks: list[Task], fresh: bool) -> Child:
         needs_torch = any(task.who in TOGETHER["torch"] for task in tasks)
