@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from conftest import Spawner, keys_of, wait_until
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, OnlineDataHandler
+from trainer_adapter.handler.prefetch import Prefetcher
 
 
 def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
@@ -65,6 +67,46 @@ def test_batches_come_in_the_same_order_and_are_ready_while_the_step_runs(
         assert got == keys
         assert (handler.stats().acknowledged, handler.stats().leased) == (40, 0)
     assert prefetch_threads() == 0
+
+
+def next_key(handler: OnlineDataHandler) -> str:
+    try:
+        (key,) = keys_of(handler.next_batch(10))
+    except MemoryError:
+        return ""
+    return key
+
+
+@pytest.mark.parametrize("step", ["_due", "_work", "_slice_s"])
+def test_memory_that_fails_in_a_step_of_the_thread_is_told_and_batches_go_on(
+    bus: Bus, producer: Producer, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = put_many(producer, 4)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=2) as handler:
+        whole = getattr(Prefetcher, step)
+        calls = itertools.count()
+
+        def fail_at_times(*given: Any) -> Any:
+            if next(calls) % 3 == 1:
+                raise MemoryError("of the thread")
+            return whole(*given)
+
+        monkeypatch.setattr(Prefetcher, step, fail_at_times)
+        told = 0
+        got = []
+        while len(got) < 4:
+            try:
+                batch = handler.next_batch(10)
+            except MemoryError:
+                told += 1
+                continue
+            got += keys_of(batch)
+            handler.ack(batch)
+        assert got == keys and told > 0
+        monkeypatch.undo()
+        put(producer, "last")
+        wait_until(lambda: next_key(handler) == "last", what="the batch after all")
+        assert handler.stats().balanced
 
 
 def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
