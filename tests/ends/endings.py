@@ -98,10 +98,15 @@ class Held:
         self.party.wait(self)
 
 
-def await_threads() -> None:
-    """Wait for threads that prefetched: one in a take has the Consumer until that is over."""
-    while any(thread.name == "shmbus-prefetch" for thread in threading.enumerate()):
-        time.sleep(0.003)
+def prefetching() -> int:
+    return sum(thread.name == "shmbus-prefetch" for thread in threading.enumerate())
+
+
+def await_threads(others: int = 0) -> None:
+    """Wait for threads that prefetched: one at work has its handler, which is in a cycle, then."""
+    while prefetching() > others:
+        gc.collect()
+        time.sleep(0.02)
 
 
 def live_on() -> NoReturn:
@@ -319,10 +324,11 @@ def run_again(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> N
             assert party.ALONE and str(os.getpid()) in str(error), error
             new = None
         if new is None:
+            others = prefetching() - (task.who == "prefetch")
             for name in [name for name in scope if name.startswith("name_")]:
                 del scope[name]
             gc.collect()
-            await_threads()
+            await_threads(others)
             new = party.live(task._replace(life=2))
         else:
             assert not party.ALONE, f"there are two of {party} now"
