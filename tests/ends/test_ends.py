@@ -3,7 +3,7 @@
 For each way to end and each party, two lives end so, one after the other, each with something of
 its cells in its hands; the third life is the test. Between them all free space is written over.
 The short form has all parties of a way in one process, with some cells of most.
-SHMBUS_TEST_ENDS=all has all cells of a room in fresh interpreters, and each in processes of its own.
+SHMBUS_TEST_ENDS=all has all cells of a room in fresh interpreters, and each in its own processes.
 """
 
 from __future__ import annotations
