@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
 from shmbus._checks import checked_int
+from shmbus._format import several
 from trainer_adapter.handler.checkpoint import Key as _Key
 from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -378,7 +379,7 @@ class RequestingHandler:
             return ""
         coming = self._count_coming() - len(self._planner.waiting)
         if coming > 0:
-            return f"{coming} prompt{' is' if coming == 1 else 's are'} open or on their way"
+            return f"{several(coming, 'prompt', 'are')} open or on their way"
         if self._source is None:
             return "no prompt is open: offer more, or have handler.offer keep some open"
         return "no prompt is open" + (", and there are no more" if self._source.ended else "")
