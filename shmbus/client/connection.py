@@ -22,7 +22,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -39,8 +38,6 @@ REPLY_GRACE_S = 1.0
 #: Seconds after which a thread that waits for the one that reads checks that it still does: an
 #: exception may have ended it.
 _READER_CHECK_S = 0.5
-#: In place of a reply whose groups are ready already.
-_KEPT = messages.Leases(id=-1)
 _GIVEN_UP = "it was given up after an interrupt"
 
 
@@ -74,8 +71,6 @@ class Connection:
         self._pid = os.getpid()
         self._closed = False
         self._wire: Wire | None = None
-        #: The stash's options by name, as the daemon told them last.
-        self.policy: dict[str, Any] = {}
         #: Whether the dialogue may have stopped in the middle.
         self.doubtful = False
         self._unreachable_since_s = time.monotonic()
@@ -133,7 +128,6 @@ class Connection:
             welcome = self._receive_welcome(wire)
             leases.set_client(welcome.client)
             self._daemon_pid = welcome.pid if welcome.pid else wire.pid
-            self.policy = welcome.policy
             if returns:
                 self._claim(wire)
                 wire.send(*end_trained_messages(self._state.trained))
@@ -286,9 +280,8 @@ class Connection:
         patience_s : float
             Seconds to wait for the reply.
         takes : bool
-            Whether it asks for groups. They may be ready when this returns, and are not in the
-            reply then. If it is late, the next such request waits for that reply instead of asking
-            again, so that no group is leased to nobody.
+            Whether it asks for groups. If its reply is late, the next such request waits for that
+            reply instead of asking again, so that no group is leased to nobody.
 
         Returns
         -------
@@ -311,7 +304,7 @@ class Connection:
                 return None
             try:
                 id_ = self._ask(wire, make, takes=takes)
-                reply = self._await(wire, id_, time.monotonic() + patience_s, takes=takes)
+                reply = self._await(wire, id_, time.monotonic() + patience_s)
             except DaemonUnreachable as error:
                 self._lose(wire, error)
                 continue
@@ -334,9 +327,9 @@ class Connection:
         return id_
 
     def late_reply(self, wire: Wire, id_: int, patience_s: float) -> messages.Reply | None:
-        """Wait for the reply to a request for groups, likewise; None if it does not come."""
+        """Wait for the reply to a request that this socket has sent; None if it does not come."""
         try:
-            return self._await(wire, id_, time.monotonic() + patience_s, takes=True)
+            return self._await(wire, id_, time.monotonic() + patience_s)
         except DaemonUnreachable as error:
             self._lose(wire, error)
             return None
@@ -361,20 +354,6 @@ class Connection:
             wire.send(*requests)
         except DaemonUnreachable as error:
             self._lose(wire, error)
-
-    def receive_groups(self, id_: int) -> bool:
-        """Receive the reply to a request, if it is there and grants groups. The lock is held."""
-        wire = self._wire
-        if wire is None:
-            return False
-        with self._turn.attempt() as mine:
-            if not mine or not wire.is_between_frames:
-                return False
-            kept = self._leases.receive_reply(wire.fileno(), id_, 0.0)
-            if kept is None or kept < 0:
-                return False
-            self._note_kept(id_)
-            return True
 
     def receive_pending(self) -> None:
         """File the replies that have arrived, without waiting. The lock is held."""
@@ -401,7 +380,7 @@ class Connection:
             elif now > self._silent_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(now - self._silent_since_s)
 
-    def _await(self, wire: Wire, id_: int, until: float, *, takes: bool) -> messages.Reply | None:
+    def _await(self, wire: Wire, id_: int, until: float) -> messages.Reply | None:
         """Wait for one reply: read for all threads, or wait for the thread that reads."""
         replies = self._state.replies
         while True:
@@ -414,7 +393,7 @@ class Connection:
                     return reply
             with self._turn.attempt() as mine:
                 if mine:
-                    reply = self._read(wire, id_, left, takes)
+                    reply = self._read(wire, id_, left)
             if reply is not None:
                 if replies:
                     with self._lock:
@@ -430,13 +409,9 @@ class Connection:
             del self._state.replies[id_]
         return reply
 
-    def _read(self, wire: Wire, id_: int, left: float, takes: bool) -> messages.Reply | None:
+    def _read(self, wire: Wire, id_: int, left: float) -> messages.Reply | None:
         """Wait for replies, and file them; return the one to this request, if it came."""
-        if takes and wire.is_between_frames:
-            kept = self._leases.receive_reply(wire.fileno(), id_, left)
-            if kept is not None:
-                return self._note_kept(id_) if kept > 0 else None
-        elif not wire.wait(left):
+        if not wire.wait(left):
             return None
         with self._lock:
             # The watcher may have reached the next daemon in between.
@@ -444,13 +419,6 @@ class Connection:
             for reply in wire.receive_now():
                 self._file(reply)
             return self._consume(id_)
-
-    def _note_kept(self, id_: int) -> messages.Reply:
-        """End a request whose groups are ready; should the connection be over, they are claimed."""
-        with self._lock:
-            self._silent_since_s = None
-            self._state.replies.pop(id_, None)
-        return _KEPT
 
     def _wait_for_reader(self, wire: Wire, id_: int, left: float) -> None:
         """Sleep until the thread that reads has filed this reply, or reads no more."""

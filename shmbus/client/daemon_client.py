@@ -28,7 +28,6 @@ from shmbus import errors, limits
 from shmbus._arguments import TRAIN
 from shmbus.client.connection import REPLY_GRACE_S, Connection, end_trained_messages
 from shmbus.client.leases import ClientLease, ClientState, Leases
-from shmbus.client.looks import Looks
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
 from shmbus.ledger import Ledger, TrainedBefore
@@ -100,7 +99,6 @@ class DaemonClient:
             split=split,
         )
         self.connection = Connection(hello, self.state, self.leases, self.segment)
-        self._looks = Looks()
 
     def attach(self) -> None:
         """Connect; after an exception nothing is attached, and this cannot be used any more.
@@ -132,13 +130,6 @@ class DaemonClient:
         """
         if self.leases.ready:
             return True
-        ahead = max_groups if max_groups >= _AHEAD_GROUPS else 0
-        if timeout == 0:
-            return self._looks.look(self, max_groups, ahead)
-        return self.ask(max_groups, timeout, ahead)
-
-    def ask(self, max_groups: int, timeout: float | None, ahead: int = 0) -> bool:
-        """Ask the daemon for groups, and likewise wait; `ahead` is how many to ask ahead then."""
         return self._receive_until(
             timeout,
             lambda id_, slice_s: messages.Take(
@@ -147,7 +138,7 @@ class DaemonClient:
                 timeout_s=slice_s,
                 gathers=self.leases.gathers,
             ),
-            ahead,
+            max_groups if max_groups >= _AHEAD_GROUPS else 0,
         )
 
     def receive_step(
@@ -199,6 +190,8 @@ class DaemonClient:
     ) -> bool:
         """Ask again and again until there are groups; `ahead` is how many to ask ahead then."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        # The answer to what was asked ahead, or gave up waiting, says nothing of now.
+        earlier = self.state.open_take is not None
         while True:
             left = limits.TAKE_SLICE_S
             if deadline is not None:
@@ -215,8 +208,10 @@ class DaemonClient:
                 return True
             # What a removed bus holds is delivered; nothing comes of waiting for more.
             self.segment.require_name()
-            if deadline is not None and time.monotonic() >= deadline:
+            over = deadline is not None and time.monotonic() >= deadline
+            if over and (reply is None or not earlier):
                 return False
+            earlier = False
 
     def _ask_for_groups(
         self,
@@ -232,7 +227,7 @@ class DaemonClient:
                 return None
             reply, wire = answer
             if isinstance(reply, messages.Leases):
-                if ahead and len(reply.groups) + len(self.leases.ready) >= ahead:
+                if ahead and len(reply.groups) == ahead:
                     self._ask_ahead(ahead)
                 self.borrow(reply, wire)
             return reply
@@ -246,7 +241,7 @@ class DaemonClient:
     def borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
         """Turn what the daemon granted into leases of this process; empty if it died since."""
         if not reply.groups:
-            return []  # or they are ready already
+            return []
         with self.lock:
             if wire is not self.connection.wire:
                 # Never claimed, so the next daemon delivers them under other numbers.
@@ -259,21 +254,16 @@ class DaemonClient:
     def _ask_ahead(self, max_groups: int) -> None:
         with self.lock:
             if self.state.open_take is None and self.connection.wire is not None:
-                self.leave_request(max_groups, 0.0)
-
-    def leave_request(self, max_groups: int, timeout_s: float) -> int:
-        """Ask for groups, and leave the reply to the next take; return its id. Lock held."""
-        self.state.open_take = id_ = self.state.new_request()
-        self.connection.send(
-            messages.Take(
-                id=id_,
-                max_groups=max_groups,
-                timeout_s=timeout_s,
-                ahead=True,
-                gathers=self.leases.gathers,
-            )
-        )
-        return id_
+                self.state.open_take = id_ = self.state.new_request()
+                self.connection.send(
+                    messages.Take(
+                        id=id_,
+                        max_groups=max_groups,
+                        timeout_s=0.0,
+                        ahead=True,
+                        gathers=self.leases.gathers,
+                    )
+                )
 
     # -- ending leases --------------------------------------------------------------------------
 
@@ -296,7 +286,6 @@ class DaemonClient:
 
     def recall(self) -> None:
         """Give back the groups that were asked ahead: an older one is delivered before them now."""
-        self._looks.forget()
         if self.state.open_take is None and not self.leases.ready:
             return
         try:

@@ -15,13 +15,11 @@ Invariants:
   lease its new number before anything else is asked.
 - A lease is locked, known and ready in one call of C, and handed out in another: in between it is
   in `ready`, and behind them a group has it, which returns it if it dies on its way.
-- `ClientState.lock` is held by every caller of a method here, but for `look`,
-  `receive_reply` and `hand_out`.
+- `ClientState.lock` is held by every caller of a method here, but for `hand_out`.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import TypeVar
 
@@ -178,48 +176,6 @@ class Leases:
         if leases and granted.step >= state.next_step:
             state.next_step = granted.step + 1
         return leases
-
-    def look(self, fd: int, awake_s: float) -> bool | None:
-        """Look whether a connection has something to receive, and whether its daemon sleeps.
-
-        Parameters
-        ----------
-        fd : int
-            The connection.
-        awake_s : float
-            Seconds to stay awake for a daemon that is; its processor may be this one.
-
-        Returns
-        -------
-        bool or None
-            Whether it has, or is over. False where the daemon has no group for anybody, and sleeps;
-            None where it is awake still.
-        """
-        return self._borrower.look(fd, awake_s)
-
-    def receive_reply(self, fd: int, id_: int, timeout_s: float) -> int | None:
-        """Wait for a reply, and do with a plain one in one call what `receive` does.
-
-        What it confirms is forgotten. The lock is not held: this sleeps, and changes everything
-        between two steps of any other thread, where the connection is not over.
-
-        Parameters
-        ----------
-        fd : int
-            The connection, of which this thread is the one that reads.
-        id_ : int
-            The request's.
-        timeout_s : float
-            Seconds to wait for something to receive.
-
-        Returns
-        -------
-        int or None
-            How many leases are ready; -1 where nothing came. None where what came is left in the
-            socket: another message, a part of one, or groups with anything wrong in them.
-        """
-        wait_ms = math.ceil(max(timeout_s, 0.0) * 1000)
-        return self._borrower.receive_reply(fd, id_, wait_ms, self._state.leases)
 
     def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
         """Make groups of what has been ready longest; with a limit of -1, of all of one step."""

@@ -255,7 +255,6 @@ class Connection(asyncio.Protocol):
             self.refuse(found.kind, found.message)
             return
         self._session = found
-        found.way = self
         self.send(
             messages.Welcome(
                 version=messages.VERSION,
@@ -295,15 +294,6 @@ class Connection(asyncio.Protocol):
         """Send replies together; the connection of a client that does not read them is closed."""
         if self._replies is not None:
             self._replies.send(b"".join([messages.frame(reply) for reply in replies]))
-
-    def direct(self) -> int | None:
-        """Return the socket, where it has taken all that was sent before; else None."""
-        return None if self._replies is None else self._replies.direct()
-
-    def send_rest(self, rest: bytes) -> None:
-        """Send the end of what was written to that socket."""
-        if self._replies is not None:
-            self._replies.send(rest)
 
     def _end_unread(self) -> None:
         """Close the connection of a client that does not read its replies."""

@@ -13,7 +13,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from shmbus import limits
 from shmbus._keys import split_of
@@ -22,7 +21,7 @@ from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-__all__ = ["Lease", "LeaseTable", "Session", "Way", "extents_of", "split_identities"]
+__all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
 
 #: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
 MAX_GRANT_TRAJECTORIES = 32_768
@@ -30,8 +29,6 @@ MAX_GRANT_TRAJECTORIES = 32_768
 Trajectory = _core.Trajectory
 _PLACE = struct.Struct("=IIQQ")
 _IDENTITY_BYTES = 16
-#: Confirmations that are made ready before it is known whether a reply follows: a few microseconds.
-_FEW_CONFIRMED = 64
 
 
 def split_identities(packed: bytes) -> list[bytes]:
@@ -96,16 +93,6 @@ class Lease:
         )
 
 
-class Way(Protocol):
-    """A client's socket, for a reply that is written to it at once."""
-
-    def direct(self) -> int | None:
-        """Return the socket, where it has taken all that was sent before; else None."""
-
-    def send_rest(self, rest: bytes) -> None:
-        """Send the end of what was written to it."""
-
-
 class Session:
     """One client that was admitted.
 
@@ -128,8 +115,6 @@ class Session:
         self.split = hello.split
         self.observer = hello.observer
         self._send = send
-        #: Its socket; None where there is only `send`.
-        self.way: Way | None = None
         self._ended: list[int] = []
         self._unknown: list[int] = []
         self.leases: dict[int, Lease] = {}
@@ -203,21 +188,6 @@ class Session:
         self._ended, self._unknown = [], []
         return held
 
-    def direct(self) -> tuple[int, bytes] | None:
-        """Return a socket to write a reply to, and what to write before it; None for `send`."""
-        fd = None if self.way is None else self.way.direct()
-        unconfirmed = len(self._ended) + len(self._unknown)
-        if fd is None or unconfirmed > _FEW_CONFIRMED:
-            return None
-        held = messages.Ended(numbers=self._ended, unknown=self._unknown)
-        return fd, messages.frame(held) if unconfirmed else b""
-
-    def sent_directly(self, rest: bytes) -> None:
-        """Note that both were written to that socket, but for the end of it."""
-        self._ended, self._unknown = [], []
-        if rest and self.way is not None:
-            self.way.send_rest(rest)
-
     def status(self) -> LeaseStatus:
         """Return what a status says of this client."""
         now = time.monotonic()
@@ -248,11 +218,6 @@ class LeaseTable:
         self.claimed_records = 0
         #: The version at which `drop_stale` judged the last time.
         self._judged_version = -1
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next lease."""
-        return self._numbers + 1
 
     @property
     def ready_groups(self) -> int:

@@ -73,12 +73,6 @@ class Replies:
         if len(self._unsent) > MAX_UNSENT_BYTES:
             self._give_up()
 
-    def direct(self) -> int | None:
-        """Return the socket, where it has taken all that was sent; None where `send` has to."""
-        if self._unsent or self._held or self._over or self._transport.is_closing():
-            return None
-        return self._fd
-
     def _write(self, frame: bytes) -> int:
         try:
             return os.write(self._fd, frame)

@@ -38,7 +38,6 @@ from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
-from shmbus.daemon.granting import Granted, Granting
 from shmbus.daemon.leases import Session
 from shmbus.daemon.paused_servers import PausedServers
 from shmbus.daemon.service import Service
@@ -85,9 +84,8 @@ class Server:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.service = Service(collector, policy)
-        self._granting = Granting(self.service)
         #: Held by the thread that is in the service.
-        self.lock: AbstractContextManager[Any] = self._granting
+        self.lock: AbstractContextManager[Any] = threading.RLock()
         self.connections: set[Connection] = set()
         #: For warnings whose number clients decide.
         self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
@@ -223,14 +221,9 @@ class Server:
             except errors.ProtocolError:
                 raise
             except BaseException as error:
-                self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the daemon; this thread is in the service."""
-        logger.critical("the daemon ends: %r", error)
-        self._failure = error
-        self._granting.stop()
-        self._loop.call_soon_threadsafe(self._stop.set)
+                logger.critical("the daemon ends: %r", error)
+                self._failure = error
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def snapshot(self, session: Session, request: messages.TakeSnapshot) -> None:
         """Write the bus to disk in a thread; until then the service defers releases and moves."""
@@ -268,12 +261,10 @@ class Server:
     def _watch(self) -> None:
         """Sleep on the ring in a thread of its own, and lease what has become complete."""
         while not self._stopping:
-            granted = self._await_ring()
-            done = granted is not None and self._note_granted(granted)
+            self._collector.reader.wait(None)
             if self._stopping:
                 return
-            if granted is None:
-                done = self._serve_ring()
+            done = self._serve_ring()
             if not done:
                 self._ring_read.clear()
                 if self._stopping:
@@ -294,53 +285,19 @@ class Server:
         def work() -> None:
             nonlocal read
             if self._failure is None and not self.service.is_special:
-                read = not self.service.pump(time.monotonic())
+                try:
+                    read = not self.service.pump(time.monotonic())
+                except errors.ProtocolError as error:
+                    # No client has said anything here, so none is to be refused for it.
+                    raise RuntimeError(f"reading the ring: {error}") from error
 
-        self._guard_ring(work)
+        self.guard(work)
         # The kernel wakes a client on the processor of who has written to it, where it would wait
         # until this thread sleeps.
         os.sched_yield()
         with self.lock:
             self._set_hurry()
         return read
-
-    def _await_ring(self) -> Granted | None:
-        """Sleep on the ring, and return what was granted to the request that was next."""
-        try:
-            return self._granting.wait()
-        except BaseException as error:
-            with self.lock:
-                self._fail(error)
-            return None
-
-    def _note_granted(self, granted: Granted) -> bool:
-        """Note what was granted, and go on; this thread is in the service, and leaves it.
-
-        False where it is the loop's to go on.
-        """
-        more = True
-
-        def work() -> None:
-            nonlocal more
-            more = self.service.note_granted(*granted, time.monotonic())
-
-        try:
-            self._guard_ring(work)
-            self._set_hurry()
-        finally:
-            self.lock.__exit__(None, None, None)
-        return not more
-
-    def _guard_ring(self, work: Callable[[], None]) -> None:
-        """Do as `guard`; no client has said anything here, so none is to be refused for it."""
-
-        def read() -> None:
-            try:
-                work()
-            except errors.ProtocolError as error:
-                raise RuntimeError(f"reading the ring: {error}") from error
-
-        self.guard(read)
 
     def _clear_up(self) -> None:
         """Do what is due after the ring was read, and can be a little late."""

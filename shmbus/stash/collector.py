@@ -373,14 +373,6 @@ class Collector:
             raise
         return leased
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether what the table has ready may be leased as it is: no policy has a say."""
-        stash, failures = self.stash, self.stash.failures
-        judged = self._bounded or stash.policy.max_policy_lag is not None or bool(self._errors)
-        judged = judged or bool(self.trained) or bool(stash.inherited)
-        return not (judged or self.divert or stash.discards or failures.active or failures.dirty)
-
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
         """Let others begin in the place of groups that were leased; hand out no more of them."""
         if self._lead.bounded:

@@ -1,4 +1,4 @@
-"""Groups that a daemon grants in one call, to a client that sleeps and looks by turns, over kills.
+"""Groups that a daemon grants to a client that sleeps and polls by turns, over kills.
 
 SHMBUS_TEST_GRANT_KILLS is how often the daemon is killed, at random instants; 2 where it is unset.
 """

@@ -39,10 +39,8 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
         PyErr_NoMemory();
         return -1;
     }
-    self->received = PyMem_Malloc(BORROWER_RECEIVED_BYTES);
     self->ready = PyList_New(0);
-    if (self->received == NULL || self->ready == NULL) {
-        PyErr_NoMemory();
+    if (self->ready == NULL) {
         return -1;
     }
     self->attached = true;
@@ -153,7 +151,6 @@ static void py_borrower_dealloc(BorrowerObject *self) {
     PyMem_Free(self->lease_counts);
     PyMem_Free(self->view_counts);
     PyMem_Free(self->changed);
-    PyMem_Free(self->received);
     Py_XDECREF(self->ready);
     py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -163,8 +160,6 @@ static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
     {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
     {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
-    {"look", (PyCFunction)(void (*)(void))py_borrower_look, METH_VARARGS, NULL},
-    {"receive_reply", (PyCFunction)(void (*)(void))py_borrower_receive_reply, METH_VARARGS, NULL},
     {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
     {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,
      NULL},

@@ -141,7 +141,14 @@ PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
     return numbers;
 }
 
-bool py_borrower_confirm_all(BorrowerObject *self, PyObject *all, PyObject *numbers) {
+/* confirm(all, numbers): the daemon has released these: those that have ended are forgotten. A
+ * group that was given back is confirmed, too, and is not known any more. */
+PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
+    PyObject *all, *numbers;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &all, &PyList_Type, &numbers) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
     PyObject *over = PyList_New(0);
     bool good = over != NULL;
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(numbers); i++) {
@@ -161,17 +168,7 @@ bool py_borrower_confirm_all(BorrowerObject *self, PyObject *all, PyObject *numb
             py_restore_error(error);
         }
     }
-    return good;
-}
-
-/* confirm(all, numbers): the daemon has released these. */
-PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
-    PyObject *all, *numbers;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &all, &PyList_Type, &numbers) ||
-        !py_borrower_usable(self) || !py_borrower_confirm_all(self, all, numbers)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return good ? Py_NewRef(Py_None) : NULL;
 }
 
 /* forget(leases): the daemon has confirmed their end, or they are lost, or given back. */

@@ -6,7 +6,5 @@
 
 PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args);
 PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args);
-PyObject *py_borrower_look(BorrowerObject *self, PyObject *args);
-PyObject *py_borrower_receive_reply(BorrowerObject *self, PyObject *args);
 
 #endif
