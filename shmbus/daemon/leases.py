@@ -279,10 +279,8 @@ class LeaseTable:
 
     def end(self, lease: Lease, reason: int) -> None:
         """Release a group: all of its trajectories, or, if the daemon dies now, none."""
-        if lease.group is not None:
-            self._collector.end(lease.group, reason)
-        else:
-            self._collector.end_unknown(lease.samples, reason)
+        self._collector.release(lease.samples, reason, lease.group)
+        if lease.group is None:
             self.claimed_records -= len(lease.samples)
 
     def drop_stale(self, leases: list[Lease]) -> set[Lease]:
