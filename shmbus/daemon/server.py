@@ -26,7 +26,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,6 +71,8 @@ class Server:
         The stash's options by the names that Consumer gives them.
     drain_timeout_s : float
         Seconds that leases have to end after SIGTERM or SIGINT.
+    resume : sequence of str
+        The program that resumes inference servers which a dead trainer left paused.
     on_stop : callable, optional
         Called before that, and must not block: what started beside the daemon ends its leases.
     """
@@ -81,6 +83,7 @@ class Server:
         policy: dict[str, Any],
         *,
         drain_timeout_s: float,
+        resume: Sequence[str],
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.service = Service(collector, policy)
@@ -93,7 +96,7 @@ class Server:
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
         self._on_stop = on_stop
-        self._paused_servers = PausedServers(collector.segment.name)
+        self._paused_servers = PausedServers(collector.segment.name, resume)
         self._failure: BaseException | None = None
         #: Set when the loop has read the ring: the watcher thread may sleep on it again.
         self._ring_read = threading.Event()
@@ -371,6 +374,7 @@ def serve(
     duplicate: Any,
     options: dict[str, Any],
     drain_timeout_s: float,
+    resume: Sequence[str],
     on_stop: Callable[[], None] | None = None,
 ) -> bool:
     """Attach to a bus and serve it until SIGTERM or SIGINT.
@@ -387,6 +391,8 @@ def serve(
         The same, by the names that Consumer gives them.
     drain_timeout_s : float
         Seconds that leases have to end after SIGTERM or SIGINT.
+    resume : sequence of str
+        The program that resumes inference servers which a dead trainer left paused.
     on_stop : callable, optional
         Called before that, and must not block.
 
@@ -402,7 +408,9 @@ def serve(
     """
     collector = Collector(name, policy, duplicate, DAEMON_LABEL)
     collector.reader.lend()
-    server = Server(collector, options, drain_timeout_s=drain_timeout_s, on_stop=on_stop)
+    server = Server(
+        collector, options, drain_timeout_s=drain_timeout_s, resume=resume, on_stop=on_stop
+    )
     loop = uvloop.new_event_loop()
     try:
         loop.run_until_complete(server.run())

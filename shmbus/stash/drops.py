@@ -78,7 +78,7 @@ class DropLog:
         *,
         superseded: bool = False,
     ) -> None:
-        """Note samples of one group that are released; reports of failures only while they are held."""
+        """Note samples of one group that are released; reports of failures while they are held."""
         if self.told is not None and not superseded:
             self.told(reason, samples)
         if superseded:

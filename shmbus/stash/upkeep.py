@@ -49,7 +49,7 @@ class Upkeep:
     def run(
         self, now: float, waiting: Callable[[], list[_core.Trajectory]], leased_groups: int
     ) -> bool:
-        """Sweep, and make space by moving samples that wait, each at its interval; True if swept."""
+        """Sweep, and make space by moving what waits, each at its interval; True if it swept."""
         sweeps = now >= self.next_sweep_s
         if sweeps:
             self.next_sweep_s = now + limits.SWEEP_INTERVAL_S
