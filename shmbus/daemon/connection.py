@@ -3,9 +3,12 @@
 Invariants:
 
 - A client that is malformed, silent, slow or too eager loses its own connection and disturbs no
-  other: its input is bounded by a frame, its unread replies by `replies.MAX_UNSENT_BYTES`.
+  other: its input is bounded by a frame, its unread replies by MAX_UNSENT_BYTES and one
+  reply.
 - The loop's thread calls everything here but `send`, which the ring's thread calls too. Both hold
   the server's lock.
+- Bytes leave in the order in which they were given: nothing is written past what the transport
+  still holds.
 - A client that does not read its replies is not read from. One that has just sent something and
   still holds many groups is not read from for LISTEN_REST_S.
 - Requests that a client sent before it died are handled before its session ends, unless it broke
@@ -29,10 +32,9 @@ from shmbus import errors, limits
 from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
-from shmbus.daemon.replies import MAX_UNSENT_BYTES, Replies
 from shmbus.daemon.service import Service
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Replies"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ _PLENTY_GROUPS = 16
 #: Seconds after which a refused client is judged again: the client in its way may have left, and
 #: its last message may be unread for _LISTEN_REST_S.
 _BUSY_GRACE_S = 0.02
+
+
+#: Bytes queued for a client that does not read; above this its connection is closed.
+MAX_UNSENT_BYTES = 8 << 20
 
 
 class Host(Protocol):
@@ -335,3 +341,78 @@ class Connection(asyncio.Protocol):
 def _level(session: Session) -> int:
     """Return the level to log a client at; `top` attaches once a second."""
     return logging.DEBUG if session.observer else logging.INFO
+
+
+class Replies:
+    """The way to one client.
+
+    Parameters
+    ----------
+    transport : asyncio.Transport
+        Of the client's socket.
+    fd : int
+        The socket; the transport closes it, after `connection_lost`.
+    lock : context manager
+        The host's.
+    too_many : callable
+        Called in the loop's thread, once, when the client does not read its replies.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        fd: int,
+        lock: AbstractContextManager[Any],
+        too_many: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._fd = fd
+        self._lock = lock
+        self._too_many = too_many
+        self._loop = asyncio.get_running_loop()
+        #: What the loop's thread will give to the transport.
+        self._unsent = bytearray()
+        #: Whether the transport may hold bytes that it has not written.
+        self._held = False
+        self._over = False
+
+    def send(self, frame: bytes) -> None:
+        """Write a frame, or as much as the socket takes; the loop writes the rest."""
+        if self._over or self._transport.is_closing():
+            return
+        if not self._unsent:
+            if not self._held:
+                frame = frame[self._write(frame) :]
+                if not frame:
+                    return
+            self._loop.call_soon_threadsafe(self.flush)
+        self._unsent += frame
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self._give_up()
+
+    def _write(self, frame: bytes) -> int:
+        try:
+            return os.write(self._fd, frame)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            # The client has gone. The transport reads what it still said, and then its end.
+            return len(frame)
+
+    def flush(self) -> None:
+        """Give the transport what is unsent; in the loop's thread."""
+        with self._lock:
+            if self._over or self._transport.is_closing():
+                return
+            if self._unsent:
+                unsent, self._unsent = self._unsent, bytearray()
+                self._transport.write(bytes(unsent))
+            held = self._transport.get_write_buffer_size()
+            self._held = held > 0
+            if held > MAX_UNSENT_BYTES:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self._over = True
+        self._unsent = bytearray()
+        self._loop.call_soon_threadsafe(self._too_many)

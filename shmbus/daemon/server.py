@@ -36,7 +36,6 @@ import uvloop
 from shmbus import errors, limits
 from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
-from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
 from shmbus.daemon.leases import Session
 from shmbus.daemon.paused_servers import PausedServers
@@ -47,7 +46,7 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus.store import snapshot
 
-__all__ = ["Server", "serve"]
+__all__ = ["Server", "notify", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +122,11 @@ class Server:
         watcher = threading.Thread(target=self._watch, name="shmbus-ring", daemon=True)
         watcher.start()
         self._tick()
-        notify.notify("READY=1")
+        notify("READY=1")
         logger.info("serving", extra={"bus": self._collector.segment.name, "socket": self.path})
         try:
             await self._stop.wait()
-            notify.notify("STOPPING=1")
+            notify("STOPPING=1")
             if self._on_stop is not None:
                 self._on_stop()
             if self._failure is None:
@@ -418,3 +417,19 @@ def serve(
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
     return not server.service.removed
+
+
+def notify(state: str) -> bool:
+    """Tell systemd a state such as ``READY=1``; False where nobody is told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address[:1] not in ("/", "@"):
+        return False
+    # A leading "@" stands for the NUL of the abstract namespace.
+    target = "\0" + address[1:] if address[0] == "@" else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        try:
+            sender.sendto(state.encode(), target)
+        except OSError as error:
+            logger.warning("could not send %s to NOTIFY_SOCKET %s: %s", state, address, error)
+            return False
+    return True
