@@ -42,19 +42,7 @@ _GIVEN_UP = "it was given up after an interrupt"
 
 
 class Connection:
-    """Attaches to the daemon that serves a bus (`attach`), and stays attached.
-
-    Parameters
-    ----------
-    hello : Hello
-        Who this process is, and which options of the stash it insists on.
-    state : ClientState
-        Where requests in flight and their replies are kept; its lock guards this, too.
-    leases : Leases
-        What is claimed after a reconnect, and what confirmations are passed to.
-    segment : Segment
-        The bus; one that was removed has no daemon to wait for.
-    """
+    """Attaches to the daemon that serves a bus (`attach`), and stays attached."""
 
     def __init__(
         self,
@@ -85,15 +73,7 @@ class Connection:
         self._turn = _core.RecursiveLock()
 
     def attach(self) -> None:
-        """Connect for the first time; after an exception nothing is attached.
-
-        Raises
-        ------
-        DaemonUnreachable
-            No daemon answers; the caller knows whether to wait.
-        BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-            There is no such bus, the rank is taken, another layout or version, other options.
-        """
+        """Connect for the first time; after an exception nothing is attached."""
         try:
             with self._lock:
                 self._dial()
@@ -230,11 +210,9 @@ class Connection:
         )
 
     def _lose(self, wire: Wire, because: object) -> None:
-        """Give up a socket that broke; the watcher may have replaced it already.
-
-        An exception may come anywhere in here. Once the socket has ended, the watcher does the
-        rest; and until nothing refers to it any more, the next request does so again.
-        """
+        """Give up a socket that broke; the watcher may have replaced it already."""
+        # An exception may come anywhere in here. Once the socket has ended, the watcher does the
+        # rest; and until nothing refers to it any more, the next request does so again.
         wire.end()
         with self._lock:
             if self._wire is wire:
@@ -245,10 +223,8 @@ class Connection:
                 self._wake_all()
 
     def abandon(self) -> None:
-        """Give the connection up, after an exception that came in the middle of a dialogue.
-
-        The caller sets `doubtful` first: another exception may come before this has begun.
-        """
+        """Give the connection up, after an exception that came in the middle of a dialogue."""
+        # The caller sets `doubtful` first: another exception may come before this has begun.
         wire = self._wire
         if wire is not None:
             wire.end()
@@ -269,35 +245,7 @@ class Connection:
         *,
         takes: bool,
     ) -> tuple[messages.Reply, Wire] | None:
-        """Send a request and wait for its reply, across reconnects.
-
-        Parameters
-        ----------
-        make : callable
-            Makes the request, given its id.
-        deadline : float | None
-            Until when an unreachable daemon is dialled; on the monotonic clock.
-        patience_s : float
-            Seconds to wait for the reply.
-        takes : bool
-            Whether it asks for groups. If its reply is late, the next such request waits for that
-            reply instead of asking again, so that no group is leased to nobody.
-
-        Returns
-        -------
-        tuple[Reply, Wire] or None
-            The reply, which may be Refused, and its socket: numbers of leases mean nothing on
-            another. None where the daemon is unreachable or silent.
-
-        Raises
-        ------
-        DaemonUnavailableError
-            It has been unreachable or silent for CLIENT_WAIT_S.
-        BusClosedError, BusRemovedError
-            This connection was closed, or the daemon is gone with its bus.
-        Exception
-            Any other one: the caller calls `abandon`.
-        """
+        """Send a request and wait for its reply, across reconnects."""
         while True:
             wire = self._connected(deadline)
             if wire is None:
@@ -335,13 +283,7 @@ class Connection:
             return None
 
     def send(self, *requests: messages.Request) -> None:
-        """Send what has no reply of its own. Without a daemon this is a no-op: the claim tells it.
-
-        Raises
-        ------
-        DaemonUnavailableError
-            The daemon has been unreachable for CLIENT_WAIT_S.
-        """
+        """Send what has no reply of its own; without a daemon nothing: the claim tells it."""
         wire = self._wire
         if wire is None:
             if time.monotonic() > self._unreachable_since_s + limits.CLIENT_WAIT_S:
@@ -465,11 +407,9 @@ class Connection:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say Bye, drop all leases, and wake every thread that waits here; may be called again.
-
-        A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
-        groups that were acknowledged: nothing else would keep them from coming again.
-        """
+        """Say Bye, drop all leases, and wake every thread that waits here; may be called again."""
+        # A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
+        # groups that were acknowledged: nothing else would keep them from coming again.
         if os.getpid() != self._pid:
             return
         try:

@@ -43,35 +43,7 @@ _G = TypeVar("_G", bound=_core.GroupBase)
 
 
 class DaemonClient:
-    """Attaches to the daemon that serves a bus (`attach`), and leases groups from it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    policy : dict[str, Any]
-        Options of the stash that must be the daemon's too, by the names of Consumer.
-    label : str
-        How other processes' messages name this one.
-    rank, world_size : int
-        Which of how many trainer processes this is.
-    split : str
-        Whose groups it takes.
-
-    Attributes
-    ----------
-    state : ClientState
-        Requests, replies, leases and ends that are open with the daemon.
-    connection : Connection
-        To the daemon, and after its death to the next one.
-    leases : Leases
-        What this process holds.
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it has another layout.
-    """
+    """Attaches to the daemon that serves a bus (`attach`), and leases groups from it."""
 
     def __init__(
         self,
@@ -84,8 +56,10 @@ class DaemonClient:
     ) -> None:
         self.segment = lifecycle.open_segment(name, read_only=True)
         self._pid = os.getpid()
+        #: Requests, replies, leases and ends that are open with the daemon.
         self.state = ClientState()
         self.lock = self.state.lock
+        #: What this process holds.
         self.leases = Leases(self.segment, self.state)
         hello = messages.Hello(
             version=messages.VERSION,
@@ -98,18 +72,11 @@ class DaemonClient:
             policy=policy,
             split=split,
         )
+        #: To the daemon, and after its death to the next one.
         self.connection = Connection(hello, self.state, self.leases, self.segment)
 
     def attach(self) -> None:
-        """Connect; after an exception nothing is attached, and this cannot be used any more.
-
-        Raises
-        ------
-        DaemonUnreachable
-            No daemon answers; the caller knows whether to wait.
-        BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-            There is no such bus, the rank is taken, another layout or version, other options.
-        """
+        """Connect; after an exception nothing is attached, and this cannot be used any more."""
         self.connection.attach()
 
     def require(self) -> None:
@@ -123,11 +90,9 @@ class DaemonClient:
     # -- taking ---------------------------------------------------------------------------------
 
     def receive(self, max_groups: int, timeout: float | None) -> bool:
-        """Wait up to `timeout` seconds until there are leases to hand out; say whether there are.
-
-        After a large reply with all that was asked for, the next groups are asked ahead, so that
-        the daemon prepares them while the caller works.
-        """
+        """Wait until there are leases to hand out; False at the timeout."""
+        # After a large reply with all that was asked for, the next groups are asked ahead, so that
+        # the daemon prepares them while the caller works.
         if self.leases.ready:
             return True
         return self._receive_until(
@@ -167,19 +132,8 @@ class DaemonClient:
         )
 
     def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
-        """Make groups of what was received; none where another thread has had it.
-
-        Callers return this and keep it nowhere: a group that dies on its way is ready again.
-
-        Parameters
-        ----------
-        kind : type
-            What a group under lease is.
-        consumer : object
-            Whose groups they are.
-        limit : int
-            How many at most; -1 for all of one step.
-        """
+        """Make groups of what was received; none where another thread has had it."""
+        # Callers return this and keep it nowhere: a group that dies on its way is ready again.
         return self.leases.hand_out(kind, consumer, limit)
 
     def _receive_until(
@@ -278,10 +232,8 @@ class DaemonClient:
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups in one call, up to the first that needs a closer look.
-
-        Each group is checked as `Consumer` does it, and gets its new state. Returns how many.
-        """
+        """End the leases of groups in one call, up to the first that needs a closer look."""
+        # Each group is checked as `Consumer` does it, and gets its new state. Returns how many.
         return self.leases.end_groups(consumer, groups, reason, state)
 
     def recall(self) -> None:

@@ -201,11 +201,10 @@ class Connection(asyncio.Protocol):
         self._server.changed()
 
     def _handle_unread(self) -> None:
-        """Handle what the socket still holds: after a failed write the transport reads no more.
-
-        The transport closes its descriptor after `connection_lost`; the inode makes sure that this
-        is still it. At most one frame's bytes are read, since a client may write without end.
-        """
+        """Handle what the socket still holds: after a failed write the transport reads no more."""
+        # The transport closes its descriptor after `connection_lost`; the inode makes sure that
+        # this is still it. At most one frame's bytes are read, since a client may write without
+        # end.
         with contextlib.suppress(OSError, errors.ProtocolError):
             left = limits.MAX_MESSAGE_BYTES
             while left > 0 and os.fstat(self._fd).st_ino == self._inode:
@@ -344,19 +343,7 @@ def _level(session: Session) -> int:
 
 
 class Replies:
-    """The way to one client.
-
-    Parameters
-    ----------
-    transport : asyncio.Transport
-        Of the client's socket.
-    fd : int
-        The socket; the transport closes it, after `connection_lost`.
-    lock : context manager
-        The host's.
-    too_many : callable
-        Called in the loop's thread, once, when the client does not read its replies.
-    """
+    """The way to one client."""
 
     def __init__(
         self,

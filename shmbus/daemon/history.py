@@ -53,13 +53,7 @@ class _Noted(NamedTuple):
 
 
 class Events:
-    """The history of one daemon.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus, for the labels of splits.
-    """
+    """The history of one daemon."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
@@ -108,26 +102,7 @@ class Events:
     def read(
         self, after: int, limit: int, *, groups: bool = True
     ) -> tuple[list[BusEvent], int, int]:
-        """Return events behind a number.
-
-        Parameters
-        ----------
-        after : int
-            The number of the last that is known; 0 for none.
-        limit : int
-            How many at most; the newest.
-        groups : bool
-            Whether those of groups and samples are among them.
-
-        Returns
-        -------
-        events : list[BusEvent]
-            Oldest first.
-        newest : int
-            To go on from.
-        missed : int
-            Events behind `after` that are not among them.
-        """
+        """Return events behind a number."""
         if after > self._newest:
             after = 0  # a number of an earlier daemon
         found = _newest_of(self._others, after, limit)
@@ -189,20 +164,7 @@ class ProducerWatch:
         return self._known[number][0] if number in self._known else f"producer {number}"
 
     def look(self, segment: _core.Segment, deaths: int) -> Iterable[tuple[str, str]]:
-        """Compare the slots with the last look; costs a load where nobody came or went.
-
-        Parameters
-        ----------
-        segment : Segment
-            The bus.
-        deaths : int
-            Producers that the collector has reaped while they were attached, so far.
-
-        Returns
-        -------
-        iterable of (str, str)
-            The kind of an event, and who.
-        """
+        """Compare the slots with the last look; costs a load where nobody came or went."""
         if segment.attach_epoch == self._epoch:
             return ()
         self._epoch = segment.attach_epoch
@@ -238,18 +200,7 @@ class ProducerWatch:
 
 
 class History:
-    """The history of one bus, while one daemon serves it.
-
-    Parameters
-    ----------
-    collector : Collector
-        Tells of its drops and failures from now on.
-
-    Attributes
-    ----------
-    failed_attempts : Counter[str]
-        Of samples, by the kind of their reason.
-    """
+    """The history of one bus, while one daemon serves it."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -258,6 +209,7 @@ class History:
         self._producers = ProducerWatch()
         #: Who is ending a lease, so that a drop has a name.
         self._ending = ""
+        #: Of samples, by the kind of their reason.
         self.failed_attempts: Counter[str] = Counter()
         self._paused = self._segment.paused()
         self._lane_pause = collector.lane_pause

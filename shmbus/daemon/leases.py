@@ -42,26 +42,7 @@ def extents_of(samples: list[Trajectory]) -> list[int]:
 
 
 class Lease:
-    """One group on its way through the daemon.
-
-    Attributes
-    ----------
-    number : int
-        By which its client names it; a new one each time that the group is leased.
-    group : GroupEntry | None
-        Its entry in the stash. None for a claimed group, which never was in this daemon's stash:
-        its trajectories were recognised by their identity while the ring was read.
-    samples : list[Trajectory]
-        The trajectories, by index.
-    size : int
-        Samples of the complete group.
-    step, rank : int
-        The step and the rank that it belongs to; -1 without ranks.
-    trained_at : int
-        The trainer's step that it was trained as; -1 where it was not, or without ranks.
-    born_s : float
-        Since when it is leased; on the monotonic clock.
-    """
+    """One group on its way through the daemon."""
 
     __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step", "trained_at")
 
@@ -72,13 +53,21 @@ class Lease:
         samples: list[Trajectory],
         size: int,
     ) -> None:
+        #: By which its client names it; a new one each time that the group is leased.
         self.number = number
+        #: Its entry in the stash. None for a claimed group, which never was in this daemon's stash:
+        #: its trajectories were recognised by their identity while the ring was read.
         self.group = group
+        #: The trajectories, by index.
         self.samples = samples
+        #: Samples of the complete group.
         self.size = size
+        #: The step and the rank that it belongs to; -1 without ranks.
         self.step = -1
         self.rank = -1
+        #: The trainer's step that it was trained as; -1 where it was not, or without ranks.
         self.trained_at = -1
+        #: Since when it is leased; on the monotonic clock.
         self.born_s = time.monotonic()
 
     @property
@@ -94,17 +83,7 @@ class Lease:
 
 
 class Session:
-    """One client that was admitted.
-
-    Parameters
-    ----------
-    client : int
-        Its number: of its lease locks, and in its claims after a reconnect.
-    hello : Hello
-        What it said of itself.
-    send : callable
-        Sends replies, together; never blocks.
-    """
+    """One client that was admitted."""
 
     def __init__(self, client: int, hello: messages.Hello, send: Callable[..., None]) -> None:
         self.client = client

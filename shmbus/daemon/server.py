@@ -60,21 +60,7 @@ _WAKE_AGAIN_S = 0.005
 
 
 class Server:
-    """Serves one bus until it is told to stop.
-
-    Parameters
-    ----------
-    collector : Collector
-        Attached to the bus; the server closes it.
-    policy : dict[str, Any]
-        The stash's options by the names that Consumer gives them.
-    drain_timeout_s : float
-        Seconds that leases have to end after SIGTERM or SIGINT.
-    resume : sequence of str
-        The program that resumes inference servers which a dead trainer left paused.
-    on_stop : callable, optional
-        Called before that, and must not block: what started beside the daemon ends its leases.
-    """
+    """Serves one bus until it is told to stop."""
 
     def __init__(
         self,
@@ -376,35 +362,7 @@ def serve(
     resume: Sequence[str],
     on_stop: Callable[[], None] | None = None,
 ) -> bool:
-    """Attach to a bus and serve it until SIGTERM or SIGINT.
-
-    Parameters
-    ----------
-    name : str
-        A bus that exists.
-    policy : StashPolicy
-        What happens to groups that are late, stale, useless or too many.
-    duplicate : "drop" | "error"
-        As for `Consumer`.
-    options : dict[str, Any]
-        The same, by the names that Consumer gives them.
-    drain_timeout_s : float
-        Seconds that leases have to end after SIGTERM or SIGINT.
-    resume : sequence of str
-        The program that resumes inference servers which a dead trainer left paused.
-    on_stop : callable, optional
-        Called before that, and must not block.
-
-    Returns
-    -------
-    bool
-        Whether the bus is there still; if it was removed, its name may be another's.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, another process reads it, or it has another layout.
-    """
+    """Attach to a bus and serve it until SIGTERM or SIGINT."""
     collector = Collector(name, policy, duplicate, DAEMON_LABEL)
     collector.reader.lend()
     server = Server(

@@ -67,33 +67,18 @@ class Waiting:
 
 
 class Service:
-    """Leases the groups of one collector to sessions.
-
-    Parameters
-    ----------
-    collector : Collector
-        Attached; the service reads the ring through it.
-    policy : dict[str, Any]
-        The stash's options by the names that Consumer gives them.
-
-    Attributes
-    ----------
-    sessions : dict[int, Session]
-        The clients that are attached, by number.
-    draining : bool
-        Set to grant nothing more, before the end.
-    frozen : bool
-        Whether a snapshot is being written.
-    removed : bool
-        Set when the bus has lost its name: what is there is granted, nothing is waited for.
-    """
+    """Leases the groups of one collector to sessions."""
 
     def __init__(self, collector: Collector, policy: dict[str, object]) -> None:
         self.collector = collector
         self.policy = policy
+        #: The clients that are attached, by number.
         self.sessions: dict[int, Session] = {}
+        #: Set to grant nothing more, before the end.
         self.draining = False
+        #: Whether a snapshot is being written.
         self.frozen = False
+        #: Set when the bus has lost its name: what is there is granted, nothing is waited for.
         self.removed = False
         self.began_s = time.monotonic()
         self._table = LeaseTable(collector)
@@ -129,11 +114,9 @@ class Service:
     # -- the ring -------------------------------------------------------------------------------
 
     def pump(self, now: float) -> bool:
-        """Read a portion of the ring and answer requests that wait; True if there may be more.
-
-        The portion is as large as the waiting requests need, and else small, so that a message
-        which arrives in between is not delayed.
-        """
+        """Read a portion of the ring and answer requests that wait; True if there may be more."""
+        # The portion is as large as the waiting requests need, and else small, so that a message
+        # which arrives in between is not delayed.
         if self._claims is not None:
             return False
         self.history.look_at_producers()
@@ -363,13 +346,7 @@ class Service:
     # -- requests -------------------------------------------------------------------------------
 
     def handle(self, session: Session, request: messages.Request) -> None:
-        """Handle a request.
-
-        Raises
-        ------
-        ProtocolError
-            This client may not send it, or not now.
-        """
+        """Handle a request."""
         now = time.monotonic()
         if isinstance(request, (messages.Take, messages.TakeStep)):
             self._wait(session, request, now)
@@ -629,10 +606,8 @@ class Service:
         return (0, 0) if planner is None else (planner.waiting_groups, planner.waiting_records)
 
     def ledger(self) -> Ledger:
-        """Return the ledger: leased is what clients hold, also as claimed, or may hold.
-
-        What was given back, or waits for its rank, is stashed.
-        """
+        """Return the ledger: leased is what clients hold, also as claimed, or may hold."""
+        # What was given back, or waits for its rank, is stashed.
         ledger = self.collector.stats()
         table = self._table
         groups, records = self._unheld()

@@ -52,24 +52,7 @@ Undecided: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajector
 
 
 class Collector:
-    """Attaches to a bus as its only reader, and leases complete groups.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    policy : StashPolicy
-        What happens to groups that are late, stale, useless or too many.
-    duplicate : "drop" | "error"
-        Whether a second sample of an index is also raised, by the next `take`.
-    label : str, optional
-        The name of this process in messages of others.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, another process reads it already, or its layout differs.
-    """
+    """Attaches to a bus as its only reader, and leases complete groups."""
 
     def __init__(
         self,
@@ -119,15 +102,7 @@ class Collector:
     # -- from the ring to a lease ---------------------------------------------------------------
 
     def intake(self, kind: type[_core.GroupBase], watch: Watch) -> _core.Intake:
-        """Return the loop that takes complete groups: in C, except for `on_due`.
-
-        Parameters
-        ----------
-        kind : type
-            The class of a leased group.
-        watch : Watch
-            Checks for a stall while a caller waits.
-        """
+        """Return the loop that takes complete groups: in C, except for `on_due`."""
         policy = self.stash.policy
         timeout_s = math.inf if policy.on_timeout == "wait" else policy.group_timeout_s
         # The watch must not refer to the intake: the last reference to a Consumer ends everything.
@@ -153,18 +128,7 @@ class Collector:
         return lag is not None or self._lead.bounded or self._requests.used
 
     def on_due(self, intake: _core.Intake, undecided: Undecided, wanted: int, now: float) -> bool:
-        """Decide on undecided samples, run maintenance, poll, and set when to be called next.
-
-        Returns
-        -------
-        bool
-            Whether the ring may have more now.
-
-        Raises
-        ------
-        ProtocolError
-            For each duplicate, under ``duplicate="error"``; nothing is lost by it.
-        """
+        """Decide on undecided samples, run maintenance, poll, and set when to be called next."""
         stash = self.stash
         stash.apply_policy(undecided, now)
         self.run_maintenance(now)
@@ -213,10 +177,8 @@ class Collector:
         return more
 
     def read_inherited(self) -> None:
-        """Read the ring before a lease, where an earlier collector has leased a group in part.
-
-        A late sample that is read first would begin the group anew.
-        """
+        """Read the ring before a lease, where an earlier collector has leased a group in part."""
+        # A late sample that is read first would begin the group anew.
         if _core.leased_in_part(self.segment):
             self._read_all(time.monotonic())
             self.stash.settle_inherited(time.monotonic())
@@ -270,11 +232,9 @@ class Collector:
             self.flush()
 
     def end_trained(self, origins: Iterable[bytes], held: Iterable[Trajectory] = ()) -> None:
-        """End all samples that a checkpoint counts as trained, and those that come later.
-
-        It reads what is in the ring. So only what others hold (`held`) comes later, and what a
-        relay brings.
-        """
+        """End all samples that a checkpoint counts as trained, and those that come later."""
+        # It reads what is in the ring. So only what others hold (`held`) comes later, and what a
+        # relay brings.
         with self.lock:
             _core.uninterrupted(self._end_trained, {*origins}, [*held])
 
@@ -433,10 +393,8 @@ class Collector:
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups, up to the first that this collector does not hold.
-
-        Ring, table and group change in one call of C: no exception comes between.
-        """
+        """End the leases of groups, up to the first that this collector does not hold."""
+        # Ring, table and group change in one call of C: no exception comes between.
         if not (reason or self.stash.reports or self._requests.used or self._lead.in_versions):
             return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
 

@@ -55,13 +55,7 @@ _REMEDIES = {
 
 
 class DropLog:
-    """Tells what a collector drops.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus.
-    """
+    """Tells what a collector drops."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment

@@ -22,25 +22,14 @@ __all__ = ["Lead"]
 
 
 class Lead:
-    """Frees the rows of groups that were delivered, or have ended.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus, of which this process is the collector.
-
-    Attributes
-    ----------
-    bounded : bool
-        Whether the bus has a bound.
-    in_versions : bool
-        Whether it is one in policy versions, which needs to know what was trained.
-    """
+    """Frees the rows of groups that were delivered, or have ended."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
         limit, _, _, max_versions, _ = _core.lead_state(segment)
+        #: Whether the bus has a bound.
         self.bounded = limit > 0
+        #: Whether it is one in policy versions, which needs to know what was trained.
         self.in_versions = max_versions >= 0
         #: Whether rows may be taken whose groups have gone, as after another collector's death.
         self._doubtful = self.bounded
@@ -77,13 +66,7 @@ class Lead:
         return self._settled is not None
 
     def end_check(self, present: Iterable[Hashable]) -> None:
-        """Free rows in doubt, once the ring was read to its end.
-
-        Parameters
-        ----------
-        present : iterable of hashable
-            Keys of groups that wait in the stash, or were handed out by the request lane.
-        """
+        """Free rows in doubt, once the ring was read to its end."""
         settled, self._settled = self._settled, None
         if settled:
             kept = {_core.lead_key(self._segment, *split_key(key)) for key in present}

@@ -92,10 +92,8 @@ class Upkeep:
     def end_checks(
         self, waiting: Iterable[Hashable], is_present: Callable[[Hashable], bool]
     ) -> None:
-        """Free what is in doubt, once the ring was read to its end.
-
-        `waiting` are the keys of groups that wait here, `is_present` says which requests go on.
-        """
+        """Free what is in doubt, once the ring was read to its end."""
+        # `waiting` are the keys of groups that wait here, `is_present` says which requests go on.
         if self.requests.checks:
             # First: a request that has ended holds no place for its group.
             self.requests.end_check(is_present)
