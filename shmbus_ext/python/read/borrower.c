@@ -162,22 +162,6 @@ static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
     return leases;
 }
 
-/* borrow(granted, step) -> (leases, refused). */
-static PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args) {
-    PyObject *granted;
-    long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &granted, &step) ||
-        !py_borrower_usable(self)) {
-        return NULL;
-    }
-    PyObject *refused = PyList_New(0);
-    PyObject *leases = refused == NULL ? NULL : borrow(self, granted, step, refused);
-    PyObject *result = leases == NULL ? NULL : PyTuple_Pack(2, leases, refused);
-    Py_XDECREF(leases);
-    Py_XDECREF(refused);
-    return result;
-}
-
 /* Whether an end of the connection is closed. */
 static bool is_over(int fd) {
     struct pollfd ends = {fd, 0, 0};
@@ -205,8 +189,8 @@ static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
     return good;
 }
 
-/* receive(granted, step, all, fd) -> (leases, refused): as borrow, and the leases are in the
- * dictionary `all` and ready then. None are if the connection `fd` is over: the next daemon may have
+/* receive(granted, step, all, fd) -> (leases, refused): the leases are locked and read, in the
+ * dictionary `all`, and ready then. None are if the connection `fd` is over: the next daemon may have
  * read the locks before these were there. */
 static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     PyObject *granted, *all;
@@ -507,7 +491,6 @@ static void py_borrower_dealloc(BorrowerObject *self) {
 
 static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
-    {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
     {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
     {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
     {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,
