@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.settings import Settings
+from shmbus.http.access import Refusal
 
 __all__ = ["Access"]
 

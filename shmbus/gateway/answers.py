@@ -13,7 +13,7 @@ from isal import igzip_lib
 import shmbus
 from shmbus.gateway import settings
 from shmbus.gateway.heads import Request
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 
 __all__ = ["SERVER", "json_answer", "refusal_answer", "text_answer"]
 

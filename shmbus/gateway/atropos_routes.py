@@ -14,13 +14,13 @@ from aiohttp import web
 
 from shmbus.gateway import settings
 from shmbus.gateway.answers import json_answer, text_answer
+from shmbus.gateway.batch_queue import ATROPOS
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.group_json import ScoredGroup, decode, decode_groups, unprocessable
 from shmbus.gateway.heads import Request
-from shmbus.gateway.intake import Records
-from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.idempotent_put import Records
 from shmbus.gateway.registry import NewEnvironment, Registration
-from shmbus.gateway.shapes import ScoredGroup, decode, decode_groups, unprocessable
-from shmbus.gateway.supply import ATROPOS
+from shmbus.http.access import Refusal
 from shmbus.peers import atropos
 
 __all__ = ["AtroposRoutes"]
@@ -100,20 +100,20 @@ class AtroposRoutes:
         """Register a trainer; one that was started again gets what its last life did not end."""
         gateway = self._gateway
         registration = decode(await gateway.bodies.small(request), Registration)
-        again = gateway.supply.answered
+        again = gateway.batch_queue.answered
         answer = gateway.registry.register(registration, again=again)
         if registration.reads_bus:
-            await gateway.supply.detach()
+            await gateway.batch_queue.detach()
         else:
             try:
-                await gateway.supply.attach()
+                await gateway.batch_queue.attach()
             except Refusal as refusal:
                 if refusal.status != HTTPStatus.CONFLICT:
                     raise
                 # The trainer's own process reads the bus: its environments may begin.
                 registration.reads_bus = gateway.registry.state.started = True
         if again:
-            gateway.supply.restarted()
+            gateway.batch_queue.restarted()
         gateway.store()
         return await json_answer(request, answer)
 
@@ -182,10 +182,10 @@ class AtroposRoutes:
             expected = gateway.registry.group_size(env_id)
             if env_id is not None and expected is not None and size != expected:
                 uneven.append(env_id)
-        if not uneven or not gateway.supply.attached:
+        if not uneven or not gateway.batch_queue.attached:
             return []
-        await gateway.supply.drain()
-        return [gateway.supply.queue.buffered(env_id) for env_id in uneven]
+        await gateway.batch_queue.drain()
+        return [gateway.batch_queue.queue.buffered(env_id) for env_id in uneven]
 
     # -- groups out -----------------------------------------------------------------------------
 
@@ -202,22 +202,22 @@ class AtroposRoutes:
                 f"/batch: the trainer of bus {gateway.bus.name!r} reads it itself; register again "
                 "to take batches from here, after that process has ended",
             )
-        await gateway.supply.attach()
+        await gateway.batch_queue.attach()
         if not registry.state.started:
             registry.state.started = True
             gateway.store()
-        found = await gateway.supply.next_batch()
+        found = await gateway.batch_queue.next_batch()
         if found is None:
             return await json_answer(request, {"batch": None})
         batch, texts = found
-        deliveries = gateway.supply.batches
+        deliveries = gateway.batch_queue.batches
         try:
             content = b'{"batch":[' + b",".join(texts) + b"]}"
             del found, texts
             response = await json_answer(request, content)
             del content
         except BaseException:
-            gateway.supply.lost(deliveries, batch)
+            gateway.batch_queue.lost(deliveries, batch)
             raise
         return await gateway.answer_batch(request, response, deliveries, batch)
 
@@ -234,10 +234,10 @@ class AtroposRoutes:
     async def status(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer the step, and how many groups wait."""
         gateway = self._gateway
-        await gateway.supply.drain()
+        await gateway.batch_queue.drain()
         answer = {
             "current_step": gateway.registry.state.step,
-            "queue_size": gateway.supply.undelivered,
+            "queue_size": gateway.batch_queue.undelivered,
         }
         return await json_answer(request, answer)
 
@@ -245,15 +245,15 @@ class AtroposRoutes:
         """Answer an environment what it throttles itself by."""
         gateway = self._gateway
         number = decode(await gateway.bodies.small(request), _EnvironmentNumber)
-        if gateway.supply.stale:
-            await gateway.supply.drain()
-        available = gateway.supply.available_to(number.env_id)
+        if gateway.batch_queue.stale:
+            await gateway.batch_queue.drain()
+        available = gateway.batch_queue.available_to(number.env_id)
         return await json_answer(request, gateway.registry.status_env(number.env_id, available))
 
     async def reset_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Discard all groups, and forget trainer and environments."""
         gateway = self._gateway
-        await gateway.supply.reset()
+        await gateway.batch_queue.reset()
         gateway.registry.reset()
         gateway.store()
         return text_answer("Reset successful")

@@ -27,7 +27,7 @@ from shmbus.gateway.arrivals import Arrival, Arrivals
 from shmbus.gateway.connection import connection_of
 from shmbus.gateway.heads import Request
 from shmbus.gateway.incoming import Incoming
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 
 __all__ = ["Bodies", "Budget"]
 

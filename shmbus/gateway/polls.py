@@ -22,8 +22,8 @@ from aiohttp.helpers import rfc822_formatted_time
 
 from shmbus.gateway.answers import JSON, SERVER
 from shmbus.gateway.gateway import Gateway
-from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.settings import MAX_ENVS
+from shmbus.http.access import Refusal
 
 __all__ = ["PATH", "Polls"]
 
@@ -130,11 +130,11 @@ class Polls:
 
     def _answer(self, poll: _Poll, received: bytes) -> bytes | None:
         gateway = self._gateway
-        if gateway.supply.stale or self._logged:
+        if gateway.batch_queue.stale or self._logged:
             return None
         began_s = time.monotonic()
         try:
-            available = gateway.supply.available_to(poll.env_id)
+            available = gateway.batch_queue.available_to(poll.env_id)
             body = _encoder.encode(gateway.registry.status_env(poll.env_id, available))
         except Refusal:
             return None

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from shmbus.gateway import settings
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 from shmbus.peers.atropos_queue import Availability
 
 __all__ = ["Ending", "Environment", "NewEnvironment", "Registration", "Registry"]

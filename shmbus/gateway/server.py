@@ -34,10 +34,10 @@ from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.heads import KnownRequest, Request
 from shmbus.gateway.listener import Listener
 from shmbus.gateway.polls import PATH, Polls
-from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.request_log import RequestLog
 from shmbus.gateway.settings import SMALL_PIECE_BYTES, Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
+from shmbus.http.access import Refusal
 
 __all__ = ["AddressError", "Server", "serve"]
 
@@ -272,7 +272,7 @@ class Server:
         answer = {
             "status": "ok" if healthy else "gone",
             "bus": gateway.bus.name,
-            "collects": gateway.supply.attached,
+            "collects": gateway.batch_queue.attached,
         }
         status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
         return await json_answer(request, answer, status)

@@ -12,11 +12,11 @@ from typing import Any
 from aiohttp import web
 
 from shmbus.gateway.answers import json_answer
+from shmbus.gateway.batch_queue import SLIME
 from shmbus.gateway.gateway import Gateway
+from shmbus.gateway.group_json import decode_object
 from shmbus.gateway.heads import Request
-from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.shapes import decode_object
-from shmbus.gateway.supply import SLIME
+from shmbus.http.access import Refusal
 from shmbus.peers import slime
 
 __all__ = ["SlimeRoutes"]
@@ -63,10 +63,10 @@ class SlimeRoutes:
     async def rollout_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Give all groups that have enough samples; a call acknowledges what the last one gave."""
         gateway = self._gateway
-        await gateway.supply.attach()
-        await gateway.supply.drain()
-        summary = gateway.supply.samples.summary()
-        batch = await gateway.supply.next_samples()
+        await gateway.batch_queue.attach()
+        await gateway.batch_queue.drain()
+        summary = gateway.batch_queue.samples.summary()
+        batch = await gateway.batch_queue.next_samples()
         if batch is None:
             content: dict[str, Any] = {
                 "success": False,
@@ -74,7 +74,7 @@ class SlimeRoutes:
                 "data": {"data": [], "meta_info": summary if summary["num_groups"] else {}},
             }
             return await json_answer(request, content)
-        deliveries = gateway.supply.sample_batches
+        deliveries = gateway.batch_queue.sample_batches
         try:
             items = [part.item for part in batch.parts]
             content = {
@@ -84,7 +84,7 @@ class SlimeRoutes:
             }
             response = await json_answer(request, content)
         except BaseException:
-            gateway.supply.lost(deliveries, batch)
+            gateway.batch_queue.lost(deliveries, batch)
             raise
         return await gateway.answer_batch(request, response, deliveries, batch)
 

@@ -26,18 +26,18 @@ import shmbus
 #: Every group of a body is in the bus, and the journal does not say so.
 KILL_BEFORE_THE_NOTE = """
 import os, signal
-from shmbus.gateway.intake import Intake
-Intake._note_put = lambda self, body, mark=0: os.kill(os.getpid(), signal.SIGKILL)
+from shmbus.gateway.idempotent_put import IdempotentPut
+IdempotentPut._note_put = lambda self, body, mark=0: os.kill(os.getpid(), signal.SIGKILL)
 """
 KILL_AFTER_TWO_GROUPS = """
 import os, signal
-from shmbus.gateway.intake import Intake
-note = Intake._note_put
+from shmbus.gateway.idempotent_put import IdempotentPut
+note = IdempotentPut._note_put
 def noted(self, body, mark=0):
     note(self, body, mark)
     if body.done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-Intake._note_put = noted
+IdempotentPut._note_put = noted
 """
 KILL_AFTER_A_SAMPLE = """
 import os, signal
@@ -50,7 +50,7 @@ Producer.put_many = killed
 """
 ATTACH_SLOWLY = """
 import asyncio
-from shmbus.gateway.reader import BusReader
+from shmbus.gateway.bus_reader import BusReader
 attach = BusReader.attach
 async def slowly(self):
     await asyncio.sleep(0.5)
@@ -59,13 +59,13 @@ BusReader.attach = slowly
 """
 KILL_AT_THE_LAST_BYTE = """
 import os, signal
-from shmbus.gateway.handover import Handover
-send = Handover.send_last
+from shmbus.gateway.journal import Journal
+send = Journal.send_last
 def killed(self, *arguments):
     {before}
     send(self, *arguments)
     os.kill(os.getpid(), signal.SIGKILL)
-Handover.send_last = killed
+Journal.send_last = killed
 """
 
 

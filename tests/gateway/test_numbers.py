@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.shapes import decode_groups
+from shmbus.gateway.group_json import decode_groups
+from shmbus.http.access import Refusal
 from shmbus.peers import atropos
 from shmbus_ext import _core
 

@@ -40,6 +40,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus._version",
         "shmbus.copies",
         "shmbus.errors",
+        "shmbus.http",
         "shmbus.inspect.types",
         "shmbus.inspect.view_types",
         "shmbus.ledger",

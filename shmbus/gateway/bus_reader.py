@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 
 __all__ = ["BusReader"]
 

@@ -28,11 +28,11 @@ from isal import isal_zlib
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.handover import PUT, PUTTING, BodyKey, Handover, JournalEntry
-from shmbus.gateway.inherited import committed_by
-from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.journal import PUT, PUTTING, BodyKey, Journal, JournalEntry
+from shmbus.gateway.recovery import committed_by
+from shmbus.http.access import Refusal
 
-__all__ = ["Body", "Intake", "key_of"]
+__all__ = ["Body", "IdempotentPut", "key_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Body:
         return f"{kind}-{self.producer_id}-{self.first + number}"
 
 
-class Intake:
+class IdempotentPut:
     """Puts bodies into one bus.
 
     Parameters
@@ -105,7 +105,7 @@ class Intake:
         The bus.
     producer : Producer
         This gateway's.
-    handover : Handover
+    journal : Journal
         The journal.
     hold_s : float
         Seconds that a body waits for room.
@@ -117,13 +117,13 @@ class Intake:
         self,
         bus: shmbus.Bus,
         producer: shmbus.Producer,
-        handover: Handover,
+        journal: Journal,
         hold_s: float,
         committed: Mapping[int, int],
     ) -> None:
         self._bus = bus
         self._producer = producer
-        self._handover = handover
+        self._journal = journal
         self._hold_s = hold_s
         #: What its slot had committed before this producer had it.
         self._committed_before = committed_by(bus.name).get(producer.producer_id, 0)
@@ -136,7 +136,7 @@ class Intake:
         self.holding = 0
         self.repeated = 0
         now = time.monotonic()
-        for number, entry in handover.entries:
+        for number, entry in journal.entries:
             body = Body(entry.key, entry.producer_id, entry.first, entry.groups)
             body.entry = number
             body.lost_s = now
@@ -251,10 +251,10 @@ class Intake:
             self._note_put(body, self._mark(body))
             return
         entry = _entry_of(body, self._mark(body))
-        body.entry = self._handover.open_entry(entry)
+        body.entry = self._journal.open_entry(entry)
         if body.entry is None:
             self._forget_oldest()
-            body.entry = self._handover.open_entry(_entry_of(body, self._mark(body)))
+            body.entry = self._journal.open_entry(_entry_of(body, self._mark(body)))
 
     def _was_put(self, body: Body, records: Records) -> bool:
         """Whether a predecessor had put all of the next group."""
@@ -273,7 +273,7 @@ class Intake:
     def _note_put(self, body: Body, mark: int = 0) -> None:
         """Tell a successor how much of a body is in the bus."""
         if body.entry is not None:
-            self._handover.write_entry(body.entry, _entry_of(body, mark))
+            self._journal.write_entry(body.entry, _entry_of(body, mark))
 
     async def _put_group(
         self, body: Body, records: Records, deadline_s: float, alive: Callable[[], bool]
@@ -357,7 +357,7 @@ class Intake:
 
     def _close_entry(self, body: Body) -> None:
         if body.entry is not None:
-            self._handover.close_entry(body.entry)
+            self._journal.close_entry(body.entry)
             body.entry = None
 
     # -- what nobody sent again -----------------------------------------------------------------

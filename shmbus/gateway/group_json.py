@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 from shmbus.peers.atropos import KEYS
 from shmbus_ext import _core
 

@@ -24,12 +24,12 @@ import msgspec
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-__all__ = ["PUT", "PUTTING", "BodyKey", "Handover", "JournalEntry"]
+__all__ = ["PUT", "PUTTING", "BodyKey", "Journal", "JournalEntry"]
 
 _MAGIC: Final = b"SHMGATE2"
 _HEAD = struct.Struct("<8sQI")
@@ -88,7 +88,7 @@ class JournalEntry(NamedTuple):
     mark: int = 0
 
 
-class Handover:
+class Journal:
     """The file, held by this process.
 
     Parameters

@@ -22,16 +22,16 @@ from typing import Any, Final
 import msgspec
 
 import shmbus
+from shmbus.gateway.bus_reader import BusReader
 from shmbus.gateway.deliveries import Batch, Deliveries
-from shmbus.gateway.handover import Handover
-from shmbus.gateway.reader import BusReader
-from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.journal import Journal
 from shmbus.gateway.registry import Ending, Registry
 from shmbus.gateway.settings import DRAIN_S, STALE_S
+from shmbus.http.access import Refusal
 from shmbus.peers import atropos, slime
 from shmbus.peers.atropos_queue import Availability, GroupQueue, Waiting
 
-__all__ = ["ATROPOS", "SLIME", "Supply"]
+__all__ = ["ATROPOS", "SLIME", "BatchQueue"]
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -40,7 +40,7 @@ ATROPOS: Final = "atropos"
 SLIME: Final = "slime"
 
 
-class Supply:
+class BatchQueue:
     """What trainers are given.
 
     Parameters
@@ -55,7 +55,7 @@ class Supply:
         As in the settings.
     store : callable
         Stores the registry's state for a successor.
-    handover : Handover
+    journal : Journal
         Notes with which answer that state is out of date.
     on_seen : callable
         Called with the key of each group that was taken.
@@ -70,14 +70,14 @@ class Supply:
         keep_batches: int,
         group_size: int,
         store: Callable[[], None],
-        handover: Handover,
+        journal: Journal,
         on_seen: Callable[[str], None],
     ) -> None:
         self._bus = bus
         self._reader = reader
         self._registry = registry
         self._store = store
-        self._handover = handover
+        self._journal = journal
         self._on_seen = on_seen
         self.queue = GroupQueue()
         self.samples = slime.SampleGroups(group_size)
@@ -285,11 +285,11 @@ class Supply:
         state = self._registry.state
         first = batch.times == 1 and deliveries is self.batches
         kind = ATROPOS if deliveries is self.batches else SLIME
-        number = self._handover.answer + 1
+        number = self._journal.answer + 1
         state.ending = Ending(number=number, kind=kind, ids=batch.ids, step=state.step + first)
         try:
             self._store()
-            sent = self._handover.send_last(socket, byte, number)
+            sent = self._journal.send_last(socket, byte, number)
         except (OSError, Refusal) as error:
             raise ConnectionResetError(f"an answer could not be ended: {error}") from error
         finally:
