@@ -5,7 +5,6 @@ What differs from the server of atroposlib is in docs/gateway.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,11 +13,9 @@ from aiohttp import web
 
 from shmbus.gateway import settings
 from shmbus.gateway.answers import json_answer, text_answer
-from shmbus.gateway.batch_queue import ATROPOS
 from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.group_json import ScoredGroup, decode, decode_groups, unprocessable
-from shmbus.gateway.heads import Request
-from shmbus.gateway.idempotent_put import Records
+from shmbus.gateway.idempotent_put import Samples
 from shmbus.gateway.registry import NewEnvironment, Registration
 from shmbus.http.access import Refusal
 from shmbus.peers import atropos
@@ -61,6 +58,15 @@ class _Example(list[_Sample]):
     @property
     def trajectories(self) -> list[_Sample]:
         return list(self)
+
+
+def samples_of(group: ScoredGroup, policy_version: int) -> Samples:
+    """Return a group that was decoded as the samples of one that is put."""
+    try:
+        fields = msgspec.structs.asdict(group)
+        return atropos.samples_of(fields, policy_version=policy_version, typed=True)
+    except ValueError as error:
+        raise unprocessable(str(error)) from error
 
 
 class AtroposRoutes:
@@ -141,15 +147,15 @@ class AtroposRoutes:
 
     # -- groups in ------------------------------------------------------------------------------
 
-    async def scored_data(self, request: Request) -> web.StreamResponse:
+    async def scored_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Put a group."""
         return await self._post(request, several=False)
 
-    async def scored_data_list(self, request: Request) -> web.StreamResponse:
+    async def scored_data_list(self, request: web.BaseRequest) -> web.StreamResponse:
         """Put several."""
         return await self._post(request, several=True)
 
-    async def _post(self, request: Request, *, several: bool) -> web.StreamResponse:
+    async def _post(self, request: web.BaseRequest, *, several: bool) -> web.StreamResponse:
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):
             groups = decode_groups(raw, several=several)
@@ -159,9 +165,13 @@ class AtroposRoutes:
                     "fewer at once"
                 )
             sizes = [(group.env_id, len(group.tokens)) for group in groups]
-            records = _records_of(groups, gateway.producer.policy_version)
-            body = await gateway.put(request, raw, deadline_s, len(groups), records, ATROPOS)
-            del groups, records
+            version = gateway.puts.producer.policy_version
+            samples = [samples_of(group, version) for group in groups]
+            del groups
+            body = await gateway.put(request, raw, deadline_s, samples)
+            if samples:
+                gateway.latest = samples[-1]
+            del samples
         waiting = await self._buffered(sizes)
         answer: dict[str, Any]
         if several:
@@ -257,20 +267,3 @@ class AtroposRoutes:
         gateway.registry.reset()
         gateway.store()
         return text_answer("Reset successful")
-
-
-def _records_of(
-    groups: list[ScoredGroup], policy_version: int
-) -> Callable[[Callable[[int], str]], Sequence[Records]]:
-    def make(id_of: Callable[[int], str]) -> Sequence[Records]:
-        return [
-            atropos.records_of(
-                msgspec.structs.asdict(group),
-                id_of(number),
-                policy_version=policy_version,
-                typed=True,
-            )
-            for number, group in enumerate(groups)
-        ]
-
-    return make

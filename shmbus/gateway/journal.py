@@ -6,14 +6,11 @@ Invariants:
 - The state is in one of two places, whole, with a checksum; the other is written next.
 - An entry of the journal is one write below a page, which no death parts.
 - A file of an earlier bus of the same name counts as none.
-- The number in the file is that of the last answer whose last byte was sent: it is stored in the
-  same instant.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 import zlib
@@ -27,18 +24,15 @@ from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
-from shmbus_ext import _core
 
 __all__ = ["PUT", "PUTTING", "BodyKey", "Journal", "JournalEntry"]
 
-_MAGIC: Final = b"SHMGATE2"
+_MAGIC: Final = b"SHMGATE3"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
 _ENTRY = struct.Struct("<BxHIIIQQH6xQ")
 _ENTRY_BYTES: Final = 64
 _PAGE: Final = 4096
-#: Where the first page has the number of the last answer.
-_ANSWER_AT: Final = 1024
 #: Bytes of the state: all environments that may register, with the longest names.
 _STATE_BYTES: Final = 16 << 20
 #: Bytes of it that are allocated from the start: hundreds of environments with usual names.
@@ -75,8 +69,8 @@ class JournalEntry(NamedTuple):
     done : int
         How many of them were in the bus, whole, at least.
     mark : int
-        How many records its producer's slot had committed by then, and 1; 0 where others may have
-        been committed since that are not of this body.
+        How many records its producer's slot has committed at least once the group behind those is
+        in the bus; 0 where others may have been committed since that are not of this body.
     """
 
     state: int
@@ -102,8 +96,6 @@ class Journal:
         What the predecessor stored last.
     entries : list of (int, JournalEntry)
         Its journal, with the number of each entry; they stay until `close_entry`.
-    answer : int
-        The number of the last answer whose last byte was sent.
 
     Raises
     ------
@@ -134,7 +126,6 @@ class Journal:
             journal = os.pread(self._fd, entries_bytes, _JOURNAL)
             found = enumerate(map(_unpack, _cut(journal)))
             self.entries = [(number, entry) for number, entry in found if entry is not None]
-            self._notes = mmap.mmap(self._fd, _PAGE)
         except BaseException:
             os.close(self._fd)
             raise
@@ -203,21 +194,6 @@ class Journal:
             ) from error
         self._version += 1
 
-    @property
-    def answer(self) -> int:
-        """The number of the last answer whose last byte was sent."""
-        return int.from_bytes(self._notes[_ANSWER_AT : _ANSWER_AT + 8], "little")
-
-    def send_last(self, socket: int, byte: bytes, number: int) -> bool:
-        """Send the last byte of an answer, and note its number; False where there is no room now.
-
-        Raises
-        ------
-        OSError
-            The client has gone. Nothing was sent, nor noted.
-        """
-        return _core.send_last_byte(socket, byte, self._notes, _ANSWER_AT, number)
-
     def open_entry(self, entry: JournalEntry) -> int | None:
         """Note a body that is being put; None where the journal is full."""
         if not self._free:
@@ -241,7 +217,6 @@ class Journal:
         """Leave the file to a successor, or remove it."""
         if remove:
             os.unlink(self.path)
-        self._notes.close()
         os.close(self._fd)
 
 

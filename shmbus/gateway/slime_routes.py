@@ -12,10 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from shmbus.gateway.answers import json_answer
-from shmbus.gateway.batch_queue import SLIME
 from shmbus.gateway.gateway import Gateway
-from shmbus.gateway.group_json import decode_object
-from shmbus.gateway.heads import Request
+from shmbus.gateway.group_json import decode_object, unprocessable
 from shmbus.http.access import Refusal
 from shmbus.peers import slime
 
@@ -39,20 +37,17 @@ class SlimeRoutes:
             ("POST", "/start_rollout"): self.start_rollout,
         }
 
-    async def write(self, request: Request) -> web.StreamResponse:
+    async def write(self, request: web.BaseRequest) -> web.StreamResponse:
         """Put a sample."""
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):
             item = decode_object(raw)
-            version = gateway.producer.policy_version
-            body = await gateway.put(
-                request,
-                raw,
-                deadline_s,
-                1,
-                lambda id_of: [[slime.record_of(item, id_of(0), policy_version=version)]],
-                SLIME,
-            )
+            version = gateway.puts.producer.policy_version
+            try:
+                sample = slime.sample_of(item, policy_version=version)
+            except ValueError as error:
+                raise unprocessable(str(error)) from error
+            body = await gateway.put(request, raw, deadline_s, [[sample]])
         content = {
             "success": True,
             "message": "Data has been successfully written to buffer",
