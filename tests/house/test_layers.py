@@ -133,6 +133,7 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.cli._show.take_seconds",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
+    "shmbus.http.",
     "shmbus.inspect.dump.inspect",
     "shmbus_ext._core",
 )
