@@ -60,13 +60,7 @@ IDLE_S = 5.0
 
 
 class BusCollector(Collector):
-    """Collects the metrics of one bus at each scrape.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    """
+    """Collects the metrics of one bus at each scrape."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -488,19 +482,7 @@ def _label(number: int) -> str:
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:
-    """Check whether a bus works, for ``/healthz``.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Returns
-    -------
-    tuple[bool, dict]
-        Whether it is healthy, and the body of the answer. A bus is unhealthy if it cannot be read,
-        its daemon does not answer, or its ledger does not balance.
-    """
+    """Return whether a bus can be read, its daemon answers and its ledger balances, and the answer."""
     try:
         status = read_status(name, walk=False)
     except (errors.ShmbusError, OSError) as error:
@@ -521,27 +503,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` of one bus from a thread.
-
-    Parameters
-    ----------
-    name : str
-        The bus; it need not exist yet.
-    port : int
-        Where to listen; 0 takes any free port.
-    host : str
-        Loopback unless told otherwise.
-
-    Raises
-    ------
-    DaemonUnavailableError
-        The port is in use, or this user may not bind it.
-
-    Attributes
-    ----------
-    host, port : str, int
-        Where it listens.
-    """
+    """Serves ``/metrics`` and ``/healthz`` of a bus, which need not exist yet, from a thread."""
 
     def __init__(
         self,

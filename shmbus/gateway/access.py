@@ -43,13 +43,7 @@ def _bearer_of(given: str) -> bytes | None:
 
 
 class Access:
-    """What a request needs.
-
-    Parameters
-    ----------
-    settings : Settings
-        Its token, and where it listens.
-    """
+    """What a request needs."""
 
     def __init__(self, settings: Settings) -> None:
         self._token = None if settings.token is None else settings.token.encode()

@@ -70,13 +70,7 @@ def samples_of(group: ScoredGroup, policy_version: int) -> Samples:
 
 
 class AtroposRoutes:
-    """The routes of one gateway.
-
-    Parameters
-    ----------
-    gateway : Gateway
-        What they act on.
-    """
+    """The routes of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway

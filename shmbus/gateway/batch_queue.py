@@ -54,19 +54,7 @@ T = TypeVar("T", bound=Leased)
 
 
 class Batch(Generic[T]):
-    """Groups that go to a trainer together.
-
-    Attributes
-    ----------
-    parts : list
-        What it is made of.
-    ids : list of str
-        The groups' keys on the bus.
-    times : int
-        How often it was answered.
-    acknowledged : bool
-        Whether a request for another one ended it.
-    """
+    """Groups that go to a trainer together."""
 
     def __init__(self, parts: list[T], ids: list[str] | None = None) -> None:
         self.parts = parts
@@ -78,13 +66,7 @@ class Batch(Generic[T]):
 
 
 class Deliveries(Generic[T]):
-    """Batches of one kind.
-
-    Parameters
-    ----------
-    keep : int
-        Batches that stay given, 1 or more: with several trainer processes, one for each.
-    """
+    """Batches of one kind, of which `keep` stay given: one for each trainer process."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep

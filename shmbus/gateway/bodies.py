@@ -186,15 +186,7 @@ def require_json(request: web.BaseRequest) -> None:
 
 
 class Bodies:
-    """Reads bodies.
-
-    Parameters
-    ----------
-    limit : int
-        Bytes of one body, inflated.
-    memory : int
-        Bytes of all bodies together; a quarter of it is for compressed ones.
-    """
+    """Reads bodies of `limit` bytes, inflated; a quarter of `memory` is for compressed ones."""
 
     def __init__(self, limit: int, memory: int) -> None:
         compressed = memory // 4

@@ -43,20 +43,7 @@ def connection_of(request: web.BaseRequest) -> Connection:
 
 
 class Gateway:
-    """Serves one bus.
-
-    Parameters
-    ----------
-    settings : Settings
-        How.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        As for `shmbus.Producer`.
-    RuntimeError
-        Another gateway serves this bus.
-    """
+    """Serves one bus."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

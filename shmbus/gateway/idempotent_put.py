@@ -129,15 +129,7 @@ class IdempotentPut:
     async def put(
         self, body: Body, groups: Sequence[Samples], deadline_s: float, alive: Callable[[], bool]
     ) -> None:
-        """Put the groups of a body that are not in the bus yet, until `time.monotonic` says so.
-
-        Raises
-        ------
-        Refusal
-            There was no room in time, or never will be.
-        ConnectionResetError
-            The client went before anything was put.
-        """
+        """Put the groups of a body that are not in the bus yet, while the client is `alive`."""
         if body.whole:
             return
         self.holding += 1

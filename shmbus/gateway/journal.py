@@ -83,29 +83,7 @@ class JournalEntry(NamedTuple):
 
 
 class Journal:
-    """The file, held by this process.
-
-    Parameters
-    ----------
-    bus : Bus
-        The bus.
-
-    Attributes
-    ----------
-    state : bytes or None
-        What the predecessor stored last.
-    entries : list of (int, JournalEntry)
-        Its journal, with the number of each entry; they stay until `close_entry`.
-
-    Raises
-    ------
-    RuntimeError
-        Another gateway serves this bus.
-    PermissionError, LayoutMismatchError
-        What lies in its place is another user's, or no regular file.
-    CapacityError
-        /dev/shm has no room for it.
-    """
+    """The file, held by this process."""
 
     def __init__(self, bus: shmbus.Bus) -> None:
         self.path = "/dev/shm" + companion_name("gateway", bus.name)
@@ -172,13 +150,7 @@ class Journal:
         return found
 
     def store(self, state: msgspec.Struct) -> None:
-        """Store the state for a successor.
-
-        Raises
-        ------
-        Refusal
-            It is larger than any state may be, or shared memory is full.
-        """
+        """Store the state for a successor."""
         data = msgspec.json.encode(state)
         start = _PLACES[(self._version + 1) % 2]
         head = _PLACE.pack(self._version + 1, len(data), zlib.crc32(data))

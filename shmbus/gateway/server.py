@@ -200,20 +200,7 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
 
 
 def serve(settings: Settings, parent: socket.socket | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent or the bus has gone.
-
-    Parameters
-    ----------
-    settings : Settings
-        What and where.
-    parent : socket, optional
-        One end of a pair, of which the process that started this one holds the other.
-
-    Returns
-    -------
-    int
-        Exit status: 1 where the bus was removed.
-    """
+    """Serve until SIGTERM, SIGINT, or the parent has gone; 1 where the bus was removed."""
     loop: Any = uvloop.new_event_loop()
     try:
         found: int = loop.run_until_complete(_run(settings, parent))

@@ -21,13 +21,7 @@ __all__ = ["SlimeRoutes"]
 
 
 class SlimeRoutes:
-    """The routes of one gateway.
-
-    Parameters
-    ----------
-    gateway : Gateway
-        What they act on.
-    """
+    """The routes of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway

@@ -10,17 +10,7 @@ __all__ = ["Refusal", "is_loopback"]
 
 
 class Refusal(Exception):
-    """Ends a request with a status and a sentence.
-
-    Parameters
-    ----------
-    status : HTTPStatus
-        What the client is answered.
-    message : str
-        What failed, what was expected, what came, and what to do.
-    close : bool
-        Whether the connection ends: what is left of the request is not read.
-    """
+    """Ends a request with a status and a sentence."""
 
     def __init__(self, status: HTTPStatus, message: str, *, close: bool = False) -> None:
         super().__init__(message)

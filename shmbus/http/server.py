@@ -126,12 +126,8 @@ class Connection(web.RequestHandler):
         """Write an answer, and wait until all of it has left this process; returns it.
 
         `on_end` is called once, with whether it was delivered: maybe before this returns, maybe
-        long after.
-
-        Raises
-        ------
-        ConnectionResetError
-            The client has gone, or reads nothing for `seconds`. `on_end` was called with False.
+        long after. Where the client has gone, or reads nothing for `seconds`, this raises
+        ConnectionResetError.
         """
         answer = _Answer(on_end)
         timer = asyncio.get_running_loop().call_later(seconds, self.abort)
@@ -155,20 +151,9 @@ class Connection(web.RequestHandler):
 
 
 class HttpServer:
-    """Answers at one address.
+    """Answers at one address; a client may keep it waiting for `idle_s` seconds.
 
-    Parameters
-    ----------
-    answer : callable
-        Answers a request; what it raises is a 500.
-    max_connections : int
-        Connections at a time.
-    idle_s : float
-        Seconds that a client may keep the server waiting.
-    header_bytes : int
-        Bytes of a request's line, and of each header.
-    read_ahead : int
-        Bytes of a body that are read before somebody asks for them, about.
+    About `read_ahead` bytes of a body are read before somebody asks for them.
     """
 
     def __init__(
@@ -205,13 +190,7 @@ class HttpServer:
     # -- life -----------------------------------------------------------------------------------
 
     async def bind(self, host: str, port: int) -> tuple[str, int]:
-        """Take the address, without answering anybody there yet; returns it.
-
-        Raises
-        ------
-        AddressError
-            Another has it, or it is none of this machine.
-        """
+        """Take the address, without answering anybody there yet; returns it."""
         try:
             self._listener = await asyncio.get_running_loop().create_server(
                 lambda: Connection(self, self._inner, **self._options),

@@ -37,15 +37,7 @@ def _is_address(name: str) -> bool:
 
 
 class Access:
-    """What a request needs.
-
-    Parameters
-    ----------
-    settings : Settings
-        Its token, and where it listens.
-    port : int
-        Where it listens in fact; cookies know no ports, so its name has it.
-    """
+    """What a request needs."""
 
     def __init__(self, settings: Settings, port: int) -> None:
         self._token = settings.token.encode()

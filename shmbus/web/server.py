@@ -71,18 +71,7 @@ def read_files() -> dict[str, tuple[str, str, bytes]]:
 
 
 class Server:
-    """Answers requests.
-
-    Parameters
-    ----------
-    settings : Settings
-        What it is told.
-
-    Attributes
-    ----------
-    looks : Looks
-        At the buses that pages watch.
-    """
+    """Answers requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -236,22 +225,7 @@ async def _run(settings: Settings, parent: socket.socket | None, say: Callable[[
 
 
 def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent has gone.
-
-    Parameters
-    ----------
-    settings : Settings
-        What and where.
-    parent : socket, optional
-        One end of a pair, of which the process that started this one holds the other.
-    say : callable
-        Called with the address once it listens.
-
-    Returns
-    -------
-    int
-        Exit status.
-    """
+    """Serve until SIGTERM or SIGINT, or until the parent has gone."""
     loop: Any = uvloop.new_event_loop()
     try:
         found: int = loop.run_until_complete(_run(settings, parent, say))

@@ -1,8 +1,9 @@
 """SIGKILL of gateway, environments and trainer at random instants, and connections that are cut.
 
 What was answered 200 is trained on; nothing is trained on twice, but the batch that a trainer had
-when it was killed, and the one that a gateway was answering then; the ledger balances. SHMBUS_STORM_SECONDS says for how long it runs, 1800 say;
-test_gateway_successor.py has the instants that matter, one by one.
+when it was killed, and the one that a gateway was answering then; the ledger balances.
+SHMBUS_STORM_SECONDS says for how long it runs, 1800 say; test_gateway_successor.py has the instants
+that matter, one by one.
 """
 
 from __future__ import annotations
