@@ -482,7 +482,7 @@ def _label(number: int) -> str:
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:
-    """Return whether a bus can be read, its daemon answers and its ledger balances, and the answer."""
+    """Return whether a bus can be read, its daemon answers and its ledger balances; and why."""
     try:
         status = read_status(name, walk=False)
     except (errors.ShmbusError, OSError) as error:
