@@ -27,7 +27,7 @@ from isal import isal_zlib
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.journal import PUT, PUTTING, BodyKey, Journal, JournalEntry
+from shmbus.gateway.journal import BodyKey, Journal, JournalEntry
 from shmbus.http.access import Refusal
 from shmbus.inspect.dump import inspect
 
@@ -87,7 +87,7 @@ class IdempotentPut:
         self.holding = 0
         self.repeated = 0
         # Before the slot of a dead gateway's producer is another's: this one's, maybe.
-        committed = _committed_by(bus.name) if journal.entries else {}
+        committed = _committed_by(bus.name)
         self.producer = shmbus.Producer(bus.name, label="shmbus gateway", on_stall=None)
         #: What its slot had committed before this producer had it.
         self._committed_before = _committed_by(bus.name).get(self.producer.producer_id, 0)
@@ -101,10 +101,9 @@ class IdempotentPut:
             body.entry = number
             body.lost_s = time.monotonic()
             self._lost[body.key] = body
-            if entry.state == PUT:
-                body.done = body.count
-                continue
             body.done = entry.done
+            if body.whole:
+                continue
             if entry.mark and committed.get(body.producer_id, 0) >= entry.mark:
                 body.done += 1
             else:
@@ -216,10 +215,7 @@ class IdempotentPut:
 
     def _write(self, body: Body, mark: int = 0) -> None:
         """Tell a successor how much of a body is in the bus."""
-        state = PUT if body.whole else PUTTING
-        entry = JournalEntry(
-            state, body.count, body.key, body.producer_id, body.first, body.done, mark
-        )
+        entry = JournalEntry(body.count, body.key, body.producer_id, body.first, body.done, mark)
         if body.entry is not None:
             self._journal.write_entry(body.entry, entry)
             return

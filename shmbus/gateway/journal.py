@@ -25,13 +25,13 @@ from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
 
-__all__ = ["PUT", "PUTTING", "BodyKey", "Journal", "JournalEntry"]
+__all__ = ["BodyKey", "Journal", "JournalEntry"]
 
 _MAGIC: Final = b"SHMGATE3"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
-_ENTRY = struct.Struct("<BxHIIIQQH6xQ")
-_ENTRY_BYTES: Final = 64
+#: Groups that a body has, its key, what they are called, how many were put, and the mark.
+_ENTRY = struct.Struct("<H2xIIIQQH6xQ16x")
 _PAGE: Final = 4096
 #: Bytes of the state: all environments that may register, with the longest names.
 _STATE_BYTES: Final = 16 << 20
@@ -39,10 +39,6 @@ _STATE_BYTES: Final = 16 << 20
 _STATE_NOW: Final = 64 << 10
 _PLACES: Final = (_PAGE, _PAGE + _STATE_BYTES)
 _JOURNAL: Final = _PAGE + 2 * _STATE_BYTES
-
-#: States of an entry: its records are being put, or all of them are.
-PUTTING: Final = 1
-PUT: Final = 2
 
 
 class BodyKey(NamedTuple):
@@ -58,8 +54,6 @@ class JournalEntry(NamedTuple):
 
     Attributes
     ----------
-    state : int
-        PUTTING or PUT.
     groups : int
         How many groups it had.
     key : BodyKey
@@ -73,7 +67,6 @@ class JournalEntry(NamedTuple):
         in the bus; 0 where others may have been committed since that are not of this body.
     """
 
-    state: int
     groups: int
     key: BodyKey
     producer_id: int
@@ -88,7 +81,7 @@ class Journal:
     def __init__(self, bus: shmbus.Bus) -> None:
         self.path = "/dev/shm" + companion_name("gateway", bus.name)
         self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT, f"the gateway of bus {bus.name!r}")
-        entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY_BYTES
+        entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY.size
         try:
             self._lock(bus.name)
             head = os.pread(self._fd, _HEAD.size, 0)
@@ -102,8 +95,11 @@ class Journal:
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, bus.created_unix_ns, os.getpid()), 0)
             self.state, self._version = self._newest()
             journal = os.pread(self._fd, entries_bytes, _JOURNAL)
-            found = enumerate(map(_unpack, _cut(journal)))
-            self.entries = [(number, entry) for number, entry in found if entry is not None]
+            self.entries = [
+                (number, JournalEntry(groups, BodyKey(*numbers[:3]), *numbers[3:]))
+                for number, (groups, *numbers) in enumerate(_ENTRY.iter_unpack(journal))
+                if groups
+            ]
         except BaseException:
             os.close(self._fd)
             raise
@@ -176,13 +172,12 @@ class Journal:
 
     def write_entry(self, number: int, entry: JournalEntry) -> None:
         """Replace an entry."""
-        numbers = (entry.producer_id, entry.first, entry.done, entry.mark)
-        packed = _ENTRY.pack(entry.state, entry.groups, *entry.key, *numbers)
-        os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY_BYTES)
+        packed = _ENTRY.pack(entry.groups, *entry.key, *entry[2:])
+        os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY.size)
 
     def close_entry(self, number: int) -> None:
         """Forget a body: its answer was delivered, or nobody will ask again."""
-        os.pwrite(self._fd, bytes(_ENTRY.size), _JOURNAL + number * _ENTRY_BYTES)
+        os.pwrite(self._fd, bytes(_ENTRY.size), _JOURNAL + number * _ENTRY.size)
         self._free.append(number)
 
     def close(self, *, remove: bool = False) -> None:
@@ -190,17 +185,3 @@ class Journal:
         if remove:
             os.unlink(self.path)
         os.close(self._fd)
-
-
-def _cut(journal: bytes) -> list[bytes]:
-    return [
-        journal[at : at + _ENTRY.size]
-        for at in range(0, len(journal) - _ENTRY_BYTES + 1, _ENTRY_BYTES)
-    ]
-
-
-def _unpack(packed: bytes) -> JournalEntry | None:
-    state, groups, length, crc, adler, producer_id, first, done, mark = _ENTRY.unpack(packed)
-    if state not in (PUTTING, PUT):
-        return None
-    return JournalEntry(state, groups, BodyKey(length, crc, adler), producer_id, first, done, mark)
