@@ -19,7 +19,6 @@
 #include "python/closing.h"
 #include "python/device/device_calls.h"
 #include "python/device/tensor_forms.h"
-#include "python/gateway/answer_functions.h"
 #include "python/gateway/lift_numbers.h"
 #include "python/group/client_lease.h"
 #include "python/group/delivery.h"
@@ -191,7 +190,7 @@ static bool add_functions(PyObject *module) {
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
         py_channel_alike_add_functions,
-        py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
+        py_arguments_add_constants,    py_lift_add_functions,
         py_device_add_functions,
         py_tensor_forms_add_functions,
         py_convert_add_functions,      py_gather_threads_add_constants,

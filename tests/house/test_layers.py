@@ -40,6 +40,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus._version",
         "shmbus.copies",
         "shmbus.errors",
+        "shmbus.http",
         "shmbus.inspect.types",
         "shmbus.inspect.view_types",
         "shmbus.ledger",
@@ -131,6 +132,7 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.cli._show.take_seconds",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
+    "shmbus.http.",
     "shmbus.inspect.dump.inspect",
     "shmbus_ext._core",
 )
