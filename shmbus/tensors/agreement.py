@@ -122,14 +122,6 @@ class Agreement:
             )
         raise self.mismatch(found)
 
-    @property
-    def agreed(self) -> int | None:
-        """Return the version of the other's statement that was compared, 0 where there is none.
-
-        None while there is one that contradicts this side, or is not looked at.
-        """
-        return self._seen if self._agreed or self.other is None else None
-
     def has_passed(self, step: Mapping[str, TensorSpec]) -> bool:
         """Whether these very specs were those of the last step that passed."""
         return step is self._passed

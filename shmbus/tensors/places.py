@@ -8,14 +8,12 @@ Invariant of a checked table: each tensor lies inside the payload, with the byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
-import torch
-from torch.utils.dlpack import from_dlpack
 
-from shmbus.channel import ChannelDamagedError, ChannelForm
+from shmbus.channel import ChannelDamagedError
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.specs import TensorSpec, size_of
 from shmbus.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
@@ -23,7 +21,6 @@ from shmbus.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
 __all__ = [
     "Places",
     "StepForm",
-    "channel_form",
     "check_places",
     "decode_meta",
     "decode_places",
@@ -31,9 +28,6 @@ __all__ = [
     "encode_meta",
     "head_of",
 ]
-
-#: Tensors of a step that is sent and received in one call: as many as a ChannelForm may have.
-MAX_ALIKE_TENSORS: Final = 1024
 
 #: Bytes in front of a table, which say where it ends.
 _LENGTH_BYTES: Final = 4
@@ -80,49 +74,6 @@ class StepForm:
             shape = tuple(size or 0 for size in spec.shape)
             self.places.append(TensorPlace(name, spec.dtype, shape, offset, end - offset))
         self.size: Final = end
-
-
-#: What DLPack calls the dtypes that every torch takes: code and bits.
-_DLPACK: Final = {
-    "bool": (6, 8),
-    "int8": (0, 8),
-    "int16": (0, 16),
-    "int32": (0, 32),
-    "int64": (0, 64),
-    "uint8": (1, 8),
-    "float16": (2, 16),
-    "float32": (2, 32),
-    "float64": (2, 64),
-    "bfloat16": (4, 16),
-}
-
-
-def channel_form(places: Sequence[TensorPlace], size: int, head: bytes) -> ChannelForm | None:
-    """Return how such steps lie in a slot of the segment, for the calls that know a form.
-
-    Parameters
-    ----------
-    places : sequence of TensorPlace
-        Checked.
-    size : int
-        Bytes of the payload.
-    head : bytes
-        With which their meta begins.
-
-    Returns
-    -------
-    ChannelForm | None
-        None for a dtype that they do not know, no tensors, or too many.
-    """
-    known = all(place.dtype in _DLPACK for place in places)
-    if not known or not 1 <= len(places) <= MAX_ALIKE_TENSORS:
-        return None
-    tensors = tuple(
-        (each.name, getattr(torch, each.dtype), each.shape, each.offset, each.size)
-        + _DLPACK[each.dtype]
-        for each in places
-    )
-    return ChannelForm(head, size, tensors, torch.Tensor, from_dlpack)
 
 
 #: Characters of a meta that a message shows.

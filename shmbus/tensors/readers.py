@@ -20,10 +20,7 @@ from shmbus.channel import (
 )
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
-from shmbus.tensors.device.completion import SPIN_BYTES
-from shmbus.tensors.device.completion import event as new_event
 from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
-from shmbus.tensors.device.streams import current_stream
 from shmbus.tensors.places import Places, check_places
 from shmbus.weights.memory import payload_tensor, tensor_at
 
@@ -52,7 +49,7 @@ class StepReader:
         self._channel = channel
         self._views = views
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._events: dict[tuple[torch.device, bool], torch.cuda.Event] = {}
+        self._events: dict[torch.device, torch.cuda.Event] = {}
         self._payloads: dict[int, tuple[BufferName, torch.Tensor]] = {}
         index = None if device is None or device.type != "cuda" else device.index or 0
         self._buffers = ArenaView(memory_socket("channel", channel.name), device=index)
@@ -73,7 +70,6 @@ class StepReader:
         """
         what = f"channel {self._channel.name!r}, step {message.step}"
         if places.buffer is None:
-            assert message.memory is not None
             check_places(places, message.memory.bytes, what)
             if not places.tensors:
                 return {}, _nothing
@@ -133,8 +129,8 @@ class StepReader:
         if device.type != "cuda":
             copy = source.clone()
             return {each.name: tensor_at(copy, each) for each in places.tensors}, _nothing
-        event = self._event(device, sleeps=size > SPIN_BYTES)
-        current = current_stream(device)
+        event = self._event(device)
+        current = torch.cuda.current_stream(device)
         if current.query():
             copy = source.clone()
             event.record(current)
@@ -158,17 +154,18 @@ class StepReader:
 
     def _end_of_work(self, device: torch.device) -> None:
         """Wait for what the current stream was asked to do; no longer where it is done."""
-        current = current_stream(device)
+        current = torch.cuda.current_stream(device)
         if not current.query():
-            event = self._event(device, sleeps=True)
+            event = self._event(device)
             event.record(current)
             event.synchronize()
 
-    def _event(self, device: torch.device, *, sleeps: bool) -> torch.cuda.Event:
+    def _event(self, device: torch.device) -> torch.cuda.Event:
         """Return an event of a device; of no more than one step at a time something is awaited."""
-        found = self._events.get((device, sleeps))
+        found = self._events.get(device)
         if found is None:
-            found = self._events[device, sleeps] = new_event(sleeps=sleeps)
+            found = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._events[device] = found
         return found
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from shmbus._checks import UnknownNameError
-from shmbus.channel import ChannelForm, ChannelReceiver, Message
+from shmbus.channel import ChannelReceiver, Message
 from shmbus.tensors.agreement import Agreement
-from shmbus.tensors.places import (
-    Places,
-    channel_form,
-    decode_meta,
-    decode_places,
-    head_of,
-)
+from shmbus.tensors.places import Places, decode_meta, decode_places, head_of
 from shmbus.tensors.readers import StepReader
 from shmbus.tensors.specs import Statement, TensorSpec, acked_step_of, parse_specs
 
@@ -171,9 +165,6 @@ class TensorReceiver:
             raise
         self._item: StepItem | None = None
         # Heads of late, with what was read of them: the next step's is one of them, as a rule.
-        self._last: tuple[bytes, int | None] = b"", None
-        # How the last steps looked, and for which statement of the sender.
-        self._alike: tuple[ChannelForm, int] | None = None
         self._heads: dict[bytes, tuple[Places, dict[str, TensorSpec]]] = {}
 
     @property
@@ -218,12 +209,7 @@ class TensorReceiver:
         """
         if self._item is not None:
             self._item.drop()
-        message = self._channel.receive(step=step, timeout=timeout, form=self._alike)
-        if message.tensors is None:
-            self._item = self._open_step(message)
-        else:
-            meta = decode_meta(message.meta, "meta of a step") if message.meta else {}
-            self._item = StepItem(self._channel, message.step, message.tensors, meta, _nothing)
+        self._item = self._open_step(self._channel.receive(step=step, timeout=timeout))
         return self._item
 
     def _open_step(self, message: Message) -> StepItem:
@@ -250,18 +236,7 @@ class TensorReceiver:
         except BaseException:
             self._channel.drop()  # it comes again, unless it was acknowledged as lost
             raise
-        self._expect_alike(message, places, head)
         return StepItem(self._channel, message.step, tensors, meta, finish)
-
-    def _expect_alike(self, message: Message, places: Places, head: bytes) -> None:
-        """Have the next step received in one call, where two like it have come."""
-        last = head, self._agreement.agreed
-        if last != self._last:
-            self._last, self._alike = last, None
-        elif self._alike is None and message.memory is not None and places.buffer is None:
-            form = channel_form(places.tensors, message.memory.bytes, head)
-            if form is not None and last[1] is not None:
-                self._alike = form, last[1]
 
     def state_dict(self) -> dict[str, int]:
         """Return the last acknowledged step, for a checkpoint.
@@ -310,7 +285,3 @@ class TensorReceiver:
         traceback: TracebackType | None,
     ) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
-
-
-def _nothing() -> None:
-    """Nothing has to be done."""

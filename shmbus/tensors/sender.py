@@ -5,7 +5,7 @@ Invariants: a step is checked whole before a byte of it is written; each tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,7 @@ from shmbus.tensors.specs import (
     specs_of,
     unsendable,
 )
-from shmbus.tensors.writers import SendAlike, open_writer
-from shmbus.weights.seen import comparer_of
+from shmbus.tensors.writers import open_writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,12 +65,6 @@ class TensorSender:
         # Of the last step: what was checked and computed for it holds for those that are like it.
         self._form: StepForm | None = None
         self._form_key: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._form_names: list[str] = []
-        # Compares all tensors of a step in one call, once two like each other have come.
-        self._form_guard: Callable[..., bool] | None = None
-        # Sends a step like the last one in one call, where the carrier has such a thing.
-        self._alike: tuple[bytes, SendAlike] | None = None
-        self._alike_since: int | None = None
         if declared is not None:
             try:
                 self._agreement.state(declared)
@@ -145,12 +138,6 @@ class TensorSender:
         if timeout is not None:
             self._channel.require_timeout(timeout)
         extra = encode_meta(meta)
-        alike = self._alike
-        if alike is not None:
-            head, send = alike
-            sent = send(tensors, head + extra if extra else None, step)
-            if sent is not None:
-                return sent
         if not isinstance(tensors, Mapping):
             raise TypeError(
                 f"channel {self.name!r}: expected tensors by name, got {type(tensors).__name__}; "
@@ -181,19 +168,11 @@ class TensorSender:
         form = self._form if self._is_like_the_last(tensors) else None
         self._agreement.check()
         if form is None or not self._agreement.has_passed(form.specs):
-            self._alike = None
             form = self._agreed_form(tensors, number)
-        elif self._alike is None or self._alike_since != self._agreement.agreed:
-            # The second of its kind: there will be more.
-            self._alike_since = self._agreement.agreed
-            self._alike = self._writer.alike(form, self._alike_since, self._form_guard)
         self._writer.write(tensors, form, extra, timeout)
 
     def _is_like_the_last(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether a step can be sent as the last one was: it has the same tensors to look at."""
-        guard = self._form_guard
-        if guard is not None and [*tensors] == self._form_names and guard(*tensors.values()):
-            return all(map(is_there, tensors.values()))
         key = self._form_key
         device = self._writer.device
         if len(key) != len(tensors):
@@ -210,8 +189,6 @@ class TensorSender:
                 and is_there(tensor)
             ):
                 return False
-        if guard is None:
-            self._form_guard = comparer_of([*tensors.values()])
         return True
 
     def _agreed_form(self, tensors: Mapping[str, torch.Tensor], step: int) -> StepForm:
@@ -226,7 +203,6 @@ class TensorSender:
             raise self._agreement.mismatch([f"step {step}: {each}" for each in found])
         self._form = StepForm(specs)
         self._form_key = [(name, each.dtype, each.shape) for name, each in tensors.items()]
-        self._form_names, self._form_guard = [*tensors], None
         return self._form
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:

@@ -9,44 +9,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from shmbus import BusClosedError, BusRemovedError, CapacityError
 from shmbus.channel import ChannelError, ChannelSender
-from shmbus.device_calls import DEVICE_MAX_COPIES, device_copy
 from shmbus.pool.copying import copy_bytes
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
 from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
-from shmbus.tensors.device.completion import Completion, Work
-from shmbus.tensors.device.driver import CudaDriverError, address, check
-from shmbus.tensors.device.streams import stream_number
-from shmbus.tensors.places import StepForm, channel_form, encode_head
+from shmbus.tensors.device.completion import Completion
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.places import StepForm, encode_head
 from shmbus.weights.memory import byte_view, copy_tensor, payload_tensor, tensor_at
 
 __all__ = [
     "TABLE_BYTES",
     "ExportedWriter",
-    "SendAlike",
     "SlotWriter",
     "StepWriter",
     "open_writer",
 ]
 
-#: From a step's tensors, its meta (behind the head that came with this; None for none) and its
-#: expected number to that with which it was sent; None where it has to be sent as any other.
-SendAlike: TypeAlias = Callable[[Mapping[str, torch.Tensor], bytes | None, int | None], int | None]
-
 #: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
 #: 16 MiB, on a page of its own.
 TABLE_BYTES: Final = (16 << 20) + 4096
 
-
-#: Of a step that is copied by the call that sends it, without giving way to other threads.
-MAX_ALIKE_BYTES: Final = 256 << 10
 
 #: Of a step on a device that is copied, as a rule, before a thread could be asked to wait for it.
 SOON_BYTES: Final = 1 << 20
@@ -121,15 +111,6 @@ class StepWriter(Protocol):
     ) -> None:
         """Copy a step's tensors, and send it once they are there; `more` follows its head."""
 
-    def alike(
-        self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
-    ) -> tuple[bytes, SendAlike] | None:
-        """Return what sends steps of a form faster, while the receiver states what it did.
-
-        With it comes what their meta begins with. `looks` compares the tensors of a step with those
-        of the form, in one call; None where that cannot be.
-        """
-
     def settle(self) -> None:
         """Wait until what was written is sent; raises what kept it from being so."""
 
@@ -174,16 +155,6 @@ class SlotWriter:
             _copy_in(memory, form, tensors)
         self._channel.commit(table)
 
-    def alike(
-        self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
-    ) -> tuple[bytes, SendAlike] | None:
-        """Return what sends small steps of a form in one call."""
-        head = encode_head(form)
-        known = channel_form(form.places, form.size, head)
-        if known is None or seen is None or form.size > MAX_ALIKE_BYTES:
-            return None
-        return head, self._channel.alike(known, seen)
-
     def settle(self) -> None:
         """Do nothing: a step is sent when `write` returns."""
 
@@ -210,7 +181,6 @@ class _Targets(NamedTuple):
     name: BufferName
     head: bytes
     tensors: list[torch.Tensor]
-    places: tuple[tuple[int, int], ...]  # address and bytes of each
 
 
 class ExportedWriter:
@@ -271,22 +241,14 @@ class ExportedWriter:
         self._make_room(step, form.size, timeout)
         self._channel.await_slot(step, timeout=timeout)
         ready = self._targets_of(number, form)
-        work = self._completion.begin(self.device, form.size)
+        copy = torch.Tensor.copy_ if self.device.type == "cuda" else copy_tensor
         for target, tensor in zip(ready.tensors, tensors.values(), strict=True):
-            plain = tensor.detach() if tensor.requires_grad else tensor
-            if work is None:
-                copy_tensor(target, plain)
-            else:
-                target.copy_(plain)
-        if work is not None:
-            work.end()
-        self._hand_over(step, work, form, ready.head + more)
-
-    def _hand_over(self, step: int, work: Work | None, form: StepForm, message: bytes) -> None:
-        """Have a step sent once it is there."""
+            copy(target, tensor.detach())
         self._written = step + 1
         self._completion.after(
-            work, partial(self._channel.post, message), soon=form.size <= SOON_BYTES
+            self.device,
+            partial(self._channel.post, ready.head + more),
+            soon=form.size <= SOON_BYTES,
         )
 
     def _targets_of(self, number: int, form: StepForm) -> _Targets:
@@ -295,8 +257,7 @@ class ExportedWriter:
         ready = self._targets.get(number)
         if ready is None or ready.form is not form or ready.name != name:
             tensors = [tensor_at(payload, place) for place in form.places]
-            places = tuple((each.data_ptr(), each.nbytes) for each in tensors)
-            ready = _Targets(form, name, encode_head(form, name), tensors, places)
+            ready = _Targets(form, name, encode_head(form, name), tensors)
             self._targets[number] = ready
         return ready
 
@@ -328,54 +289,6 @@ class ExportedWriter:
         self._targets.pop(number, None)  # they look into what was replaced
         self._grown_at = step
         self.growths += 1
-
-    def alike(
-        self, form: StepForm, seen: int | None, looks: Callable[..., bool] | None
-    ) -> tuple[bytes, SendAlike] | None:
-        """Return what sends steps of a form by the driver's own calls."""
-        few = 0 < len(form.places) <= DEVICE_MAX_COPIES
-        if self.device.type != "cuda" or seen is None or looks is None or not few:
-            return None
-        calls = address("cuMemcpyDtoDAsync_v2"), address("cuEventRecord")
-        return b"", partial(self._send_alike, form, list(form.specs), seen, looks, calls)
-
-    def _send_alike(
-        self,
-        form: StepForm,
-        names: list[str],
-        seen: int,
-        looks: Callable[..., bool],
-        calls: tuple[int, int],
-        tensors: Mapping[str, torch.Tensor],
-        more: bytes | None,
-        expected: int | None,
-    ) -> int | None:
-        """Send a step like the last ones; None where there is anything to be waited for or made.
-
-        Whoever sends has slept since the step before, and each function is slow the first time
-        after that: here are as few as can be.
-        """
-        completion, device = self._completion, self.device
-        written = self._written if completion.pending else None
-        step = self._channel.next_alike(written, seen)
-        if step is None or completion.failed or self._arena.replaced:
-            return None
-        if type(tensors) is not dict or [*tensors] != names or not looks(*tensors.values()):
-            return None
-        ready = self._targets.get(step % self._channel.slots)
-        if ready is None or ready.form is not form or (expected is not None and expected != step):
-            return None
-        if torch.cuda.current_device() != device.index:
-            return None
-        work = completion.begin(device, form.size)
-        assert work is not None, "a CUDA device is never done at once"
-        stream = stream_number(device)
-        status = device_copy(*calls, stream, work.handle, tensors, ready.places)
-        if status:
-            torch.cuda.synchronize(device)  # torch has better words for it
-            check("cuMemcpyDtoDAsync", status)
-        self._hand_over(step, work, form, ready.head if more is None else ready.head + more)
-        return step
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,6 @@ from typing import Final, TypeAlias
 import torch
 
 from shmbus.pool import copy_bytes
-from shmbus.tensors.device.streams import current_stream
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import TensorPlace
 from shmbus.weights.memory import byte_view, copy_tensor, is_plain_copy
@@ -144,7 +143,7 @@ def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
         A copy that was begun before has failed.
     """
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        current_stream(device).synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
 
 def target_of_piece(

@@ -7,20 +7,13 @@ Invariant: a program copies one piece, which no other program writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from shmbus.tensors.device.launches import Direct
-
-__all__ = ["Launch", "launch"]
-
-#: Starts the same copies again, on the stream that has this number.
-Launch: TypeAlias = Callable[[int], object]
+__all__ = ["launch"]
 
 #: 64-bit numbers of a piece in the table: target, source, words, none.
 ENTRY: Final = 4
@@ -31,21 +24,10 @@ WARPS: Final = 32
 REST_WARPS: Final = 16
 #: Bytes of the last words of tensors that a program moves at a time.
 ODD_LANES: Final = 1024
-#: Parameters of the kernel that are no constants.
-POINTERS: Final = 1
-
-# The compiled kernel by its constants and device. Triton has a cache too, but inspects each
-# argument at each launch.
-_compiled: dict[tuple[bool, bool, int, int | None], tuple[Any, Direct | None]] = {}
 
 
-def launch(
-    table: torch.Tensor, pieces: int, *, words: int, whole: bool, odd: bool
-) -> Launch | None:
-    """Start copying on the current stream, and say how to start it again.
-
-    To ask Triton for the kernel takes some 20 us of the host, three times as long after a pause;
-    what is returned asks the driver (`Direct`).
+def launch(table: torch.Tensor, pieces: int, *, words: int, whole: bool, odd: bool) -> None:
+    """Start copying on the current stream.
 
     Parameters
     ----------
@@ -59,35 +41,11 @@ def launch(
         Whether all of them are whole.
     odd : bool
         Whether words are bytes, at any address; else they are of 8 bytes, at multiples of 16.
-
-    Returns
-    -------
-    callable | None
-        Of a stream's number; the device has to be the current one. None where nothing was compiled,
-        as by Triton's interpreter.
     """
     lanes = ODD_LANES if odd else words
-    grid = (pieces, 1, 1)
-    constants = (whole, tl.uint8 if odd else tl.int64, ENTRY, lanes)
-    key = (whole, odd, lanes, table.device.index)
-    found = _compiled.get(key)
-    if found is None:
-        warps = WARPS if whole else REST_WARPS
-        compiled = copy_pieces[grid](table, *constants, num_warps=warps)
-        if compiled is None:
-            return None
-        direct = Direct.of(compiled, POINTERS)
-        _compiled[key] = compiled, direct
-    else:
-        compiled, direct = found
-        compiled[grid](table.data_ptr(), *constants)
-    if direct is not None:
-        return partial(direct.start, blocks=pieces, addresses=(table.data_ptr(),))
-    return partial(_again, compiled[grid], (table.data_ptr(), *constants))
-
-
-def _again(run: Any, arguments: tuple[object, ...], stream: int) -> None:
-    run(*arguments, stream=stream)
+    word = tl.uint8 if odd else tl.int64
+    warps = WARPS if whole else REST_WARPS
+    copy_pieces[(pieces, 1, 1)](table, whole, word, ENTRY, lanes, num_warps=warps)
 
 
 @triton.jit

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.streams import current_stream
 from shmbus.weights.copies import (
     Batch,
     Pair,
@@ -234,7 +233,7 @@ class Loading:
                 written += batch.nbytes
             # The slot is given back afterwards, and what fails on a device is known by then.
             for device in self._busy:
-                current_stream(device).synchronize()
+                torch.cuda.current_stream(device).synchronize()
         except (RuntimeError, OSError, CudaDriverError) as error:
             raise TornWeightsError(
                 f"version {version}: copying {what} failed after {written} bytes: {error}. The "

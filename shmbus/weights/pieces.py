@@ -10,17 +10,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmbus.tensors.device.launches import import_kernels
-from shmbus.tensors.device.streams import stream_number
-
-if TYPE_CHECKING:
-    from shmbus.weights.copy_kernel import Launch
+from shmbus.tensors.device.kernels import import_kernels
 
 __all__ = ["PIECE_BYTES", "CopyTable", "Cut", "cut", "is_alike", "may_cut", "prepare_copies"]
 
@@ -133,28 +129,12 @@ class CopyTable:
             for table, whole, odd in kinds
             if len(table)
         ]
-        #: What starts them again.
-        self._ready: list[Launch] = []
 
     def begin(self) -> None:
         """Copy, ordered on the device's current stream."""
-        if torch.cuda.current_device() == self._device.index:
-            self._launch()
-        else:
-            with torch.cuda.device(self._device):
-                self._launch()
-
-    def _launch(self) -> None:
-        if self._ready:
-            stream = stream_number(self._device)
-            for again in self._ready:
-                again(stream)
-            return
         from shmbus.weights.copy_kernel import launch
 
         words = PIECE_BYTES // WORD_BYTES
-        begun = [
-            launch(table, len(table), words=words, whole=whole, odd=odd)
-            for table, whole, odd in self._tables
-        ]
-        self._ready = [again for again in begun if again is not None]
+        with torch.cuda.device(self._device):
+            for table, whole, odd in self._tables:
+                launch(table, len(table), words=words, whole=whole, odd=odd)

@@ -1,8 +1,7 @@
 """Tensors as they were seen: whether anything but values of them has changed since.
 
 A trainer and a server exchange the same thousand tensors again and again, and to look at each of
-them costs more than to begin to copy all of them. DLPack has a table of C functions for such
-questions, by which all are asked in one call; where a torch has none, each tensor is looked at.
+them in full costs more than to begin to copy all of them.
 
 Invariant: tensors that count as the same lie in the same memory, seen alike, so that what was found
 out of them holds; what cannot be told counts as changed.
@@ -10,25 +9,22 @@ out of them holds; what cannot be told counts as changed.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from shmbus.tensor_forms import have_forms, tensor_forms
 from shmbus.weights.memory import is_elsewhere
 from shmbus.weights.sharded import is_sharded
 
-__all__ = ["SeenTensors", "are_same", "comparer_of"]
+__all__ = ["SeenTensors", "are_same"]
 
 #: What tells how a tensor lies in its memory.
 _LAYOUT: Final = (
     attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"), attrgetter("device"),
 )  # fmt: skip
-#: Dtypes without lazy negatives and conjugates, which are parts of complex numbers, and of which
-#: DLPack says nothing.
+#: Dtypes without lazy negatives and conjugates, which are parts of complex numbers.
 _NEVER_LAZY: Final = frozenset(
     value
     for value in vars(torch).values()
@@ -104,66 +100,14 @@ def _tensors_of(found: Mapping[str, object]) -> tuple[list[str], list[torch.Tens
     return list(tensors), list(tensors.values())
 
 
-def comparer_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Return what tells whether tensors are as these are: types, devices, dtypes, shapes, strides.
-
-    Parameters
-    ----------
-    tensors : sequence of Tensor
-        In order.
-
-    Returns
-    -------
-    callable | None
-        Of other tensors; what cannot be told is no. None where this torch has nothing that tells
-        it in one call.
-    """
-    exchange = _exchange()
-    if exchange is None:
-        return None
-    types = tuple(map(type, tensors))
-    places = [place for place, tensor in enumerate(tensors) if tensor.dtype not in _NEVER_LAZY]
-    try:
-        _, forms = tensor_forms(exchange, tuple(tensors))
-    except (RuntimeError, BufferError):
-        return None
-
-    def are_alike(*others: torch.Tensor) -> bool:
-        try:
-            alike = have_forms(exchange, others, types, forms)
-        except (RuntimeError, BufferError):
-            return False
-        return alike and not (places and _any_lazy([others[place] for place in places]))
-
-    return are_alike
-
-
 def _any_lazy(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether any stands for the negative, or the conjugate, of what lies in its memory."""
     return any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
 
 
 def _look_at(tensors: tuple[torch.Tensor, ...]) -> _Look:
-    exchange = _exchange()
-    if exchange is not None:
-        try:
-            return tensor_forms(exchange, tensors)
-        except (RuntimeError, BufferError):
-            pass  # of some kind that DLPack has not, as quantized ones
     # By columns: a tuple a tensor takes twice as long, and there may be thousands.
     return (
         [*map(torch.Tensor.data_ptr, tensors)],
         [[*map(ask, tensors)] for ask in _LAYOUT],
     )
-
-
-@functools.cache
-def _exchange() -> object | None:
-    """Return DLPack's table for torch's tensors; None where this torch has none that is known."""
-    found: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    try:
-        # Of no tensor: one that is made here is of whatever mode torch is in, and this is kept.
-        tensor_forms(found, ())
-    except (TypeError, ValueError):
-        return None
-    return found

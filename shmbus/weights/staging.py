@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from shmbus.tensors.device.streams import current_stream
 from shmbus.weights.copies import LARGE_BYTES, Pair
 from shmbus.weights.manifest import ALIGNMENT
 from shmbus.weights.memory import copy_tensor
@@ -121,7 +120,7 @@ class HostTransfers:
             ]
         #: What a chunk's last use has to do before the next.
         self.free: list[torch.cuda.Event | None] = [None] * CHUNKS
-        self._first = current_stream(device).record_event()  # the memory was torch's
+        self._first = torch.cuda.current_stream(device).record_event()  # the memory was torch's
         self.stream.wait_event(self._first)
 
     def settle(self) -> None:
@@ -133,7 +132,7 @@ class HostTransfers:
             A copy has failed.
         """
         self.stream.synchronize()
-        current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 @functools.cache
@@ -250,7 +249,7 @@ class HostBatch:
         """Begin to copy, after what the device's current stream was asked to do before."""
         way = self._transfers
         ahead, self._ahead = self._ahead, 0
-        current = current_stream(way.device)
+        current = torch.cuda.current_stream(way.device)
         if self._to_device:
             for step in self._steps[ahead:CHUNKS]:
                 way.free[step.turn] = self._read(step)

@@ -25,7 +25,6 @@ import torch
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import BufferName, Memory, MemoryKind
-from shmbus.tensors.device.streams import wake
 from shmbus.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from shmbus.weights.carriers.base import Promises
 from shmbus.weights.carriers.exported_buffers import Buffers, LeadersBuffers, OwnBuffers
@@ -226,7 +225,6 @@ class ExportedWriter:
 
     def begin(self, version: int, text: str) -> _ExportedSink | None:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
-        wake(self.device)
         with translated():
             write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
         if write is None:

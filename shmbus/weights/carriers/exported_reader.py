@@ -22,7 +22,6 @@ from shmbus.tensors.device.arena import (
 from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
-from shmbus.tensors.device.streams import wake
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.exported import (
     KIND,
@@ -159,7 +158,6 @@ class PooledReader(ShmReader):
                 f"version {lease.version}: expected a buffer of {manifest.total} bytes, got one of "
                 f"{memory.nbytes}; publish again"
             )
-        wake(memory.device)  # what it is leased for is to read it
         borrowed = self._borrowed_of(placed.buffer, memory, manifest)
         return ExportedVersion(lease, reader, manifest, placed, memory, borrowed)
 
