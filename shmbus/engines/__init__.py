@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shmbus.engines.adapters import AdapterFleet, AdapterServer
 from shmbus.engines.client_updates import ClientUpdates, WeightSyncClient
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.fleet import EngineFleet
+from shmbus.engines.lora import AdapterFleet, AdapterServer
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import EngineServer, HttpServer, PauseMode
 from shmbus.engines.sglang import SglangServer

@@ -21,8 +21,8 @@ from shmbus.engines.pauses import Pairs, Pauses, uninterrupted
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import EngineServer
 from shmbus.weights.errors import TornWeightsError
-from shmbus.weights.shared import SharedModel
 from shmbus.weights.shared_file import shared_state
+from shmbus.weights.shared_model import SharedModel
 
 __all__ = ["SharedSteps"]
 

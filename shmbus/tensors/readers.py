@@ -21,8 +21,8 @@ from shmbus.channel import (
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
 from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
-from shmbus.tensors.places import Places, check_places
-from shmbus.weights.memory import payload_tensor, tensor_at
+from shmbus.tensors.step_table import Places, check_places
+from shmbus.tensors.views import payload_tensor, tensor_at
 
 __all__ = ["Opened", "StepReader"]
 

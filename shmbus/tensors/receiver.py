@@ -15,9 +15,9 @@ import torch
 from shmbus._checks import UnknownNameError
 from shmbus.channel import ChannelReceiver, Message
 from shmbus.tensors.agreement import Agreement
-from shmbus.tensors.places import Places, decode_meta, decode_places, head_of
 from shmbus.tensors.readers import StepReader
 from shmbus.tensors.specs import Statement, TensorSpec, acked_step_of, parse_specs
+from shmbus.tensors.step_table import Places, decode_meta, decode_places, head_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

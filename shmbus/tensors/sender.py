@@ -14,7 +14,6 @@ import torch
 from shmbus._checks import check_int64, is_text
 from shmbus.tensors.agreement import Agreement
 from shmbus.tensors.config import Carrier
-from shmbus.tensors.places import StepForm, encode_meta
 from shmbus.tensors.specs import (
     SpecMismatchError,
     Statement,
@@ -24,6 +23,7 @@ from shmbus.tensors.specs import (
     specs_of,
     unsendable,
 )
+from shmbus.tensors.step_table import StepForm, encode_meta
 from shmbus.tensors.writers import open_writer
 
 if TYPE_CHECKING:

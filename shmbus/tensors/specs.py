@@ -15,8 +15,7 @@ import torch
 
 from shmbus._checks import check_int, is_text
 from shmbus.channel import ChannelError
-from shmbus.weights.manifest import DTYPE_BYTES
-from shmbus.weights.memory import has_memory
+from shmbus.tensors.views import DTYPE_BYTES, has_memory
 
 __all__ = [
     "SpecMismatchError",

@@ -22,8 +22,8 @@ from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
 from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
 from shmbus.tensors.device.completion import Completion
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.places import StepForm, encode_head
-from shmbus.weights.memory import byte_view, copy_tensor, payload_tensor, tensor_at
+from shmbus.tensors.step_table import StepForm, encode_head
+from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
 
 __all__ = [
     "TABLE_BYTES",

@@ -16,12 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.weights.adapters import (
-    AdapterFiles,
-    AdapterVersion,
-    adapter_source,
-    adapter_state,
-)
 from shmbus.weights.carriers.base import Promises
 from shmbus.weights.errors import (
     DeviceMismatchError,
@@ -35,10 +29,16 @@ from shmbus.weights.errors import (
     WeightsTimeoutError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
+from shmbus.weights.lora import (
+    AdapterFiles,
+    AdapterVersion,
+    adapter_source,
+    adapter_state,
+)
 from shmbus.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
 from shmbus.weights.probe import Choice, probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
-from shmbus.weights.shared import SharedModel, attach, share
+from shmbus.weights.shared_model import SharedModel, attach, share
 from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 

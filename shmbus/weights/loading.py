@@ -13,20 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.weights.copies import (
+from shmbus.tensors.copy_plan import (
     Batch,
     Pair,
     from_host_to_device,
     split,
 )
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.host_transfer import HostBatch, transfers_of
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError, TornWeightsError
-from shmbus.weights.manifest import Manifest, Slice, require_slices
-from shmbus.weights.memory import has_memory, view_of
-from shmbus.weights.seen import SeenTensors
-from shmbus.weights.sharded import is_sharded
+from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
 from shmbus.weights.source import dtype_name, local_part
-from shmbus.weights.staging import HostBatch, transfers_of
 
 __all__ = ["LoadCache", "Loading", "Targets", "named_of", "paired", "targets_of"]
 

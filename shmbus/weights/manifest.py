@@ -15,52 +15,26 @@ from itertools import pairwise
 from typing import Final
 
 import msgspec
+import torch
 
-from shmbus._checks import check_text
+from shmbus._checks import UnknownNameError, check_text
+from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
 
 __all__ = [
-    "ALIGNMENT",
-    "DTYPE_BYTES",
     "Manifest",
     "ParamMeta",
     "Slice",
     "TensorPlace",
     "require_slices",
+    "view_of",
 ]
-
-#: Bytes at multiples of which tensors begin: the widest vector and DMA access.
-ALIGNMENT: Final = 256
 
 #: The form of the manifest; a reader refuses another.
 FORMAT: Final = 1
 
 #: Slices of slices: expert i of a stack, then its gate half. Deeper ones are a circle.
 _MAX_DEPTH: Final = 4
-
-#: Bytes of an element, by torch's names of dtypes.
-DTYPE_BYTES: Final[Mapping[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
 
 
 class ParamMeta(msgspec.Struct, frozen=True):
@@ -79,24 +53,6 @@ class ParamMeta(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor and its bytes.
-
-    Attributes
-    ----------
-    name, dtype, shape : str, str, tuple of int
-        As in `ParamMeta`.
-    offset, size : int
-        Bytes in the payload: C order, little-endian.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -371,3 +327,39 @@ def _require_params(params: Sequence[object]) -> None:
             raise TypeError(f"params: expected texts as names, got {name!r}")
         if not isinstance(shape, (tuple, list)) or any(not isinstance(n, int) for n in shape):
             raise TypeError(f"params: {name!r}: expected a tuple of ints, got {shape!r}")
+
+
+def view_of(
+    tensors: dict[str, torch.Tensor], manifest: Manifest, name: str, what: str = "weights"
+) -> torch.Tensor:
+    """Look up a tensor, an alias or a slice.
+
+    Parameters
+    ----------
+    tensors : dict of Tensor
+        By the names of the manifest's tensors.
+    manifest : Manifest
+        Checked.
+    name : str
+        Any of its names.
+    what : str
+        What has them, for the message.
+
+    Returns
+    -------
+    Tensor
+        A view.
+
+    Raises
+    ------
+    KeyError
+        There is no such name.
+    """
+    part = manifest.slices.get(name)
+    if part is None:
+        found = tensors.get(manifest.aliases.get(name, name))
+        if found is None:
+            raise UnknownNameError(what, name, manifest.names())
+        return found
+    view = view_of(tensors, manifest, part.of).narrow(part.dim, part.start, part.length)
+    return view.squeeze(part.dim) if part.drop_dim else view

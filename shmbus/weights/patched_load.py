@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shmbus.tensors.copy_plan import Pair
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import byte_view, is_elsewhere
 from shmbus.weights.carriers.patched import CarriedPatch
-from shmbus.weights.copies import Pair
 from shmbus.weights.loading import Loading
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.memory import byte_view, is_elsewhere
-from shmbus.weights.seen import SeenTensors
 from shmbus.weights.source import dtype_name
 
 __all__ = ["LoadedModel", "PlainModel", "apply_changes", "compare", "plain_model"]

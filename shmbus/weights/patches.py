@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from shmbus.pool import Piece
-from shmbus.weights.manifest import DTYPE_BYTES, Manifest, TensorPlace
+from shmbus.tensors.views import DTYPE_BYTES
+from shmbus.weights.manifest import Manifest, TensorPlace
 
 __all__ = [
     "DEFAULT_SHARE",

@@ -24,14 +24,14 @@ import torch
 from shmbus import BusClosedError
 from shmbus._checks import check_int64, check_seconds, check_text, checked_int
 from shmbus.pool import WhenHeld
+from shmbus.tensors.copy_table import prepare_copies
 from shmbus.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
 from shmbus.weights.carriers.checkpoint import CheckpointWriter
 from shmbus.weights.carriers.exported import KIND_OF, ExportedWriter
 from shmbus.weights.carriers.patched import PatchingSink
-from shmbus.weights.carriers.shm import ShmWriter
+from shmbus.weights.carriers.pool import ShmWriter
 from shmbus.weights.errors import ManifestError, VersionOrderError, WeightsTimeoutError
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.pieces import prepare_copies
 from shmbus.weights.probe import CarrierName, choose
 from shmbus.weights.publisher_options import (
     DEFAULT_SLOTS,

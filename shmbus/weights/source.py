@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 import torch
 
 from shmbus._checks import check_flag
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError, WeightsError
-from shmbus.weights.manifest import ParamMeta, Slice, require_slices
-from shmbus.weights.memory import has_memory
-from shmbus.weights.seen import SeenTensors
-from shmbus.weights.sharded import is_sharded
+from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,6 +29,7 @@ __all__ = [
     "dtype_name",
     "local_part",
     "require_source",
+    "target_of_piece",
 ]
 
 
@@ -344,6 +344,54 @@ class ModuleSource:
             written[lightest] += detached.numel() * detached.element_size()
             if lightest == rank:
                 yield LocalPiece(name, (0,) * detached.dim(), detached)
+
+
+def target_of_piece(
+    place: TensorPlace | None, whole: torch.Tensor | None, piece: LocalPiece
+) -> torch.Tensor:
+    """Return the part of a published tensor that a piece is.
+
+    Parameters
+    ----------
+    place : TensorPlace | None
+        Of the piece's name in the manifest.
+    whole : Tensor | None
+        What is published under that name.
+    piece : LocalPiece
+        What a rank writes.
+
+    Returns
+    -------
+    Tensor
+        A view of `whole`.
+
+    Raises
+    ------
+    ManifestError
+        There is no such name, or the piece is not inside of it.
+    """
+    if place is None or whole is None:
+        raise ManifestError(
+            "the model is not the one that this publisher was made for",
+            [f"{piece.name!r} is not in the manifest; make a new publisher when the model changes"],
+        )
+    shape = piece.tensor.shape
+    if len(piece.start) != whole.dim() or any(
+        start < 0 or start + size > room
+        for start, size, room in zip(piece.start, shape, whole.shape, strict=False)
+    ):
+        raise ManifestError(
+            "the model is not the one that this publisher was made for",
+            [
+                f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not "
+                f"inside {list(whole.shape)}, which the manifest has; make a new publisher when "
+                "the model changes"
+            ],
+        )
+    for dim, (start, size) in enumerate(zip(piece.start, shape, strict=True)):
+        if size != whole.shape[dim]:
+            whole = whole.narrow(dim, start, size)
+    return whole
 
 
 def require_source(source: object) -> None:

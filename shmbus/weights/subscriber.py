@@ -28,11 +28,12 @@ from shmbus._checks import (
     check_text,
 )
 from shmbus.batch.uninterrupted import ClosedByBlock
+from shmbus.tensors.copy_plan import Pair
+from shmbus.tensors.copy_table import prepare_copies
 from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier
 from shmbus.weights.carriers.checkpoint import CheckpointReader
 from shmbus.weights.carriers.exported_reader import PooledReader
 from shmbus.weights.carriers.patched import PatchedVersion
-from shmbus.weights.copies import Pair
 from shmbus.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -42,12 +43,10 @@ from shmbus.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from shmbus.weights.following import FollowingWeights
 from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
-from shmbus.weights.manifest import Slice, require_slices
-from shmbus.weights.memory import view_of
+from shmbus.weights.manifest import Slice, require_slices, view_of
+from shmbus.weights.patch_apply import FollowingWeights
 from shmbus.weights.patched_load import LoadedModel
-from shmbus.weights.pieces import prepare_copies
 from shmbus.weights.probe import CarrierName, choose
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from conftest import Spawner, wait_until
 
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
+from shmbus.tensors.copy_table import prepare_copies
 from shmbus.tensors.device import launches
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from shmbus.weights.carriers import exported
-from shmbus.weights.pieces import prepare_copies
 
 
 def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name: str) -> None:
@@ -83,11 +83,11 @@ def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
 
 def test_who_may_use_a_device_imports_its_kernels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[str] = []
-    monkeypatch.setattr("shmbus.weights.pieces.import_kernels", imported.append)
+    monkeypatch.setattr("shmbus.tensors.copy_table.import_kernels", imported.append)
     prepare_copies(torch.device("cpu"))
     assert not imported
     prepare_copies(torch.device("cuda"))
-    assert imported == ["shmbus.weights.copy_kernel"]
+    assert imported == ["shmbus.tensors.copy_kernel"]
 
 
 def test_an_interrupt_while_a_slot_is_let_go_of_is_raised_and_leaves_no_slot_behind(

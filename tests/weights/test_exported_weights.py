@@ -18,6 +18,7 @@ from weight_models import Odd, bits, many, same
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
+from shmbus.tensors.copy_plan import LARGE_BYTES, split
 from shmbus.weights import (
     ManifestError,
     ModuleSource,
@@ -32,7 +33,6 @@ from shmbus.weights import (
 from shmbus.weights.block_sums import block_sums
 from shmbus.weights.carriers.exported import ExportedWriter, Placed
 from shmbus.weights.carriers.exported_buffers import OwnBuffers
-from shmbus.weights.copies import LARGE_BYTES, split
 
 MakePublisher = Callable[..., WeightPublisher]
 

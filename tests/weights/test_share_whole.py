@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from shmbus.inspect.leftovers import survey
-from shmbus.weights.shared import attach, share
 from shmbus.weights.shared_file import path_of
+from shmbus.weights.shared_model import attach, share
 
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["shmbus.weights.shared"])
+SPAWN.set_forkserver_preload(["shmbus.weights.shared_model"])
 PARTS = 4
 #: Elements of a part: copying all of them takes longer than to look for the file twice.
 ELEMENTS = 8 << 20

@@ -23,11 +23,11 @@ from shmbus.weights import (
     WeightsError,
     WeightsTimeoutError,
 )
-from shmbus.weights.shared import SharedModel, attach, share
 from shmbus.weights.shared_file import shared_state
+from shmbus.weights.shared_model import SharedModel, attach, share
 
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["shmbus.weights.shared"])
+SPAWN.set_forkserver_preload(["shmbus.weights.shared_model"])
 
 
 class Tiny(torch.nn.Module):

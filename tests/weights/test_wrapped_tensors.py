@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber, seen
-from shmbus.weights.seen import SeenTensors
 
 WAIT_S = 20.0
 

@@ -24,12 +24,14 @@ import torch
 
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from shmbus.segment.names import memory_socket
+from shmbus.tensors.copy_plan import Batch, Pair, settle_devices
 from shmbus.tensors.device.arena import BufferName, Memory, MemoryKind
+from shmbus.tensors.tensor_cache import are_same
+from shmbus.tensors.views import tensor_at
 from shmbus.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from shmbus.weights.carriers.base import Promises
 from shmbus.weights.carriers.exported_buffers import Buffers, LeadersBuffers, OwnBuffers
 from shmbus.weights.carriers.pool_version import PoolVersion
-from shmbus.weights.copies import Batch, Pair, settle_devices, target_of_piece
 from shmbus.weights.errors import (
     TornWeightsError,
     WeightsError,
@@ -37,9 +39,7 @@ from shmbus.weights.errors import (
 )
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.memory import tensor_at
-from shmbus.weights.seen import are_same
-from shmbus.weights.source import LocalPiece
+from shmbus.weights.source import LocalPiece, target_of_piece
 
 __all__ = ["KIND_OF", "PROMISES", "Borrowed", "ExportedVersion", "ExportedWriter", "Placed", "Said"]
 

@@ -22,6 +22,7 @@ from shmbus.tensors.device.arena import (
 from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
+from shmbus.tensors.views import payload_tensor, unowned
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.exported import (
     KIND,
@@ -39,7 +40,6 @@ from shmbus.weights.errors import (
 )
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.memory import payload_tensor, unowned
 
 __all__ = ["PooledReader"]
 

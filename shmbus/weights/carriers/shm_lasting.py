@@ -15,10 +15,10 @@ from typing import Final
 
 import torch
 
-from shmbus.weights.copies import Batch, Pair
-from shmbus.weights.seen import are_same
+from shmbus.tensors.copy_plan import Batch, Pair
+from shmbus.tensors.host_transfer import HostBatch, HostTransfers, transfers_of
+from shmbus.tensors.tensor_cache import are_same
 from shmbus.weights.source import LocalPiece
-from shmbus.weights.staging import HostBatch, HostTransfers, transfers_of
 
 __all__ = ["LastingCopies", "LastingPieces"]
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch, same_bytes
+from shmbus.tensors.views import byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.memory import byte_view
 from shmbus.weights.patches import pieces_of
 from shmbus.weights.source import LocalPiece
 

@@ -16,9 +16,11 @@ import torch
 
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import PoolDamagedError, PoolReader, VersionLease
+from shmbus.tensors.device.registered import RegisteredSlots
+from shmbus.tensors.views import payload_tensor, tensor_at
 from shmbus.weights.carriers.base import CarriedVersion
+from shmbus.weights.carriers.pool import KIND, PROMISES
 from shmbus.weights.carriers.pool_version import PoolVersion
-from shmbus.weights.carriers.shm import KIND, PROMISES
 from shmbus.weights.carriers.shm_patch import ShmPatch
 from shmbus.weights.errors import (
     MANIFEST_CODE,
@@ -30,8 +32,6 @@ from shmbus.weights.errors import (
 )
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.memory import payload_tensor, tensor_at
-from shmbus.weights.registered import RegisteredSlots
 
 __all__ = ["ShmReader", "ShmVersion"]
 

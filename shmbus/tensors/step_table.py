@@ -16,7 +16,7 @@ import msgspec
 from shmbus.channel import ChannelDamagedError
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.specs import TensorSpec, size_of
-from shmbus.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
+from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 
 __all__ = [
     "Places",

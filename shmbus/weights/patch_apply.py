@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from shmbus._checks import check_int64
+from shmbus.tensors.copy_plan import Pair
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.patched import CarriedPatch, PatchedVersion
-from shmbus.weights.copies import Pair
 from shmbus.weights.errors import TORN_CODE, PatchBaseError, TornWeightsError
 from shmbus.weights.loading import Loading, Targets, targets_of
 from shmbus.weights.manifest import Manifest, Slice

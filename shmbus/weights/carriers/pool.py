@@ -20,6 +20,10 @@ from shmbus.pool import (
     has_patch,
     put_piece,
 )
+from shmbus.tensors.device.registered import RegisteredSlots
+from shmbus.tensors.host_transfer import cross
+from shmbus.tensors.tensor_cache import are_same
+from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
 from shmbus.weights.carriers.base import Promises
 from shmbus.weights.carriers.shm_lasting import LastingCopies, LastingPieces
 from shmbus.weights.carriers.shm_patch import (
@@ -28,15 +32,10 @@ from shmbus.weights.carriers.shm_patch import (
     contiguous_parts,
     placed_bytes,
 )
-from shmbus.weights.copies import target_of_piece
 from shmbus.weights.errors import translated
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.memory import copy_tensor, payload_tensor, tensor_at, unowned
 from shmbus.weights.patches import PatchPolicy, patch_capacity
-from shmbus.weights.registered import RegisteredSlots
-from shmbus.weights.seen import are_same
-from shmbus.weights.source import LocalPiece
-from shmbus.weights.staging import cross
+from shmbus.weights.source import LocalPiece, target_of_piece
 
 __all__ = ["KIND", "PROMISES", "ShmWriter", "WhenHeld"]
 

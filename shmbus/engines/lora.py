@@ -35,7 +35,7 @@ from shmbus.engines.pauses import (
 )
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.segment.names import check_name
-from shmbus.weights.adapters import AdapterVersion, past_keeping
+from shmbus.weights.lora import AdapterVersion, past_keeping
 
 if TYPE_CHECKING:
     from typing_extensions import Self

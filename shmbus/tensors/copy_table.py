@@ -86,7 +86,7 @@ def may_cut() -> bool:
 def prepare_copies(device: torch.device) -> None:
     """Import what copies on a device, where this process may have tensors on one."""
     if device.type == "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        import_kernels("shmbus.weights.copy_kernel")
+        import_kernels("shmbus.tensors.copy_kernel")
 
 
 def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -132,7 +132,7 @@ class CopyTable:
 
     def begin(self) -> None:
         """Copy, ordered on the device's current stream."""
-        from shmbus.weights.copy_kernel import launch
+        from shmbus.tensors.copy_kernel import launch
 
         words = PIECE_BYTES // WORD_BYTES
         with torch.cuda.device(self._device):

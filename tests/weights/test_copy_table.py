@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from shmbus.weights.pieces import PIECE_BYTES, cut, is_alike
+from shmbus.tensors.copy_table import PIECE_BYTES, cut, is_alike
 
 
 def test_each_byte_is_in_one_piece_and_goes_where_it_belongs(seed: int) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_adapters import SmallLora
 from small_engine import SPAWN, Running
+from small_lora import SmallLora
 from trainers import TIMEOUT_S
 
 from shmbus import Bus

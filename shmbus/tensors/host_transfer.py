@@ -19,10 +19,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from shmbus.weights.copies import LARGE_BYTES, Pair
-from shmbus.weights.manifest import ALIGNMENT
-from shmbus.weights.memory import copy_tensor
-from shmbus.weights.pieces import ADDRESS_BYTES, CopyTable, may_cut
+from shmbus.tensors.copy_plan import LARGE_BYTES, Pair
+from shmbus.tensors.copy_table import ADDRESS_BYTES, CopyTable, may_cut
+from shmbus.tensors.views import ALIGNMENT, copy_tensor
 
 __all__ = [
     "CHUNK_BYTES",

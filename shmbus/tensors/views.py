@@ -3,29 +3,87 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmbus._checks import UnknownNameError
 from shmbus.pool import copy_bytes
-from shmbus.weights.manifest import Manifest, TensorPlace
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "ALIGNMENT",
+    "DTYPE_BYTES",
+    "TensorPlace",
     "byte_view",
     "copy_tensor",
     "has_memory",
     "is_elsewhere",
     "is_plain_copy",
+    "is_sharded",
     "payload_tensor",
     "tensor_at",
     "unowned",
-    "view_of",
 ]
+
+#: Bytes at multiples of which tensors begin: the widest vector and DMA access.
+ALIGNMENT: Final = 256
+
+#: Bytes of an element, by torch's names of dtypes.
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor and its bytes.
+
+    Attributes
+    ----------
+    name, dtype, shape : str, str, tuple of int
+        As in `ParamMeta`.
+    offset, size : int
+        Bytes in the payload: C order, little-endian.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+#: It takes half a second to load, so it is never loaded here: where nobody has, nothing is one.
+_MODULE: Final = "torch.distributed.tensor"
 
 _first_use = threading.Lock()
 _warned = False
@@ -176,37 +234,18 @@ def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return array
 
 
-def view_of(
-    tensors: dict[str, torch.Tensor], manifest: Manifest, name: str, what: str = "weights"
-) -> torch.Tensor:
-    """Look up a tensor, an alias or a slice.
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether this is a DTensor.
 
     Parameters
     ----------
-    tensors : dict of Tensor
-        By the names of the manifest's tensors.
-    manifest : Manifest
-        Checked.
-    name : str
-        Any of its names.
-    what : str
-        What has them, for the message.
+    tensor : object
+        Anything.
 
     Returns
     -------
-    Tensor
-        A view.
-
-    Raises
-    ------
-    KeyError
-        There is no such name.
+    bool
     """
-    part = manifest.slices.get(name)
-    if part is None:
-        found = tensors.get(manifest.aliases.get(name, name))
-        if found is None:
-            raise UnknownNameError(what, name, manifest.names())
-        return found
-    view = view_of(tensors, manifest, part.of).narrow(part.dim, part.start, part.length)
-    return view.squeeze(part.dim) if part.drop_dim else view
+    # Another thread may be about to load it: until the class is there, nothing is one.
+    kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)

@@ -13,11 +13,8 @@ from typing import Final, TypeAlias
 import torch
 
 from shmbus.pool import copy_bytes
-from shmbus.weights.errors import ManifestError
-from shmbus.weights.manifest import TensorPlace
-from shmbus.weights.memory import byte_view, copy_tensor, is_plain_copy
-from shmbus.weights.pieces import CopyTable, is_alike, may_cut
-from shmbus.weights.source import LocalPiece
+from shmbus.tensors.copy_table import CopyTable, is_alike, may_cut
+from shmbus.tensors.views import byte_view, copy_tensor, is_plain_copy
 
 __all__ = [
     "LARGE_BYTES",
@@ -26,7 +23,6 @@ __all__ = [
     "from_host_to_device",
     "settle_devices",
     "split",
-    "target_of_piece",
 ]
 
 #: A tensor to write, and what is written into it.
@@ -144,51 +140,3 @@ def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
     """
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def target_of_piece(
-    place: TensorPlace | None, whole: torch.Tensor | None, piece: LocalPiece
-) -> torch.Tensor:
-    """Return the part of a published tensor that a piece is.
-
-    Parameters
-    ----------
-    place : TensorPlace | None
-        Of the piece's name in the manifest.
-    whole : Tensor | None
-        What is published under that name.
-    piece : LocalPiece
-        What a rank writes.
-
-    Returns
-    -------
-    Tensor
-        A view of `whole`.
-
-    Raises
-    ------
-    ManifestError
-        There is no such name, or the piece is not inside of it.
-    """
-    if place is None or whole is None:
-        raise ManifestError(
-            "the model is not the one that this publisher was made for",
-            [f"{piece.name!r} is not in the manifest; make a new publisher when the model changes"],
-        )
-    shape = piece.tensor.shape
-    if len(piece.start) != whole.dim() or any(
-        start < 0 or start + size > room
-        for start, size, room in zip(piece.start, shape, whole.shape, strict=False)
-    ):
-        raise ManifestError(
-            "the model is not the one that this publisher was made for",
-            [
-                f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not "
-                f"inside {list(whole.shape)}, which the manifest has; make a new publisher when "
-                "the model changes"
-            ],
-        )
-    for dim, (start, size) in enumerate(zip(piece.start, shape, strict=True)):
-        if size != whole.shape[dim]:
-            whole = whole.narrow(dim, start, size)
-    return whole

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.weights.copies import from_host_to_device
+from shmbus.tensors.copy_plan import from_host_to_device
+from shmbus.tensors.host_transfer import HostBatch, plan
 from shmbus.weights.manifest import Manifest, ParamMeta
-from shmbus.weights.staging import HostBatch, plan
 
 MOST = 40 * 256
 

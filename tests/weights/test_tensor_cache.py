@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.weights.seen import SeenTensors
+from shmbus.tensors.tensor_cache import SeenTensors
 
 
 class Marked(torch.Tensor):

@@ -15,8 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shmbus.weights.memory import is_elsewhere
-from shmbus.weights.sharded import is_sharded
+from shmbus.tensors.views import is_elsewhere, is_sharded
 
 __all__ = ["SeenTensors", "are_same"]
 

@@ -35,6 +35,7 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus._checks import check_choice, check_flag, check_int64, check_seconds
+from shmbus.tensors.views import copy_tensor, is_sharded, payload_tensor, tensor_at
 from shmbus.weights.errors import (
     ManifestError,
     TornWeightsError,
@@ -42,9 +43,7 @@ from shmbus.weights.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from shmbus.weights.manifest import Manifest, Slice
-from shmbus.weights.memory import copy_tensor, payload_tensor, tensor_at, view_of
-from shmbus.weights.sharded import is_sharded
+from shmbus.weights.manifest import Manifest, Slice, view_of
 from shmbus.weights.shared_file import (
     HEADER,
     HEADER_BYTES,
@@ -53,8 +52,8 @@ from shmbus.weights.shared_file import (
     SharedFile,
     open_file,
 )
+from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
 from shmbus.weights.source import ModuleSource
-from shmbus.weights.step_guard import Reading, StepGuard, Stepping
 
 if TYPE_CHECKING:
     from typing_extensions import Self
