@@ -77,16 +77,16 @@ def _subscriber(order: Order, device: torch.device) -> WeightSubscriber:
 
 
 def _load(model: Any, weights: Weights, device: torch.device) -> None:
-    weights.loading()
+    weights.report_loading()
     try:
         model.load_weights(_tensors(weights, device))
         if device.type != "cpu":
             # The copies are done before the slot may be written again.
             torch.get_device_module(device).synchronize()
     except Exception as error:
-        weights.refused(f"load: {type(error).__name__}: {error}")
+        weights.report_refused(f"load: {type(error).__name__}: {error}")
         raise
-    weights.applied()
+    weights.report_applied()
 
 
 def _tensors(weights: Weights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

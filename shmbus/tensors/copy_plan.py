@@ -8,30 +8,20 @@ go alone. Pure decisions are in `split`; what it returns is executed by `Batch`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeAlias
+from contextlib import ExitStack
+from itertools import repeat
+from typing import Final
 
 import torch
 
 from shmbus.pool import copy_bytes
-from shmbus.tensors.copy_table import CopyTable, is_alike, may_cut
+from shmbus.tensors.copy_table import LARGE_BYTES, CopyTable, Pair, is_alike, may_cut
+from shmbus.tensors.host_transfer import HostBatch, transfers_of
 from shmbus.tensors.views import byte_view, copy_tensor, is_plain_copy
 
-__all__ = [
-    "LARGE_BYTES",
-    "Batch",
-    "Pair",
-    "from_host_to_device",
-    "settle_devices",
-    "split",
-]
+__all__ = ["Batch", "CopyPlan", "settle_devices", "split"]
 
-#: A tensor to write, and what is written into it.
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-#: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, what a launch costs.
-LARGE_BYTES: Final = 4 << 20
-
-#: The same beside a launch that cuts tensors into pieces.
+#: Bytes from which a copy of its own is faster than a launch that cuts tensors into pieces.
 HUGE_BYTES: Final = 64 << 20
 
 
@@ -55,30 +45,6 @@ def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
         else:
             alone.append((target, source))
     return alone, list(together.values())
-
-
-def from_host_to_device(
-    pairs: Iterable[Pair],
-) -> tuple[dict[torch.device, list[Pair]], list[Pair]]:
-    """Say which copies cross from the host to which CUDA device.
-
-    Parameters
-    ----------
-    pairs : iterable of (target, source)
-
-    Returns
-    -------
-    (dict of lists of pairs, list of pairs)
-        Those, and the rest.
-    """
-    crossing: dict[torch.device, list[Pair]] = {}
-    rest: list[Pair] = []
-    for target, source in pairs:
-        if target.is_cuda and not source.is_cuda:
-            crossing.setdefault(target.device, []).append((target, source))
-        else:
-            rest.append((target, source))
-    return crossing, rest
 
 
 def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -128,6 +94,55 @@ class Batch:
             copy_tensor(target, source)
         for targets, sources in self._together:
             torch._foreach_copy_(targets, sources)
+
+
+class CopyPlan:
+    """Copies that are made together, again and again: those between host and device in transfers.
+
+    Parameters
+    ----------
+    pairs : sequence of (target, source)
+        Of equal shapes, of any dtypes and strides.
+    whole : sequence of bool, optional
+        Which targets are whole tensors of a payload, whose padding may be written too: only those
+        cross from a device together.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], *, whole: Sequence[bool] | None = None) -> None:
+        crossing: dict[torch.device, list[Pair]] = {}
+        rest: list[Pair] = []
+        for pair, is_whole in zip(pairs, whole or repeat(False), strict=False):
+            target, source = pair
+            if target.is_cuda and not source.is_cuda:
+                crossing.setdefault(target.device, []).append(pair)
+            elif source.is_cuda and not target.is_cuda and is_whole:
+                crossing.setdefault(source.device, []).append(pair)
+            else:
+                rest.append(pair)
+        # In one order everywhere, since the ways are locked together.
+        self.crossing = [
+            (way, HostBatch(way, crossing[way.device]))
+            for way in map(transfers_of, sorted(crossing, key=str))
+        ]
+        self._rest = Batch(rest)
+        self._busy = {each.device for pair in rest for each in pair if each.is_cuda}
+        self.devices = {target.device for target, _ in pairs}
+        self.nbytes = self._rest.nbytes + sum(batch.nbytes for _, batch in self.crossing)
+
+    def begin(self) -> None:
+        """Copy; what stays on a device is only ordered on its current stream."""
+        with ExitStack() as stack:
+            for way, batch in self.crossing:
+                stack.enter_context(way.lock)
+                stack.callback(way.settle)
+                batch.begin()
+            self._rest.begin()
+
+    def copy(self) -> None:
+        """Copy; when it returns, every byte is there."""
+        self.begin()
+        for device in self._busy:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:

@@ -6,8 +6,7 @@ crosses in one piece, into or out of a chunk on the device, where one launch put
 places while the next chunk crosses. Runs are planned by `plan`, which is pure.
 
 Invariants: a run has no byte of a tensor that is not copied with it; a chunk is written again only
-when the device has done with it; `settle` returns when every byte is where it belongs; what is
-begun ahead is read into chunks, and into nothing of a caller's.
+when the device has done with it; `settle` returns when every byte is where it belongs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from shmbus.tensors.copy_plan import LARGE_BYTES, Pair
-from shmbus.tensors.copy_table import ADDRESS_BYTES, CopyTable, may_cut
+from shmbus.tensors.copy_table import ADDRESS_BYTES, LARGE_BYTES, CopyTable, Pair, may_cut
 from shmbus.tensors.views import ALIGNMENT, copy_tensor
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "HostTransfers",
     "Part",
     "Run",
-    "cross",
     "plan",
     "transfers_of",
 ]
@@ -207,8 +204,6 @@ class HostBatch:
             self._ready(index % CHUNKS, run, members, host)
             for index, (run, members) in enumerate(_runs(together, host))
         ]
-        # How many of the first steps have been begun ahead.
-        self._ahead = 0
         self.nbytes = sum(_size(target) for target, _ in pairs)
 
     def _ready(self, turn: int, run: Run, pairs: Sequence[Pair], host: int) -> _Step:
@@ -229,28 +224,12 @@ class HostBatch:
         table = CopyTable(cut) if cut else None
         return _Step(turn, memory, chunk, table, outside, inside)
 
-    def begin_ahead(self) -> None:
-        """Begin to read the first chunks from host memory; no tensor on the device is written.
-
-        `begin` has to follow with nothing in between, or `forget_ahead`.
-        """
-        way = self._transfers
-        steps = self._steps[:CHUNKS] if self._to_device else []
-        for step in steps:
-            way.free[step.turn] = self._read(step)
-        self._ahead = len(steps)
-
-    def forget_ahead(self) -> None:
-        """Have `begin` read all chunks."""
-        self._ahead = 0
-
     def begin(self) -> None:
         """Begin to copy, after what the device's current stream was asked to do before."""
         way = self._transfers
-        ahead, self._ahead = self._ahead, 0
         current = torch.cuda.current_stream(way.device)
         if self._to_device:
-            for step in self._steps[ahead:CHUNKS]:
+            for step in self._steps[:CHUNKS]:
                 way.free[step.turn] = self._read(step)
             # The next run is asked for as soon as its chunk is: PCIe never waits for this loop.
             for number, step in enumerate(self._steps):
@@ -295,23 +274,6 @@ class HostBatch:
         with torch.cuda.stream(way.stream):
             step.memory.copy_(step.chunk, non_blocking=True)
         way.free[step.turn] = way.stream.record_event()
-
-
-def cross(device: torch.device, pairs: Sequence[Pair]) -> None:
-    """Copy between host memory and a device, once; when it returns, every byte is there.
-
-    Parameters
-    ----------
-    device : torch.device
-        With its number.
-    pairs : sequence of (target, source)
-        As for `HostBatch`.
-    """
-    way = transfers_of(device)
-    batch = HostBatch(way, pairs)
-    with way.lock:
-        batch.begin()
-        way.settle()
 
 
 def _runs(pairs: Sequence[Pair], host: int) -> Iterator[tuple[Run, list[Pair]]]:

@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.weights.carriers.base import Promises
 from shmbus.weights.errors import (
     DeviceMismatchError,
     ManifestError,
@@ -55,7 +54,6 @@ __all__ = [
     "ParamMeta",
     "PatchBaseError",
     "PeerGoneError",
-    "Promises",
     "Publication",
     "Published",
     "SharedModel",

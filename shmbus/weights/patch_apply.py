@@ -1,204 +1,291 @@
-"""Bringing a model to a version by its patch: what leased weights do beside loading the whole.
+"""Bringing a model from the version before to this one by what changed.
 
-Invariant: a model that did not have the patch's base is loaded whole, or its error says that it has
-some of both.
+Invariants:
+
+- A patch is applied only to tensors that this subscriber has loaded with exactly its base, and that
+  nothing has written since, as far as torch counts that; the patch itself finds what torch missed
+  where it writes. Whoever is in doubt loads the whole version.
+- Tensors that a patch cannot be applied to in place, such as parts, casts, or those on a device,
+  are copied whole if anything of them changed.
+- A model that follows by patches is compared with the manifest once: after that it is enough that
+  its tensors are the same ones, at the same place, and were not written.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import random
 from collections.abc import Mapping
-from typing import Literal
+from operator import attrgetter
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from shmbus._checks import check_int64
-from shmbus.tensors.copy_plan import Pair
-from shmbus.weights.carriers.base import CarriedVersion
-from shmbus.weights.carriers.patched import CarriedPatch, PatchedVersion
-from shmbus.weights.errors import TORN_CODE, PatchBaseError, TornWeightsError
-from shmbus.weights.loading import Loading, Targets, targets_of
-from shmbus.weights.manifest import Manifest, Slice
-from shmbus.weights.patched_load import (
-    LoadedModel,
-    PlainModel,
-    apply_changes,
-    compare,
-    plain_model,
-)
+from shmbus.tensors.copy_table import Pair
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import byte_view, is_elsewhere
+from shmbus.weights.loading import Loading
+from shmbus.weights.manifest import Manifest, TensorPlace
+from shmbus.weights.patch_parts import VersionChanges
+from shmbus.weights.source import dtype_name
 
-__all__ = ["FollowingWeights"]
+__all__ = ["LoadedModel", "PlainModel", "apply_changes", "compare", "plain_model"]
+
+#: Tensors that are compared after a patch where a sample is asked for.
+SAMPLED_TENSORS: Final = 4
 
 
-class FollowingWeights(ABC):
-    """What leased weights know of patches.
+class PlainModel:
+    """A model whose tensors are the published ones, element by element, in memory of the host.
 
-    Attributes
+    Parameters
     ----------
-    version, sequence : int
-        The publisher's number, and publications before it, and one.
     manifest : Manifest
-        Its tensors.
-    loaded : "whole" | "patch" | None
-        How `load_into` brought a model to this version, once it has.
+        What it was compared with.
+    how : (bool, bool)
+        By which strictness and casting.
+    named : mapping
+        What was given to `load_into`, by name.
+    memory : list of (str, uint8 [bytes])
+        Published names, and the bytes that each changes; what is tied comes once.
     """
 
-    version: int
-    sequence: int
-    manifest: Manifest
-    loaded: Literal["whole", "patch"] | None = None
-    _known: LoadedModel | None
-    _compares: Literal["off", "sample", "all"]
-
-    @abstractmethod
-    def _open(self) -> CarriedVersion: ...
-
-    @abstractmethod
-    def _paired(
+    def __init__(
         self,
-        targets: dict[str, torch.Tensor],
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        slices: Mapping[str, Slice] | None = None,
-    ) -> dict[str, Pair]: ...
-
-    def _follow(
-        self,
-        carried: CarriedVersion,
-        patch: CarriedPatch | None,
-        origin: object,
-        known: LoadedModel,
+        manifest: Manifest,
+        how: tuple[bool, bool],
         named: Mapping[str, object],
-        *,
-        strict: bool,
-        cast: bool,
-        slices: Mapping[str, Slice] | None,
-    ) -> int:
-        """Change what changed, if that is enough; else copy everything."""
-        how = strict, cast
-        if patch is not None and not slices and self._compares == "off":
-            plain = known.plain(origin, patch.base_sequence, self.manifest, how, named)
-            if plain is not None:
-                written = self._follow_plain(carried, known, plain, patch)
-                if written is not None:
-                    return written
-        targets = targets_of(named)
-        pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
-        carried.prepare({target.device for target in targets.values()})
-        carried.loading()
-        usable = patch is not None and known.has(origin, patch.base_sequence, pairs)
-        known.forget()
-        written = self._apply(patch, pairs) if patch is not None and usable else None
-        self.loaded = "whole" if written is None else "patch"
-        if written is None:
-            written = Loading(pairs).copy(self.version)
-        plain = None if slices else plain_model(self.manifest, how, named, pairs)
-        known.remember(origin, self.sequence, pairs, plain)
+        memory: list[tuple[str, npt.NDArray[np.uint8]]],
+    ) -> None:
+        self._manifest, self._how, self._memory = manifest, how, memory
+        self._seen = SeenTensors(named)
+        self._tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+        self._written = self._written_now()
+
+    def _written_now(self) -> list[int]:
+        # By torch's count of writes.
+        return [*map(attrgetter("_version"), self._tensors)]
+
+    def still(
+        self, manifest: Manifest, how: tuple[bool, bool], named: Mapping[str, object]
+    ) -> bool:
+        """Whether these are its tensors, where they were and not written since."""
+        return (
+            manifest is self._manifest
+            and how == self._how
+            and self._seen.still(named)
+            and self._written_now() == self._written
+        )
+
+    def apply(self, patch: VersionChanges) -> int | None:
+        """Change what changed: bytes of the tensors that did; None where one was not the base's.
+
+        Some may be changed then: all has to be copied.
+        """
+        written = 0
+        for name, memory in self._memory:
+            if patch.changed(name):
+                if not patch.apply(name, memory):
+                    return None
+                written += memory.nbytes
         return written
 
-    def _follow_plain(
+
+class LoadedModel:
+    """Which version a model has, by what was loaded into it last."""
+
+    def __init__(self) -> None:
+        self._known = False
+        self._origin: object = None
+        self._sequence = 0
+        self._state: tuple[object, ...] = ()
+        self._plain: PlainModel | None = None
+
+    def forget(self) -> None:
+        """Know nothing, such as while a model is written."""
+        self._known = False
+
+    def remember(
         self,
-        carried: CarriedVersion,
-        known: LoadedModel,
-        plain: PlainModel,
-        patch: CarriedPatch,
-    ) -> int | None:
-        """Apply a patch to a model that was checked before; None where all has to be copied."""
-        carried.loading()
-        known.forget()
-        written = plain.apply(patch)
-        if written is not None:
-            known.followed(self.sequence)
-            self.loaded = "patch"
-        return written
+        origin: object,
+        sequence: int,
+        pairs: Mapping[str, Pair],
+        plain: PlainModel | None = None,
+    ) -> None:
+        """Know that these tensors have that version, and what was found out of them."""
+        self._origin, self._sequence = origin, sequence
+        self._state, self._plain, self._known = _state_of(pairs), plain, True
 
-    def _apply(self, patch: CarriedPatch, pairs: Mapping[str, Pair]) -> int | None:
-        """Apply a patch, and compare as this subscriber does; None where all has to be copied."""
-        written = apply_changes(self.version, self.manifest, pairs, patch)
-        if written is None or self._compares == "off":
-            return written
-        sample = self._compares == "sample"
-        return written if compare(self.manifest, pairs, patch, sample=sample) else None
+    def followed(self, sequence: int) -> None:
+        """Know that the model that had a version has another one now, by its patch."""
+        self._sequence, self._known = sequence, True
 
-    def patch_base(self) -> int | None:
-        """Return the version from which a patch leads to this one.
+    def has(self, origin: object, sequence: int, pairs: Mapping[str, Pair]) -> bool:
+        """Whether these tensors are known to have that version still."""
+        return self._is(origin, sequence) and self._state == _state_of(pairs)
 
-        Returns
-        -------
-        int | None
-            None where there is no patch.
+    def plain(
+        self,
+        origin: object,
+        sequence: int,
+        manifest: Manifest,
+        how: tuple[bool, bool],
+        named: Mapping[str, object],
+    ) -> PlainModel | None:
+        """Return a plain model that is known to have that version still; it is compared no more."""
+        found = self._plain if self._is(origin, sequence) else None
+        return found if found is not None and found.still(manifest, how, named) else None
 
-        Raises
-        ------
-        BusClosedError
-            These weights are closed.
-        """
-        patch = self._patch()
-        return None if patch is None else patch.base_version
+    def _is(self, origin: object, sequence: int) -> bool:
+        return self._known and (self._origin, self._sequence) == (origin, sequence)
 
-    def _patch(self) -> CarriedPatch | None:
-        carried = self._open()
-        return carried.patch() if isinstance(carried, PatchedVersion) else None
 
-    def apply_patch(
-        self, model: Targets, *, base: int, slices: Mapping[str, Slice] | None = None
-    ) -> int:
-        """Bring a model from one version to this one by what changed, and by nothing else.
+def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
+    """List what differs where other memory is meant, or torch has written the same."""
+    found = []
+    for name, (target, _) in pairs.items():
+        at = (target.data_ptr(), target.device, target.dtype, tuple(target.shape), target.stride())
+        # Of an inference tensor, and of what a wrapper stands for, no writes are counted: such a
+        # list is equal to no other.
+        uncounted = target.is_inference() or is_elsewhere(target)
+        found.append((name, at, object() if uncounted else target._version))
+    return tuple(found)
 
-        For those who know what their model has; `load_into` finds out by itself, and loads the
-        whole version where it has to.
 
-        Parameters
-        ----------
-        model : torch.nn.Module | mapping of Tensor
-            With the base in it, bit for bit.
-        base : int
-            The version that it has.
-        slices : mapping of Slice, optional
-            As for `load_into`.
+def _place_of(manifest: Manifest, places: Mapping[str, TensorPlace], name: str) -> TensorPlace:
+    """Find the tensor that a name, an alias or a slice leads to."""
+    at = name
+    while at in manifest.slices:
+        at = manifest.slices[at].of
+    return places[at]
 
-        Returns
-        -------
-        int
-            Bytes of the tensors in which something changed.
 
-        Raises
-        ------
-        PatchBaseError
-            This version has no patch, or one for another base. Nothing was changed.
-        ManifestError
-            What does not fit. Nothing was changed.
-        TornWeightsError
-            The model did not have the base: it has some of this version.
-        BusClosedError
-            These weights are closed.
-        """
-        base = check_int64("base", base)
-        carried = self._open()
-        patch = self._patch()
-        if patch is None or patch.base_version != base:
-            has = "no patch" if patch is None else f"a patch for version {patch.base_version} alone"
-            raise PatchBaseError(
-                f"version {self.version} has {has}, the model has version {base}: nothing was "
-                "changed; load the whole version with load_into()",
-                None if patch is None else patch.base_version,
-            )
-        targets = targets_of(model)
-        pairs = self._paired(targets, slices=slices)
-        carried.prepare({target.device for target in targets.values()})
-        carried.loading()
-        if self._known is not None:
-            self._known.forget()
-        written = self._apply(patch, pairs)
-        if written is None:
-            error = TornWeightsError(
-                f"version {self.version}: the model was not version {base}, for which its patch "
-                "is, and has some of both now; load the whole version with load_into() before it "
-                "is used"
-            )
-            carried.refused(TORN_CODE, str(error))
-            raise error
-        self.loaded = "patch"
-        carried.applied()
-        return written
+def _is_plain(manifest: Manifest, place: TensorPlace, name: str, target: torch.Tensor) -> bool:
+    """Whether the target has the tensor's own elements, in its own order."""
+    return (
+        name not in manifest.slices
+        and tuple(target.shape) == place.shape  # not a shard of it
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and dtype_name(target.dtype) == place.dtype
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def plain_model(
+    manifest: Manifest,
+    how: tuple[bool, bool],
+    named: Mapping[str, object],
+    pairs: Mapping[str, Pair],
+) -> PlainModel | None:
+    """Return what is worth to be kept of a model that was paired with a version.
+
+    Parameters
+    ----------
+    manifest : Manifest
+        Of the version.
+    how : (bool, bool)
+        Strictness and casting.
+    named : mapping
+        What was given to `load_into`, by name.
+    pairs : mapping of (target, source)
+        By published names, checked; no target is a part of a fused tensor.
+
+    Returns
+    -------
+    PlainModel | None
+        None where a patch cannot be applied to each of its tensors in place, or torch counts no
+        writes to one.
+    """
+    if any(isinstance(value, torch.Tensor) and value.is_inference() for value in named.values()):
+        return None
+    places = manifest.by_name()
+    memory: dict[tuple[int, int], tuple[str, npt.NDArray[np.uint8]]] = {}
+    for name, (target, _) in pairs.items():
+        place = _place_of(manifest, places, name)
+        if not _is_plain(manifest, place, name, target):
+            return None
+        memory[target.data_ptr(), place.offset] = place.name, byte_view(target)
+    return PlainModel(manifest, how, named, list(memory.values()))
+
+
+def apply_changes(
+    version: int, manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges
+) -> int | None:
+    """Change what changed, in tensors that have the patch's base.
+
+    Parameters
+    ----------
+    version : int
+        For messages.
+    manifest : Manifest
+        Of the version that is loaded.
+    pairs : mapping of (target, source)
+        By published names, checked.
+    patch : VersionChanges
+        Of that version.
+
+    Returns
+    -------
+    int | None
+        Bytes of the tensors in which something changed; None where a tensor was not the base's.
+        Some may be changed then: all has to be copied.
+
+    Raises
+    ------
+    TornWeightsError
+        A copy failed.
+    """
+    places = manifest.by_name()
+    done: set[tuple[int, int]] = set()  # tied tensors of the model are one
+    copied: dict[str, Pair] = {}
+    written = 0
+    for name, pair in pairs.items():
+        place = _place_of(manifest, places, name)
+        target = pair[0]
+        if not patch.changed(place.name):
+            continue
+        if not _is_plain(manifest, place, name, target):
+            copied[name] = pair
+            continue
+        one = (target.data_ptr(), place.offset)
+        if one in done:
+            continue
+        done.add(one)
+        if not patch.apply(place.name, byte_view(target)):
+            return None
+        written += target.numel() * target.element_size()
+    return written + (Loading(copied).copy(version) if copied else 0)
+
+
+def compare(
+    manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges, *, sample: bool
+) -> bool:
+    """Compare a model that was patched with the whole version, bit for bit.
+
+    Parameters
+    ----------
+    manifest : Manifest
+        Of the version.
+    pairs : mapping of (target, source)
+        By published names.
+    patch : VersionChanges
+        Which was applied.
+    sample : bool
+        Whether a few tensors are enough.
+
+    Returns
+    -------
+    bool
+        False where one differs. Tensors that are cast, cut or elsewhere are not compared.
+    """
+    places = manifest.by_name()
+    plain = [
+        (name, target)
+        for name, (target, _) in pairs.items()
+        if target.numel() and _is_plain(manifest, _place_of(manifest, places, name), name, target)
+    ]
+    if sample:
+        plain = random.sample(plain, min(SAMPLED_TENSORS, len(plain)))
+    return all(patch.same(_place_of(manifest, places, name).name, it) for name, it in plain)

@@ -7,7 +7,7 @@ shapes; together their pieces are each tensor exactly once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ForeseeingSource",
     "LocalPiece",
     "ModuleSource",
     "WeightSource",
@@ -93,26 +92,6 @@ class WeightSource(Protocol):
         Yields
         ------
         LocalPiece
-        """
-
-
-@runtime_checkable
-class ForeseeingSource(Protocol):
-    """A source that says what it will give, before it has looked whether that is so."""
-
-    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
-        """Return the lasting pieces that `iter_local` gives, unless more than values has changed.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Returns
-        -------
-        sequence of LocalPiece
-            Their memory is there in any case. The same object has the same pieces. Empty where
-            nothing is foreseen.
         """
 
 
@@ -312,21 +291,6 @@ class ModuleSource:
                 for piece in pieces:
                     piece.lasting = True
         yield from pieces
-
-    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
-        """Return what `iter_local` gave last; it gives the same unless the model has changed.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Returns
-        -------
-        sequence of LocalPiece
-            They keep the memory that they had. Empty before the first version.
-        """
-        return self._pieces.get((rank, world_size), ())
 
     def _local(
         self, named: Mapping[str, torch.Tensor], rank: int, world_size: int

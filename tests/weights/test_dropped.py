@@ -17,7 +17,7 @@ from conftest import Spawner, wait_until
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.copy_table import prepare_copies
-from shmbus.tensors.device import launches
+from shmbus.tensors.device import kernels
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from shmbus.weights.carriers import exported
 
@@ -29,7 +29,7 @@ def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name:
             bus_name, ModuleSource(torch.nn.Linear(3, 3)), carrier="memfd", slots=2
         )
         publisher.publish(version)
-        gone = weakref.ref(publisher._writer._buffers._arena)  # type: ignore[attr-defined]
+        gone = weakref.ref(publisher._writer.memory.buffers._arena)  # type: ignore[attr-defined]
         assert os.path.exists(memory_socket("weights", bus_name))
         del publisher
         gc.collect()
@@ -72,9 +72,9 @@ def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
         "whole = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(KeyboardInterrupt):
-        launches.import_kernels("slow_kernels")
+        kernels.import_kernels("slow_kernels")
         signal.raise_signal(0)
     import slow_kernels  # type: ignore[import-not-found]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.tensors.copy_plan import from_host_to_device
+from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.host_transfer import HostBatch, plan
 from shmbus.weights.manifest import Manifest, ParamMeta
 
@@ -84,8 +84,8 @@ def test_of_any_tensors_in_any_order_each_byte_is_in_one_run(seed: int) -> None:
 
 
 def test_nothing_crosses_where_there_is_no_device() -> None:
-    pair = (torch.zeros(3), torch.ones(3))
-    assert from_host_to_device([pair]) == ({}, [pair])
+    plan_of_one = CopyPlan([(torch.zeros(3), torch.ones(3))])
+    assert plan_of_one.crossing == []
 
 
 def test_no_tensors_make_no_run() -> None:

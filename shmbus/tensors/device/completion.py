@@ -134,7 +134,7 @@ class Completion:
             event, action = task
             error: BaseException | None = None
             try:
-                event.synchronize()  # type: ignore[no-untyped-call]
+                event.synchronize()
                 if self._error is None:
                     action()
             except BaseException as raised:  # settle raises it, where the caller is

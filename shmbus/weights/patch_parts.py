@@ -1,4 +1,4 @@
-"""Patches of the carrier ``shm``: pieces as they are compared, and a patch by tensors.
+"""Patches: pieces as they are compared while they are written, and a patch as it is read.
 
 Invariant: a piece is cut the same way each time, whatever it is cast from, and pieces come in the
 same order, so that what a slot has of them is found where it is looked for first.
@@ -20,7 +20,7 @@ from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.patches import pieces_of
 from shmbus.weights.source import LocalPiece
 
-__all__ = ["ComparedPieces", "PlacedBytes", "ShmPatch", "contiguous_parts", "placed_bytes"]
+__all__ = ["ComparedPieces", "PlacedBytes", "VersionChanges", "contiguous_parts", "placed_bytes"]
 
 #: Where elements lie in a version, and those elements.
 PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
@@ -125,7 +125,7 @@ class ComparedPieces:
                 self.parts.append(None)
 
 
-class ShmPatch:
+class VersionChanges:
     """A patch, by tensors.
 
     Parameters
