@@ -26,24 +26,19 @@ from typing import TYPE_CHECKING, Protocol
 import shmbus
 from shmbus._checks import check_int
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
-from shmbus.engines.one_at_a_time import OneAtATime
-from shmbus.engines.pauses import (
-    as_engine_error,
-    checked_addresses,
-    checked_timeout,
-    close_all,
-)
 from shmbus.engines.report import ServerReport, UpdateReport
+from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout
+from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.names import check_name
-from shmbus.weights.lora import AdapterVersion, past_keeping
+from shmbus.weights.lora import LoraVersion, past_keeping
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AdapterFleet", "AdapterServer"]
+__all__ = ["LoraFleet", "LoraServer"]
 
 
-class AdapterServer(Protocol):
+class LoraServer(Protocol):
     """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
 
     @property
@@ -63,12 +58,12 @@ class AdapterServer(Protocol):
         """Let go of connections."""
 
 
-class AdapterFleet:
+class LoraFleet:
     """Brings versions of an adapter to inference servers.
 
     Parameters
     ----------
-    servers : sequence of AdapterServer
+    servers : sequence of LoraServer
         `VllmServer` and `SglangServer`.
     bus : str
         The bus whose policy version says which version is in force.
@@ -87,7 +82,7 @@ class AdapterFleet:
 
     def __init__(
         self,
-        servers: Sequence[AdapterServer],
+        servers: Sequence[LoraServer],
         *,
         bus: str,
         timeout: float = 120.0,
@@ -106,13 +101,13 @@ class AdapterFleet:
         self.keep = check_int("keep", keep, 1, sys.maxsize)
         self._busy = OneAtATime()
 
-    async def update(self, adapter: AdapterVersion) -> UpdateReport:
+    async def update(self, adapter: LoraVersion) -> UpdateReport:
         """Load a version at all servers, announce it, and unload what is too old.
 
         Parameters
         ----------
-        adapter : AdapterVersion
-            As `AdapterFiles.publish` wrote it.
+        adapter : LoraVersion
+            As `LoraFiles.publish` wrote it.
 
         Returns
         -------
@@ -125,10 +120,9 @@ class AdapterFleet:
             Too few took it; it was unloaded where it was loaded, and the version before is in
             force.
         """
-        if not isinstance(adapter, AdapterVersion):
+        if not isinstance(adapter, LoraVersion):
             raise TypeError(
-                "adapter: expected what AdapterFiles.publish returned, got "
-                f"{type(adapter).__name__}"
+                f"adapter: expected what LoraFiles.publish returned, got {type(adapter).__name__}"
             )
         async with self._busy:
             began = time.monotonic()
@@ -152,9 +146,7 @@ class AdapterFleet:
             report.total_s = time.monotonic() - began
             return report
 
-    async def _load(
-        self, server: AdapterServer, report: ServerReport, adapter: AdapterVersion
-    ) -> bool:
+    async def _load(self, server: LoraServer, report: ServerReport, adapter: LoraVersion) -> bool:
         began = time.monotonic()
         error: EngineError | None = None
         try:
@@ -176,14 +168,14 @@ class AdapterFleet:
         report.load_s = time.monotonic() - began
         return True
 
-    async def _unload(self, server: AdapterServer, report: ServerReport, name: str) -> None:
+    async def _unload(self, server: LoraServer, report: ServerReport, name: str) -> None:
         try:
             if name in await server.adapters(self.timeout):
                 await server.unload_adapter(name, self.timeout)
         except Exception as error:
             report.warning = str(as_engine_error(server, error))
 
-    async def _versions(self, server: AdapterServer, adapter: AdapterVersion) -> list[int]:
+    async def _versions(self, server: LoraServer, adapter: LoraVersion) -> list[int]:
         """List which versions of this adapter a server has, whoever loaded them."""
         ends = re.compile(re.escape(_named(adapter, 0)[:-1]) + r"(\d+)")
         try:
@@ -212,6 +204,6 @@ class AdapterFleet:
         await self.close()
 
 
-def _named(adapter: AdapterVersion, version: int) -> str:
+def _named(adapter: LoraVersion, version: int) -> str:
     """Name another version of the same adapter."""
     return f"{adapter.name.removesuffix(str(adapter.version))}{version}"

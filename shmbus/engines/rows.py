@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shmbus import BusNotFoundError
 from shmbus.engines.errors import EngineError
 from shmbus.engines.report import ServerReport
+from shmbus.engines.server import Addressed
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
 from shmbus.weights.errors import LOADING_CODE, MANIFEST_CODE
 
-__all__ = ["POLL_S", "Addressed", "Missing", "RankRows", "row_name"]
+__all__ = ["POLL_S", "Missing", "RankRows", "row_name"]
 
 #: The pool that has weights.
 WEIGHTS = "weights"
@@ -40,14 +41,6 @@ def row_name(address: str) -> str:
         return address
     digest = hashlib.sha256(encoded).hexdigest()[:DIGITS]
     return f"{encoded[: MOST_NAME_BYTES - DIGITS - 1].decode(errors='ignore')}~{digest}"
-
-
-class Addressed(Protocol):
-    """Whose rows: they begin with its address."""
-
-    @property
-    def address(self) -> str:
-        """How the rows name it."""
 
 
 class Missing(NamedTuple):

@@ -22,7 +22,7 @@ from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
 from shmbus.tensors.device.handles import DeviceMismatchError
 from shmbus.tensors.receiver import StepItem, TensorReceiver
 from shmbus.tensors.sender import TensorSender
-from shmbus.tensors.specs import SpecMismatchError, TensorSpec
+from shmbus.tensors.specs import SpecMismatchError
 
 __all__ = [
     "ChannelBusyError",
@@ -43,5 +43,4 @@ __all__ = [
     "TensorChannel",
     "TensorReceiver",
     "TensorSender",
-    "TensorSpec",
 ]

@@ -88,11 +88,6 @@ class TensorSender:
         """Return the last step that the receiver has acknowledged."""
         return self._channel.acked_step
 
-    @property
-    def growths(self) -> int:
-        """Return how often a slot got more memory."""
-        return self._writer.growths
-
     def send(
         self,
         tensors: Mapping[str, torch.Tensor],

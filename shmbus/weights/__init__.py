@@ -29,26 +29,24 @@ from shmbus.weights.errors import (
 )
 from shmbus.weights.fp8 import Fp8BlockSource
 from shmbus.weights.lora import (
-    AdapterFiles,
-    AdapterVersion,
-    adapter_source,
-    adapter_state,
+    LoraFiles,
+    LoraVersion,
+    lora_source,
+    lora_state,
 )
-from shmbus.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
-from shmbus.weights.probe import Choice, probe_carriers
+from shmbus.weights.manifest import ParamMeta, Slice
+from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
-from shmbus.weights.shared_model import SharedModel, attach, share
+from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 
 __all__ = [
-    "AdapterFiles",
-    "AdapterVersion",
-    "Choice",
+    "LoraFiles",
+    "LoraVersion",
     "DeviceMismatchError",
     "Fp8BlockSource",
     "LocalPiece",
-    "Manifest",
     "ManifestError",
     "ModuleSource",
     "ParamMeta",
@@ -58,7 +56,6 @@ __all__ = [
     "Published",
     "SharedModel",
     "Slice",
-    "TensorPlace",
     "TornWeightsError",
     "VersionOrderError",
     "WeightPublisher",
@@ -68,9 +65,9 @@ __all__ = [
     "WeightsBusyError",
     "WeightsError",
     "WeightsTimeoutError",
-    "adapter_source",
-    "adapter_state",
-    "attach",
+    "lora_source",
+    "lora_state",
+    "attach_model",
     "probe_carriers",
-    "share",
+    "share_model",
 ]

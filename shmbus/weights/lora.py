@@ -2,7 +2,7 @@
 
 A trainer that has frozen the rest of the model sends megabytes instead of gigabytes. Servers that
 take paths get a folder on tmpfs, under a name that carries the version; who reads tensors gets them
-through `WeightPublisher` and `adapter_source`.
+through `WeightPublisher` and `lora_source`.
 
 Invariant: a folder is written whole under another name, synced, and renamed; what has a version's
 name is whole.
@@ -30,7 +30,7 @@ from shmbus.weights.errors import ManifestError, WeightsError
 from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.source import ModuleSource
 
-__all__ = ["AdapterFiles", "AdapterVersion", "adapter_source", "adapter_state", "past_keeping"]
+__all__ = ["LoraFiles", "LoraVersion", "lora_source", "lora_state", "past_keeping"]
 
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
@@ -45,7 +45,7 @@ _MAGNITUDE: Final = "lora_magnitude_vector"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
+class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter that was written.
 
     Attributes
@@ -66,7 +66,7 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-class AdapterFiles:
+class LoraFiles:
     """Writes versions of an adapter in PEFT's form.
 
     Parameters
@@ -116,19 +116,19 @@ class AdapterFiles:
             if left.fullmatch(each.name):
                 shutil.rmtree(each, ignore_errors=True)
 
-    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> AdapterVersion:
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> LoraVersion:
         """Write a version.
 
         Parameters
         ----------
         state : mapping of Tensor
-            By PEFT's names, such as `adapter_state` gives.
+            By PEFT's names, such as `lora_state` gives.
         version : int
             0 or more; 0 is a version as any other.
 
         Returns
         -------
-        AdapterVersion
+        LoraVersion
 
         Raises
         ------
@@ -177,7 +177,7 @@ class AdapterFiles:
         for old in past_keeping(self.versions(), version, self._keep):
             self.forget(old)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        return AdapterVersion(name=name, path=str(target.resolve()), version=version, size=size)
+        return LoraVersion(name=name, path=str(target.resolve()), version=version, size=size)
 
     def versions(self) -> list[int]:
         """List what is there, oldest first.
@@ -224,7 +224,7 @@ def past_keeping(versions: Sequence[int], newest: int, keep: int) -> list[int]:
     return others[: max(0, len(others) - stay)]
 
 
-def adapter_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
+def lora_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Collect an adapter's tensors of a PEFT model, by the names of PEFT's files.
 
     These are LoRA's and DoRA's, and the modules and tokens that are trained beside them.
@@ -261,7 +261,7 @@ def adapter_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[s
     return dict(found.values())
 
 
-def adapter_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSource:
+def lora_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSource:
     """Make a source of an adapter's tensors alone, for `WeightPublisher`.
 
     Parameters
@@ -279,9 +279,9 @@ def adapter_source(model: torch.nn.Module, *, adapter: str = "default") -> Modul
     Raises
     ------
     WeightsError
-        As for `adapter_state`.
+        As for `lora_state`.
     """
-    adapter_state(model, adapter=adapter)
+    lora_state(model, adapter=adapter)
     return ModuleSource(model, only=lambda name: _is_of(name, adapter), rename=_file_name)
 
 

@@ -2,11 +2,11 @@
 
 ::
 
-    with share("run1", model) as shared:              # the trainer: its parameters move there
+    with share_model("run1", model) as shared:              # the trainer: its parameters move there
         with shared.stepping(version=8):              # waits until nobody reads
             optimizer.step()
 
-    with attach("run1", model) as shared:             # a server: its parameters are views
+    with attach_model("run1", model) as shared:             # a server: its parameters are views
         with shared.reading(timeout=5.0) as version:  # one forward pass, or a whole request
             model(tokens)
 
@@ -58,7 +58,7 @@ from shmbus.weights.source import ModuleSource
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SharedModel", "attach", "share"]
+__all__ = ["SharedModel", "attach_model", "share_model"]
 
 _FOR_EVER: Final = "waits for ever"
 
@@ -66,7 +66,9 @@ Locking: TypeAlias = Literal["lock", "none"]
 
 
 class SharedModel:
-    """A model's tensors in shared memory, for a ``with`` block; `share` and `attach` make it.
+    """A model's tensors in shared memory, for a ``with`` block.
+
+    `share_model` and `attach_model` make it.
 
     Parameters
     ----------
@@ -270,7 +272,7 @@ class SharedModel:
         self.close()
 
 
-def share(
+def share_model(
     bus: str,
     model: torch.nn.Module,
     *,
@@ -351,7 +353,7 @@ def _tie(model: torch.nn.Module, name: str, shared: SharedModel) -> None:
         value.data = view
 
 
-def attach(
+def attach_model(
     bus: str,
     model: torch.nn.Module,
     *,

@@ -246,7 +246,7 @@ def test_a_buffer_grows_to_the_exact_size_and_what_it_replaced_is_freed(
         sender.send(made(step, rows))
         with receiver.recv(5) as item:
             assert item["x"].tolist() == list(range(step, step + rows))
-    assert sender.growths == 4
+    assert sender._writer.growths == 4
     # x and y, of which y begins at a multiple of 256: steps 2 and 3 are the largest.
     assert writer.nbytes == (1024 + 100 * 16) + (8192 + 1000 * 16)
 

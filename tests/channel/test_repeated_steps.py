@@ -145,7 +145,7 @@ def test_steps_of_other_lengths_between_are_received_too(pair: Pair) -> None:
     for rows in (4, 7, 4, 1, 600, 4):
         pass_on(pair, first, WARM_UP, rows)
         first += WARM_UP
-    assert pair[0].growths > 0
+    assert pair[0]._writer.growths > 0
 
 
 def test_what_cannot_be_sent_leaves_the_channel_usable(pair: Pair) -> None:

@@ -126,7 +126,7 @@ def test_steps_of_varying_lengths_arrive_bit_for_bit_in_order_in_flat_memory(
                 tensor.zero_()  # on the stream that was current: after the copy
             arena = writer_of(sender)._arena
             most = max(most, len(arena._buffers) + len(arena._replaced))
-        growths = sender.growths
+        growths = sender._writer.growths
         sender.close()
         assert f"steps {STEPS} wrong 0 on cuda:0 grown 0" in child.finish(timeout=120)
     assert most == 3

@@ -6,7 +6,7 @@ import torch
 from aiohttp import web
 from small_vllm import SmallVllm
 
-from shmbus.weights import SharedModel, attach
+from shmbus.weights import SharedModel, attach_model
 
 
 class SmallShared(SmallVllm):
@@ -14,11 +14,11 @@ class SmallShared(SmallVllm):
         super().__init__(ranks)
         self.shared: SharedModel | None = None
 
-    async def attach(self, request: web.Request) -> web.Response:
+    async def attach_model(self, request: web.Request) -> web.Response:
         with torch.device("meta"):
             model = torch.nn.Module()
             model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
-        self.shared = attach((await request.json())["bus"], model)
+        self.shared = attach_model((await request.json())["bus"], model)
         self.models = [{"value": model.value.detach()}]
         return web.json_response({})
 

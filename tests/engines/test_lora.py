@@ -20,20 +20,20 @@ from trainers import TIMEOUT_S
 
 from shmbus import Bus
 from shmbus.engines import (
-    AdapterFleet,
+    LoraFleet,
     SglangServer,
     UpdateReport,
     UpdateRolledBackError,
     VllmServer,
 )
 from shmbus.weights import (
-    AdapterFiles,
-    AdapterVersion,
+    LoraFiles,
+    LoraVersion,
     WeightPublisher,
     WeightsError,
     WeightSubscriber,
-    adapter_source,
-    adapter_state,
+    lora_source,
+    lora_state,
 )
 
 pytest_plugins = ["engine_fixtures"]
@@ -75,17 +75,17 @@ def server_of(running: Running, kind: str) -> Any:
     return {"vllm": VllmServer, "sglang": SglangServer}[kind](running.url)
 
 
-async def bring(bus: str, adapter: AdapterVersion, *servers: Any, **options: Any) -> UpdateReport:
-    async with AdapterFleet(servers, bus=bus, timeout=TIMEOUT_S, **options) as fleet:
+async def bring(bus: str, adapter: LoraVersion, *servers: Any, **options: Any) -> UpdateReport:
+    async with LoraFleet(servers, bus=bus, timeout=TIMEOUT_S, **options) as fleet:
         return await fleet.update(adapter)
 
 
 def test_an_adapter_is_a_set_of_its_own_by_pefts_names(bus_name: str) -> None:
     model = Peft().fill(3)
     names = [f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"]
-    assert sorted(adapter_state(model)) == names
+    assert sorted(lora_state(model)) == names
     with (
-        WeightPublisher(bus_name, adapter_source(model)) as publisher,
+        WeightPublisher(bus_name, lora_source(model)) as publisher,
         WeightSubscriber(bus_name) as subscriber,
     ):
         publisher.publish(version=0)
@@ -93,29 +93,29 @@ def test_an_adapter_is_a_set_of_its_own_by_pefts_names(bus_name: str) -> None:
             assert sorted(weights) == names
             assert all((weights[name] == 3).all() for name in names)
     with pytest.raises(WeightsError, match="there are: default"):
-        adapter_source(model, adapter="other")
+        lora_source(model, adapter="other")
 
 
 def test_the_files_are_pefts_and_old_ones_go(folder: Path) -> None:
-    files = AdapterFiles(folder, "run1", CONFIG, keep=2)
+    files = LoraFiles(folder, "run1", CONFIG, keep=2)
     model = Peft()
     for version in range(4):
-        made = files.publish(adapter_state(model.fill(version)), version)
-    assert made == AdapterVersion(name="run1-v3", path=f"{folder}/run1-v3", version=3, size=64)
+        made = files.publish(lora_state(model.fill(version)), version)
+    assert made == LoraVersion(name="run1-v3", path=f"{folder}/run1-v3", version=3, size=64)
     assert files.versions() == [2, 3]
     tensors = load_file(folder / "run1-v3" / "adapter_model.safetensors")
-    assert set(tensors) == set(adapter_state(model))
+    assert set(tensors) == set(lora_state(model))
     config = json.loads((folder / "run1-v3" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "v_proj"]
     with pytest.raises(WeightsError, match="there already"):
-        files.publish(adapter_state(model), 3)
+        files.publish(lora_state(model), 3)
     with pytest.raises(WeightsError, match="no tensors"):
         files.publish({}, 4)
     assert sorted(path.name for path in folder.iterdir()) == ["run1-v2", "run1-v3"]
 
 
 def die_while_writing(folder: str) -> None:
-    files = AdapterFiles(folder, "run1", CONFIG)
+    files = LoraFiles(folder, "run1", CONFIG)
     original = Path.rename
 
     def rename(self: Path, target: Any) -> Any:
@@ -123,7 +123,7 @@ def die_while_writing(folder: str) -> None:
         return original(self, target)
 
     Path.rename = rename  # type: ignore[method-assign]
-    files.publish(adapter_state(Peft()), 1)
+    files.publish(lora_state(Peft()), 1)
 
 
 def test_a_trainer_that_dies_while_it_writes_leaves_no_version(folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_trainer_that_dies_while_it_writes_leaves_no_version(folder: Path) -> 
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert [path.name.startswith(".new-") for path in folder.iterdir()] == [True]
-    files = AdapterFiles(folder, "run1", CONFIG)
+    files = LoraFiles(folder, "run1", CONFIG)
     assert files.versions() == [] and list(folder.iterdir()) == []
 
 
@@ -141,7 +141,7 @@ async def test_requests_in_flight_keep_their_adapter_and_new_ones_ask_for_the_ne
     kind: str, bus: Bus, servers: Any, folder: Path
 ) -> None:
     running = [servers(1, SmallLora), servers(1, SmallLora)]
-    files = AdapterFiles(folder, "run1", CONFIG)
+    files = LoraFiles(folder, "run1", CONFIG)
     model = Peft()
 
     async def answers(version: int, tokens: int) -> list[Any]:
@@ -151,7 +151,7 @@ async def test_requests_in_flight_keep_their_adapter_and_new_ones_ask_for_the_ne
 
     flights = []
     for version in range(4):
-        made = files.publish(adapter_state(model.fill(version)), version)
+        made = files.publish(lora_state(model.fill(version)), version)
         # Each trainer is a new one: what is loaded is the servers' word.
         report = await bring(bus.name, made, *(server_of(each, kind) for each in running))
         assert report.previous == (version - 1 if version else None)
@@ -173,11 +173,11 @@ async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
     fault: str, bus: Bus, servers: Any, folder: Path
 ) -> None:
     running = [servers(1, SmallLora), servers(1, SmallLora)]
-    files = AdapterFiles(folder, "run1", CONFIG)
+    files = LoraFiles(folder, "run1", CONFIG)
     both = [server_of(running[0], "vllm"), server_of(running[1], "sglang")]
-    await bring(bus.name, files.publish(adapter_state(Peft().fill(1)), 1), *both)
+    await bring(bus.name, files.publish(lora_state(Peft().fill(1)), 1), *both)
     await running[1].fault("load", fault)
-    second = files.publish(adapter_state(Peft().fill(2)), 2)
+    second = files.publish(lora_state(Peft().fill(2)), 2)
     with pytest.raises(UpdateRolledBackError, match="every server runs version 1 again"):
         await bring(bus.name, second, *both)
     assert bus.policy_version == 1
@@ -203,8 +203,8 @@ async def test_what_a_server_of_the_users_raises_is_a_failure_of_that_server(
     setattr(Broken, verb, broken)
     running = [servers(1, SmallLora), servers(1, SmallLora)]
     both = [Broken(running[0].url), server_of(running[1], "vllm")]
-    files = AdapterFiles(folder, "run1", CONFIG)
-    first = files.publish(adapter_state(Peft()), 1)
+    files = LoraFiles(folder, "run1", CONFIG)
+    first = files.publish(lora_state(Peft()), 1)
     if verb != "unload_adapter":
         with pytest.raises(UpdateRolledBackError, match="KeyError: 'their own code'"):
             await bring(bus.name, first, *both)
@@ -212,7 +212,7 @@ async def test_what_a_server_of_the_users_raises_is_a_failure_of_that_server(
     report = await bring(bus.name, first, *both, quorum=1)
     assert report.servers[1].version == 1
     if verb == "unload_adapter":
-        second = files.publish(adapter_state(Peft()), 2)
+        second = files.publish(lora_state(Peft()), 2)
         report = await bring(bus.name, second, *both, keep=1)
         assert "their own code" in report.servers[0].warning
         assert report.servers[1].warning == ""
@@ -222,11 +222,11 @@ async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it
     bus: Bus, servers: Any, folder: Path
 ) -> None:
     server = server_of(servers(1, SmallLora), "vllm")
-    files = AdapterFiles(folder, "run1", CONFIG, keep=2)
+    files = LoraFiles(folder, "run1", CONFIG, keep=2)
     for version in (7, 8, 9):
-        await bring(bus.name, files.publish(adapter_state(Peft()), version), server)
+        await bring(bus.name, files.publish(lora_state(Peft()), version), server)
     for version, stay in ((4, [4, 9]), (5, [5, 9]), (6, [6, 9]), (10, [9, 10])):
-        made = files.publish(adapter_state(Peft()), version)
+        made = files.publish(lora_state(Peft()), version)
         assert files.versions() == stay and Path(made.path).is_dir()
         report = await bring(bus.name, made, server)
         assert report.previous == (9 if version in (4, 10) else version - 1)
@@ -240,7 +240,7 @@ async def test_a_server_that_has_ended_is_reported_gone(
 ) -> None:
     running = [servers(1, SmallLora), servers(1, SmallLora)]
     running[1].kill()
-    made = AdapterFiles(folder, "run1", CONFIG).publish(adapter_state(Peft()), 0)
+    made = LoraFiles(folder, "run1", CONFIG).publish(lora_state(Peft()), 0)
     report = await bring(bus.name, made, *(server_of(each, "vllm") for each in running), quorum=1)
     assert [each.state for each in report.servers] == ["serving", "gone"]
 
@@ -258,5 +258,5 @@ def test_what_makes_no_adapter_is_refused(
 ) -> None:
     given: dict[str, Any] = {"name": "run1", "config": CONFIG, **options}
     with pytest.raises(error, match=match):
-        AdapterFiles(tmp_path / "adapters", given.pop("name"), given.pop("config"), **given)
+        LoraFiles(tmp_path / "adapters", given.pop("name"), given.pop("config"), **given)
     assert not (tmp_path / "adapters").exists()

@@ -24,7 +24,7 @@ from shmbus.weights import (
     WeightsTimeoutError,
 )
 from shmbus.weights.shared_file import shared_state
-from shmbus.weights.shared_model import SharedModel, attach, share
+from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["shmbus.weights.shared_model"])
@@ -72,7 +72,7 @@ def fill(model: torch.nn.Module, value: float) -> None:
 def trained(bus_name: str) -> Iterator[tuple[Tiny, SharedModel]]:
     model = Tiny()
     fill(model, 1)
-    with share(bus_name, model, slices=SLICES, version=1) as shared:
+    with share_model(bus_name, model, slices=SLICES, version=1) as shared:
         yield model, shared
 
 
@@ -83,7 +83,7 @@ def test_a_server_sees_the_trainers_tensors_and_not_a_copy(
     with torch.device("meta"):
         shell = Split()
     shell.steps = torch.zeros(1, dtype=torch.int64)
-    with attach(bus_name, shell) as seen, seen.reading() as version:
+    with attach_model(bus_name, shell) as seen, seen.reading() as version:
         assert version == 1
         assert all((tensor == 1).all() for tensor in shell.state_dict().values())
     with shared.stepping(2):
@@ -97,7 +97,7 @@ def test_an_optimizer_goes_on_with_the_parameters_that_it_has(bus_name: str) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fill(model, 1)
     server = Tiny()
-    with share(bus_name, model) as shared, attach(bus_name, server):
+    with share_model(bus_name, model) as shared, attach_model(bus_name, server):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         with shared.stepping(0):
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_named_at_once_and_nothing_is_attached(
     shell.register_buffer("inv_freq", torch.zeros(4, device="meta"), persistent=False)
     before = shell.embed.weight
     with pytest.raises(ManifestError, match="was not changed") as caught:
-        attach(bus_name, shell)
+        attach_model(bus_name, shell)
     text = " ".join(caught.value.faults)
     for part in ("missing: 'more'", "shape of 'embed.weight'", "dtype of 'q_proj", "'inv_freq'"):
         assert part in text
@@ -130,7 +130,7 @@ def test_a_step_waits_for_readers_and_readers_for_a_step(
 ) -> None:
     model, shared = trained
     server = Tiny()
-    with attach(bus_name, server) as seen:
+    with attach_model(bus_name, server) as seen:
         with (
             seen.reading(),
             pytest.raises(WeightsTimeoutError, match="a reader has not left"),
@@ -165,7 +165,7 @@ def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
                 values = {float(v) for t in model.state_dict().values() for v in t.unique()}
                 found.append(values | {float(version)})
 
-    with attach(bus, model) as seen:
+    with attach_model(bus, model) as seen:
         workers = [threading.Thread(target=run, args=(seen,)) for _ in range(threads)]
         for worker in workers:
             worker.start()
@@ -198,13 +198,13 @@ def test_passes_in_flight_meet_one_version_each_and_steps_are_not_starved(
 def die_in_a_step(bus: str) -> None:
     model = Tiny()
     fill(model, 1)
-    with share(bus, model, version=1) as shared, shared.stepping(2):
+    with share_model(bus, model, version=1) as shared, shared.stepping(2):
         model.embed.weight.data.fill_(2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read_and_wait(bus: str, ready: Any) -> None:
-    with attach(bus, Tiny()) as seen, seen.reading():
+    with attach_model(bus, Tiny()) as seen, seen.reading():
         ready.send(True)
         signal.pause()
 
@@ -215,23 +215,26 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert shared_state(bus_name) == (1, True)
-    with attach(bus_name, Tiny()) as seen:
+    with attach_model(bus_name, Tiny()) as seen:
         with pytest.raises(TornWeightsError, match="a mix of version 1"), seen.reading():
             pass
         with pytest.raises(WeightsBusyError, match="a living process"):
-            share(bus_name, Tiny())
+            share_model(bus_name, Tiny())
     assert "removable" in [each.verdict for each in survey() if each.name == bus_name]
     # The next trainer goes on with the copy that a server still has, or shares a new one.
     server, successor = Tiny(), Tiny()
-    with attach(bus_name, server) as seen, attach(bus_name, successor, writable=True) as shared:
+    with (
+        attach_model(bus_name, server) as seen,
+        attach_model(bus_name, successor, writable=True) as shared,
+    ):
         with pytest.raises(WeightsBusyError, match="lives"):
-            attach(bus_name, Tiny(), writable=True)
+            attach_model(bus_name, Tiny(), writable=True)
         with shared.stepping(5, heal=True):
             fill(successor, 5)
         with seen.reading() as version:
             assert version == 5 and (server.embed.weight == 5).all()
         assert successor.embed.weight.requires_grad
-    with share(bus_name, Tiny(), version=1) as shared, shared.reading() as version:
+    with share_model(bus_name, Tiny(), version=1) as shared, shared.reading() as version:
         assert version == 1 and not shared.torn
 
 
@@ -279,15 +282,15 @@ def test_a_file_that_is_none_is_not_mapped(bus_name: str) -> None:
         for content in (b"", b"something else entirely, and long enough to be a header ......"):
             path.write_bytes(content)
             with pytest.raises(WeightsError, match="nothing was mapped"):
-                attach(bus_name, Tiny())
+                attach_model(bus_name, Tiny())
         path.unlink()
-        with share(bus_name, Tiny()):
+        with share_model(bus_name, Tiny()):
             whole = path.read_bytes()
         path.write_bytes(whole[:5000])
         with pytest.raises(WeightsError, match="nothing was mapped"):
-            attach(bus_name, Tiny())
+            attach_model(bus_name, Tiny())
         path.unlink()
         with pytest.raises(WeightsTimeoutError, match="call share"):
-            attach(bus_name, Tiny(), timeout=0)
+            attach_model(bus_name, Tiny(), timeout=0)
     finally:
         path.unlink(missing_ok=True)
