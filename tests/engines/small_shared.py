@@ -14,7 +14,7 @@ class SmallShared(SmallVllm):
         super().__init__(ranks)
         self.shared: SharedModel | None = None
 
-    async def attach_model(self, request: web.Request) -> web.Response:
+    async def attach(self, request: web.Request) -> web.Response:
         with torch.device("meta"):
             model = torch.nn.Module()
             model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)

@@ -124,7 +124,7 @@ async def test_a_pause_around_a_step_that_was_not_begun_is_ended(bus: Bus, serve
             "expected a function .* such as optimizer.step, got NoneType",
         ),
         ({"action": asyncio.sleep}, TypeError, "expected a function that changes the parameters"),
-        ({"shared": None}, TypeError, "expected what share returned, got NoneType"),
+        ({"shared": None}, TypeError, "expected what share_model returned, got NoneType"),
         ({"heal": "no"}, TypeError, "expected True or False, got str"),
         ({"version": True}, TypeError, "expected an int, got bool"),
     ],

@@ -30,7 +30,7 @@ from shmbus_ext import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = [
-    ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_device.pyi", "_public_put.pyi")
+    ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_put.pyi")
 ]
 
 MODULES = [
