@@ -282,7 +282,9 @@ class EngineFleet:
         version = check_int("version", version, 0, (1 << 63) - 1)
         check_flag("heal", heal)
         if not isinstance(shared, SharedModel):
-            raise TypeError(f"shared: expected what share_model returned, got {type(shared).__name__}")
+            raise TypeError(
+                f"shared: expected what share_model returned, got {type(shared).__name__}"
+            )
         if shared.bus != self.bus:
             raise ValueError(f"shared: expected a model of bus {self.bus!r}, got {shared.bus!r}'s")
         _require_function(action)

@@ -1,6 +1,8 @@
-"""Sending tensors.
+"""Sending tensors, and how a step's get to where the receiver reads them.
 
-Invariants: a step is checked whole before a byte of it is written; each tensor is copied once.
+Invariants: a step is checked whole before a byte of it is written; each tensor is copied once. A
+step is committed when all of its bytes are there, never before, so a sender that dies has sent a
+step whole or not at all; a buffer is written only while no receiver reads it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shmbus._checks import check_int64, is_text
-from shmbus.tensors.agreement import Agreement
-from shmbus.tensors.config import Carrier
-from shmbus.tensors.specs import (
+from shmbus.tensors.agreement import (
+    Agreement,
     SpecMismatchError,
     Statement,
     acked_step_of,
@@ -23,13 +24,319 @@ from shmbus.tensors.specs import (
     specs_of,
     unsendable,
 )
+from shmbus.tensors.config import Carrier
 from shmbus.tensors.step_table import StepForm, encode_meta
-from shmbus.tensors.writers import open_writer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TensorSender"]
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple, Protocol
+
+from shmbus import BusClosedError, BusRemovedError, CapacityError
+from shmbus.channel import ChannelError, ChannelSender
+from shmbus.pool.copying import copy_bytes
+from shmbus.pool.lifecycle import bytes_of
+from shmbus.segment.names import memory_socket
+from shmbus.tensors.config import CudaCarrier, HostCarrier
+from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
+from shmbus.tensors.device.completion import Completion
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.step_table import encode_head
+from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
+
+__all__ = [
+    "ExportedWriter",
+    "SlotWriter",
+    "StepWriter",
+    "TABLE_BYTES",
+    "TensorSender",
+    "open_writer",
+]
+
+#: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
+#: 16 MiB, on a page of its own.
+TABLE_BYTES: Final = (16 << 20) + 4096
+
+
+#: Of a step on a device that is copied, as a rule, before a thread could be asked to wait for it.
+SOON_BYTES: Final = 1 << 20
+
+
+def open_writer(
+    name: str, carrier: Carrier, *, timeout: float, label: str
+) -> tuple[ChannelSender, StepWriter]:
+    """Become the sender of a channel, with what its carrier needs.
+
+    Parameters
+    ----------
+    name : str
+        Of the channel.
+    carrier : Carrier
+        Which memory.
+    timeout : float
+        Seconds that a wait lasts where nothing else is said.
+    label : str
+        For messages.
+
+    Returns
+    -------
+    (ChannelSender, StepWriter)
+
+    Raises
+    ------
+    ValueError, ChannelBusyError, LayoutMismatchError, CapacityError
+        As `TensorChannel.create` says.
+    """
+    kind: MemoryKind = "memfd"
+    if isinstance(carrier, CudaCarrier):
+        kind = carrier.memory_kind()
+    most = carrier.max_bytes
+    within = most if isinstance(carrier, HostCarrier) else TABLE_BYTES
+    channel = ChannelSender(
+        name, slots=carrier.slots, max_bytes=within, timeout=timeout, label=label
+    )
+    if isinstance(carrier, HostCarrier):
+        return channel, SlotWriter(channel)
+    try:
+        # What a dead sender had on its way lay in its memory; a living receiver may have mapped it.
+        channel.withdraw()
+        index = carrier.index if isinstance(carrier, CudaCarrier) else 0
+        device = torch.device("cpu") if kind == "memfd" else torch.device("cuda", index)
+        size = bytes_of(most, "max_bytes")
+        return channel, ExportedWriter(channel, device, allocator(kind, index), size)
+    except BaseException:
+        channel.close()
+        raise
+
+
+class StepWriter(Protocol):
+    """Writes steps of a channel into one kind of memory."""
+
+    device: torch.device
+
+    @property
+    def growths(self) -> int:
+        """Return how often a buffer got more memory."""
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next; raises what kept an earlier one from being sent."""
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        form: StepForm,
+        more: bytes,
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors, and send it once they are there; `more` follows its head."""
+
+    def settle(self) -> None:
+        """Wait until what was written is sent; raises what kept it from being so."""
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the memory; drain: not before the receiver has had all of it."""
+
+
+class SlotWriter:
+    """Steps lie in the segment: one copy, and the receiver's views are in place.
+
+    Parameters
+    ----------
+    channel : ChannelSender
+        Which sends them.
+    """
+
+    def __init__(self, channel: ChannelSender) -> None:
+        self._channel = channel
+        self.device = torch.device("cpu")
+
+    @property
+    def growths(self) -> int:
+        """Return how often a slot got more memory."""
+        return self._channel.growths
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next."""
+        return self._channel.next_step
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        form: StepForm,
+        more: bytes,
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors into its slot, and send it."""
+        table = encode_head(form) + more
+        memory = self._channel.begin(form.size, len(table), timeout=timeout)
+        if form.places:
+            _copy_in(memory, form, tensors)
+        self._channel.commit(table)
+
+    def settle(self) -> None:
+        """Do nothing: a step is sent when `write` returns."""
+
+    def close(self, *, drain: bool) -> None:
+        """Do nothing: the segment keeps what was sent."""
+
+
+def _copy_in(memory: Any, form: StepForm, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy contiguous host tensors to their places; a view of a slot for each would take longer."""
+    payload = payload_tensor(memory)
+    flat = payload.numpy()
+    for place in form.places:
+        source = tensors[place.name].detach()
+        if source.is_neg() or source.is_conj():
+            copy_tensor(tensor_at(payload, place), source)
+        else:
+            copy_bytes(flat[place.offset : place.offset + place.size], byte_view(source))
+
+
+class _Targets(NamedTuple):
+    """Where the tensors of steps of a form go in a buffer, and the head of their meta."""
+
+    form: StepForm
+    name: BufferName
+    head: bytes
+    tensors: list[torch.Tensor]
+
+
+class ExportedWriter:
+    """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out.
+
+    The channel's slots have the tables only. Step after step goes to the next of as many buffers;
+    the step is committed by a thread once the device has copied it, so that nobody waits for that,
+    nor the copies of the next step for those of this one.
+
+    Parameters
+    ----------
+    channel : ChannelSender
+        Which sends them.
+    device : torch.device
+        Where tensors come from.
+    allocate : callable
+        From bytes to Memory.
+    max_bytes : int
+        Of a step.
+    """
+
+    def __init__(
+        self,
+        channel: ChannelSender,
+        device: torch.device,
+        allocate: Callable[[int], Memory],
+        max_bytes: int,
+    ) -> None:
+        self._channel = channel
+        self._max_bytes = max_bytes
+        self._closed = False
+        self._grown_at = 0
+        self._written = 0
+        # What was made for the last step of each buffer.
+        self._targets: dict[int, _Targets] = {}
+        self.growths = 0
+        self.device = device
+        self._arena = Arena(memory_socket("channel", channel.name), allocate)
+        self._completion = Completion(channel.slots)
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next; raises what kept an earlier one from being sent."""
+        self._completion.check()
+        # With an action on its way this side alone knows how many steps there are.
+        return self._written if self._completion.pending else self._channel.next_step
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        form: StepForm,
+        more: bytes,
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors into the next buffer, and have it sent when they are there."""
+        step = self.next_step
+        number = step % self._channel.slots
+        self._make_room(step, form.size, timeout)
+        self._channel.await_slot(step, timeout=timeout)
+        ready = self._targets_of(number, form)
+        copy = torch.Tensor.copy_ if self.device.type == "cuda" else copy_tensor
+        for target, tensor in zip(ready.tensors, tensors.values(), strict=True):
+            copy(target, tensor.detach())
+        self._written = step + 1
+        self._completion.after(
+            self.device,
+            partial(self._channel.post, ready.head + more),
+            soon=form.size <= SOON_BYTES,
+        )
+
+    def _targets_of(self, number: int, form: StepForm) -> _Targets:
+        """Return where the tensors of a step go in a buffer."""
+        name, payload = self._arena.buffer(number, max(form.size, 1))
+        ready = self._targets.get(number)
+        if ready is None or ready.form is not form or ready.name != name:
+            tensors = [tensor_at(payload, place) for place in form.places]
+            ready = _Targets(form, name, encode_head(form, name), tensors)
+            self._targets[number] = ready
+        return ready
+
+    def _make_room(self, step: int, size: int, timeout: float | None) -> None:
+        """Have the next buffer be large enough; no receiver reads what is freed for that."""
+        if size > self._max_bytes:
+            raise CapacityError(
+                f"channel {self._channel.name!r}: step {step} has {size} bytes, a buffer may grow "
+                f"to max_bytes={self._max_bytes}; nothing was sent, and the channel stays usable: "
+                "send less, or create it with a larger max_bytes"
+            )
+        number = step % self._channel.slots
+        grows = not self._arena.fits(number, max(size, 1))
+        if self._arena.replaced:
+            if grows and self._arena.has(number):
+                self._channel.wait_acked(self._grown_at, timeout=timeout)
+            if self._channel.acked_step >= self._grown_at:
+                self._arena.let_go()
+        if not grows:
+            return
+        try:
+            self._arena.buffer(number, max(size, 1))
+        except (CudaDriverError, OSError) as error:
+            raise CapacityError(
+                f"channel {self._channel.name!r}: no memory on {self.device} for step {step} of "
+                f"{size} bytes ({error}); nothing was sent, and the channel stays usable: free "
+                "some, or send less"
+            ) from error
+        self._targets.pop(number, None)  # they look into what was replaced
+        self._grown_at = step
+        self.growths += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return self._arena.nbytes
+
+    def settle(self) -> None:
+        """Wait until the last step is sent."""
+        self._completion.settle()
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the buffers, once the receiver has had what is in them."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._completion.close()
+            if drain:
+                # Its end, or none by the deadline: what it has not opened is lost to it then.
+                with contextlib.suppress(ChannelError, BusClosedError, BusRemovedError):
+                    self._channel.wait_acked(self._channel.sent_step)
+        finally:
+            self._targets.clear()
+            self._arena.close()
 
 
 class TensorSender:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from shmbus.channel import ChannelDamagedError
+from shmbus.tensors.agreement import TensorSpec, size_of
 from shmbus.tensors.device.arena import BufferName
-from shmbus.tensors.specs import TensorSpec, size_of
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 
 __all__ = [

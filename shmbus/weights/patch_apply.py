@@ -27,7 +27,7 @@ from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import byte_view, is_elsewhere
 from shmbus.weights.loading import Loading
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.patch_parts import VersionChanges
+from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import dtype_name
 
 __all__ = ["LoadedModel", "PlainModel", "apply_changes", "compare", "plain_model"]

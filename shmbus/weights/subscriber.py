@@ -44,7 +44,7 @@ from shmbus.weights.errors import (
 from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
 from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.patch_apply import LoadedModel, PlainModel, apply_changes, compare, plain_model
-from shmbus.weights.patch_parts import VersionChanges
+from shmbus.weights.patches import VersionChanges
 from shmbus.weights.probe import choose
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from shmbus.tensors import (
     TensorReceiver,
     TensorSender,
 )
-from shmbus.tensors.writers import ExportedWriter
+from shmbus.tensors.sender import ExportedWriter
 
 SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
 STEPS = 150

@@ -25,7 +25,7 @@ from shmbus.tensors import (
     TensorChannel,
     TensorSender,
 )
-from shmbus.tensors.writers import ExportedWriter
+from shmbus.tensors.sender import ExportedWriter
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -31,8 +31,7 @@ from shmbus.weights import (
     WeightSubscriber,
     probe_carriers,
 )
-from shmbus.weights.block_sums import block_sums
-from shmbus.weights.carriers.exported import ExportedWriter, OwnBuffers, Placed
+from shmbus.weights.carriers.exported import ExportedWriter, OwnBuffers, Placed, block_sums
 from shmbus.weights.carriers.pool import PoolWriter
 
 MakePublisher = Callable[..., WeightPublisher]

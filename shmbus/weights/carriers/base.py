@@ -16,7 +16,7 @@ import torch
 from shmbus.pool import WhenHeld
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patch_parts import VersionChanges
+from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece
 
 __all__ = [

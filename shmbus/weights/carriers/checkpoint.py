@@ -47,7 +47,7 @@ from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.owned_file import OwnedFile
-from shmbus.weights.patch_parts import VersionChanges
+from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
 __all__ = [

@@ -12,6 +12,7 @@ writes into buffers of the rank 0 that began the version, and of no predecessor 
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import random
 import sys
@@ -41,7 +42,6 @@ from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
 from shmbus.tensors.device.memory import refusals
-from shmbus.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
 from shmbus.weights.carriers.base import Carrier, ReaderOptions, WriterOptions
 from shmbus.weights.carriers.pool import (
     KIND,
@@ -61,9 +61,10 @@ from shmbus.weights.errors import (
     translated,
 )
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patch_parts import VersionChanges
+from shmbus.weights.patches import VersionChanges
 
 __all__ = [
+    "BLOCK_BYTES",
     "CudaIpcCarrier",
     "CudaVmmCarrier",
     "ExportedReaders",
@@ -71,7 +72,52 @@ __all__ = [
     "MemfdCarrier",
     "OwnBuffers",
     "Placed",
+    "block_sum",
+    "block_sums",
+    "blocks_of",
 ]
+
+#: Bytes that one digest covers, as in a pool.
+BLOCK_BYTES: Final = 16 << 20
+
+_WORD_BYTES: Final = 8
+
+
+def blocks_of(size: int) -> int:
+    """Return how many digests a payload of so many bytes has."""
+    return -(-size // BLOCK_BYTES)
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(device: torch.device) -> torch.Tensor:
+    words = torch.arange(BLOCK_BYTES // _WORD_BYTES, dtype=torch.int64, device=device)
+    # Knuth's multiplier spreads neighbours over all 64 bits; odd, so that no change is lost.
+    return (words * 6364136223846793005 + 1442695040888963407) | 1
+
+
+def block_sum(payload: torch.Tensor, block: int) -> int:
+    """Return the digest of one block.
+
+    Parameters
+    ----------
+    payload : uint8 [bytes]
+        On any device; a multiple of 8 bytes.
+    block : int
+        Which.
+
+    Returns
+    -------
+    int
+        An int64.
+    """
+    words = payload[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].view(torch.int64)
+    return int((words * _factors(payload.device)[: words.numel()]).sum())
+
+
+def block_sums(payload: torch.Tensor) -> list[int]:
+    """Return the digest of each block."""
+    return [block_sum(payload, block) for block in range(blocks_of(payload.numel()))]
+
 
 #: Bytes of a slot before its digests, and of each: MessagePack's longest numbers.
 _PLACED_BYTES: Final = 64

@@ -49,14 +49,16 @@ from shmbus.weights.errors import (
 )
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patch_parts import (
+from shmbus.weights.patches import (
     ComparedPieces,
+    PatchPolicy,
     PlacedBytes,
     VersionChanges,
     contiguous_parts,
+    patch_capacity,
+    patch_share,
     placed_bytes,
 )
-from shmbus.weights.patches import PatchPolicy, patch_capacity, patch_share
 from shmbus.weights.source import LocalPiece, target_of_piece
 
 if TYPE_CHECKING:
