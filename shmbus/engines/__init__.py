@@ -12,11 +12,11 @@ from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 
 __all__ = [
-    "LoraFleet",
     "ClientUpdates",
     "EngineError",
     "EngineFleet",
     "EngineServer",
+    "LoraFleet",
     "ServerReport",
     "SglangServer",
     "UpdateReport",

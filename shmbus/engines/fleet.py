@@ -419,11 +419,7 @@ class EngineFleet:
         return load
 
     async def _await_turn(self, server: EngineServer, report: ServerReport) -> None:
-        """Wait until it has done what it was asked before, since its rows speak of that only then.
-
-        Whoever asked may have died, or given up. Servers do one thing after another, so any answer
-        to what changes nothing is one.
-        """
+        """Wait until it has done what it was asked before: its rows speak of that only then."""
         del report
         try:
             await server.prepare(self.bus, self.timeout)
@@ -689,19 +685,7 @@ class EngineFleet:
         attach: Step | None = None,
         directory: str = "",
     ) -> None:
-        """Take the steps of an update at all servers together, and go back where too few took it.
-
-        Parameters
-        ----------
-        note, report : PauseNote, UpdateReport
-            Of this update.
-        prepare, attach, load : callable
-            Before the pause, in it, and what brings the version. Without `attach`, there is none.
-        restore : callable
-            Brings what ran before to servers that are behind; returns those that have it.
-        directory : str
-            For the note, as `PauseNotice` has it.
-        """
+        """Take the steps of an update at all servers; go back where too few took it."""
         pairs = list(zip(self.servers, report.servers, strict=True))
         torn = [pair for pair in pairs if pair[1].state == "paused"]
         ready = await self._each(pairs, prepare)

@@ -323,10 +323,7 @@ def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return a deadline in a float of its own, since a server may be told it in JSON.
-
-    It has to have an end: a server that hangs would stop all others.
-    """
+    """Return a deadline in a float of its own, since a server may be told it in JSON."""
     check_seconds("timeout", timeout)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout: expected more than 0 seconds, and an end, got {timeout}")

@@ -38,15 +38,7 @@ _subscribers: dict[tuple[str, str, int], WeightSubscriber] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Do what the trainer says in the name of the first tensor.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        SGLang's; its `load_weights` takes names and tensors of a checkpoint.
-    named_tensors : sequence of (str, Tensor)
-        One, without elements; it is on the device of this rank.
-    """
+    """Do what the trainer says in the name of the first tensor."""
     try:
         if len(named_tensors) != 1:
             raise ValueError(f"expected one tensor, whose name is an order, got {named_tensors!r}")

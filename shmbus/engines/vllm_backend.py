@@ -48,17 +48,7 @@ ATTACH_TIMEOUT_S = 30.0
 
 @dataclass
 class ShmbusInitInfo(WeightTransferInitInfo):
-    """What a trainer says first.
-
-    Attributes
-    ----------
-    bus : str
-        Whose weights.
-    server : str
-        How the trainer calls this server; this worker's row begins with it.
-    carrier, directory : str
-        As for `WeightSubscriber`.
-    """
+    """What a trainer says first."""
 
     bus: str
     server: str = "vllm"
@@ -68,13 +58,7 @@ class ShmbusInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmbusUpdateInfo(WeightTransferUpdateInfo):
-    """Which version is to be loaded.
-
-    Attributes
-    ----------
-    version : int
-        The publisher's number of it.
-    """
+    """Which version is to be loaded."""
 
     version: int
 

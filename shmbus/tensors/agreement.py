@@ -41,15 +41,7 @@ class SpecMismatchError(ChannelError):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor of a step.
-
-    Attributes
-    ----------
-    dtype : str
-        Torch's name, such as "bfloat16".
-    shape : tuple of int | None
-        None for a dimension that may vary.
-    """
+    """One tensor of a step."""
 
     dtype: str
     shape: tuple[int | None, ...]
@@ -60,20 +52,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one side has stated in the segment.
-
-    Attributes
-    ----------
-    specs : dict of TensorSpec
-        By the tensors' names.
-    exact : bool
-        Whether the shapes were declared; if not, they are those of the first step.
-    refused : str
-        Why a later step was not what was agreed; "" for nothing.
-    claim : int
-        Which process of its side has stated it, by their count; what a dead one said is not held
-        against its successor.
-    """
+    """What one side has stated in the segment."""
 
     specs: dict[str, TensorSpec]
     exact: bool = True
@@ -82,22 +61,7 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_specs(specs: Mapping[Any, Any]) -> dict[str, TensorSpec]:
-    """Check what a user says of the tensors.
-
-    Parameters
-    ----------
-    specs : mapping of name to (dtype, shape)
-        Dtypes by name or as torch's; None in a shape for a dimension that may vary.
-
-    Returns
-    -------
-    dict of TensorSpec
-
-    Raises
-    ------
-    TypeError, ValueError
-        An entry is none.
-    """
+    """Check what a user says of the tensors."""
     if not isinstance(specs, Mapping):
         raise TypeError(f"specs: expected (dtype, shape) by name, got {type(specs).__name__}")
     parsed = {}
@@ -202,10 +166,7 @@ def differences(sent: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpe
 def step_differences(
     step: Mapping[str, TensorSpec], sender: Statement | None, receiver: Statement | None
 ) -> list[str]:
-    """Say how a step differs from what was agreed.
-
-    A sender that declared nothing is held to the names, dtypes and ranks of its first step.
-    """
+    """Say how a step differs from what was agreed."""
     found: list[str] = []
     if receiver is not None:
         found += differences(step, receiver.specs)
@@ -240,15 +201,7 @@ def acked_step_of(state: object) -> int:
 
 
 class Agreement:
-    """One side's look at both statements.
-
-    Parameters
-    ----------
-    endpoint : Endpoint
-        Of the channel.
-    side : "sender" | "receiver"
-        This one.
-    """
+    """One side's look at both statements."""
 
     def __init__(self, endpoint: Endpoint, side: str) -> None:
         self._endpoint = endpoint
@@ -299,13 +252,7 @@ class Agreement:
         self._agreed, self._passed = False, None
 
     def check(self) -> None:
-        """Compare with the other side.
-
-        Raises
-        ------
-        SpecMismatchError
-            They contradict each other, or the other side has refused a step.
-        """
+        """Compare with the other side."""
         if self._endpoint.stated(self._other) != self._seen:
             version, data = self._endpoint.statement(self._other)
             if version == 0:
@@ -353,11 +300,7 @@ class Agreement:
         return found
 
     def _forget_the_gone(self) -> bool:
-        """Forget the other statement where it is not to be held against this side.
-
-        That of a living process is, and once that of one which has ended beside this side: both
-        sides are told a difference, also where the first one to see it ends with it.
-        """
+        """Forget the other statement where it is not to be held against this side."""
         assert self.other is not None
         claim = self.other.claim
         alive, newest = self._endpoint.presence(self._other)

@@ -27,21 +27,7 @@ ODD_LANES: Final = 1024
 
 
 def launch(table: torch.Tensor, pieces: int, *, words: int, whole: bool, odd: bool) -> None:
-    """Start copying on the current stream.
-
-    Parameters
-    ----------
-    table : int64 [pieces, 4]
-        On the device: where to, where from, how many words.
-    pieces : int
-        How many.
-    words : int
-        Of a whole piece.
-    whole : bool
-        Whether all of them are whole.
-    odd : bool
-        Whether words are bytes, at any address; else they are of 8 bytes, at multiples of 16.
-    """
+    """Start copying on the current stream."""
     lanes = ODD_LANES if odd else words
     word = tl.uint8 if odd else tl.int64
     warps = WARPS if whole else REST_WARPS

@@ -26,17 +26,7 @@ HUGE_BYTES: Final = 64 << 20
 
 
 def split(pairs: Iterable[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
-    """Say which copies go alone, and which together.
-
-    Parameters
-    ----------
-    pairs : iterable of (target, source)
-
-    Returns
-    -------
-    (list of pairs, list of lists of pairs)
-        Those that go alone; and for each device those that go together.
-    """
+    """Say which copies go alone, and which together."""
     alone: list[Pair] = []
     together: dict[torch.device, list[Pair]] = {}
     for target, source in pairs:
@@ -53,18 +43,7 @@ def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Batch:
-    """Copies that are begun together, again and again: sorted once.
-
-    Parameters
-    ----------
-    pairs : sequence of (target, source)
-        Of equal shapes, of any dtypes and strides.
-
-    Attributes
-    ----------
-    nbytes : int
-        Of all targets.
-    """
+    """Copies that are begun together, again and again: sorted once."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         alone, together = split(pairs)
@@ -97,16 +76,7 @@ class Batch:
 
 
 class CopyPlan:
-    """Copies that are made together, again and again: those between host and device in transfers.
-
-    Parameters
-    ----------
-    pairs : sequence of (target, source)
-        Of equal shapes, of any dtypes and strides.
-    whole : sequence of bool, optional
-        Which targets are whole tensors of a payload, whose padding may be written too: only those
-        cross from a device together.
-    """
+    """Copies that are made again and again; those between host and device in transfers."""
 
     def __init__(self, pairs: Sequence[Pair], *, whole: Sequence[bool] | None = None) -> None:
         crossing: dict[torch.device, list[Pair]] = {}
@@ -146,12 +116,6 @@ class CopyPlan:
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for the current streams of the devices that these tensors are on.
-
-    Raises
-    ------
-    RuntimeError
-        A copy that was begun before has failed.
-    """
+    """Wait for the current streams of the devices that these tensors are on."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -45,17 +45,7 @@ Table = npt.NDArray[np.int64]
 
 
 class Cut(NamedTuple):
-    """Pieces by how they are copied, each int64 [pieces, 4]: where to, where from, how many words.
-
-    Attributes
-    ----------
-    whole : array
-        Of `PIECE_BYTES`, in words of 8 bytes.
-    rest : array
-        Shorter, in words of 8 bytes.
-    odd : array
-        What is no whole word, in bytes.
-    """
+    """Pieces by how they are copied, each int64 [pieces, 4]: to, from, words, none."""
 
     whole: Table
     rest: Table
@@ -63,18 +53,7 @@ class Cut(NamedTuple):
 
 
 def cut(spans: Sequence[tuple[int, int, int]]) -> Cut:
-    """Cut copies into pieces.
-
-    Parameters
-    ----------
-    spans : sequence of (int, int, int)
-        Where to, where from, how many bytes; both addresses multiples of 16.
-
-    Returns
-    -------
-    Cut
-        Each byte is in one piece.
-    """
+    """Cut copies into pieces."""
     found = np.asarray(spans, np.int64).reshape(-1, 3)
     to, of, size = found.T
     counts = size // PIECE_BYTES
@@ -120,13 +99,7 @@ def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class CopyTable:
-    """Copies of one device, cut and ready to be launched, again and again.
-
-    Parameters
-    ----------
-    pairs : sequence of (target, source)
-        Each of which `is_alike`.
-    """
+    """Copies of one device, cut and ready to be launched, again and again."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs  # their memory has to stay

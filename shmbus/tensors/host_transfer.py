@@ -61,24 +61,7 @@ def plan(
     *,
     whole: frozenset[int] = frozenset(),
 ) -> list[Run]:
-    """Put neighbours together.
-
-    Parameters
-    ----------
-    spans : sequence of (start, end)
-        Bytes of one memory, in any order; they do not overlap.
-    most : int
-        Bytes of a run, a multiple of 256.
-    whole : set of int
-        Which spans are not cut, each of at most `most` bytes less 256.
-
-    Returns
-    -------
-    list of Run
-        Each byte of a span in one of them. Tensors begin at multiples of 256 bytes, so a gap that
-        is smaller is padding, where the spans are whole tensors. A run begins at such a multiple,
-        so that each member is aligned in a chunk as it is in memory.
-    """
+    """Put neighbours together."""
     runs: list[Run] = []
     for index in sorted(range(len(spans)), key=lambda index: spans[index]):
         start, end = spans[index]
@@ -98,13 +81,7 @@ def plan(
 
 
 class HostTransfers:
-    """The way between host memory and one device: a stream and some chunks; one for a process.
-
-    Attributes
-    ----------
-    lock : RLock
-        To be held from the first `HostBatch.begin` to `settle`.
-    """
+    """The way between host memory and one device: a stream and some chunks; one for a process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -120,30 +97,14 @@ class HostTransfers:
         self.stream.wait_event(self._first)
 
     def settle(self) -> None:
-        """Wait until every byte is there.
-
-        Raises
-        ------
-        RuntimeError
-            A copy has failed.
-        """
+        """Wait until every byte is there."""
         self.stream.synchronize()
         torch.cuda.current_stream(self.device).synchronize()
 
 
 @functools.cache
 def transfers_of(device: torch.device) -> HostTransfers:
-    """Return the way between host memory and a CUDA device.
-
-    Parameters
-    ----------
-    device : torch.device
-        With its number.
-
-    Returns
-    -------
-    HostTransfers
-    """
+    """Return the way between host memory and a CUDA device."""
     return HostTransfers(device)
 
 
@@ -168,21 +129,7 @@ class _Step(NamedTuple):
 
 
 class HostBatch:
-    """Copies between host memory and a device that are begun together, again and again.
-
-    Parameters
-    ----------
-    transfers : HostTransfers
-        The way.
-    pairs : sequence of (target, source)
-        All in one direction. What is in host memory, which is registered for speed, is contiguous;
-        where it is written, it is whole tensors of a payload: what pads them is written too.
-
-    Attributes
-    ----------
-    nbytes : int
-        Of all targets.
-    """
+    """Copies between host memory and a device that are begun together, again and again."""
 
     def __init__(self, transfers: HostTransfers, pairs: Sequence[Pair]) -> None:
         self._transfers = transfers

@@ -9,31 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from shmbus._checks import UnknownNameError
-from shmbus.channel import ChannelReceiver, Message
-from shmbus.tensors.agreement import Agreement, Statement, TensorSpec, acked_step_of, parse_specs
-from shmbus.tensors.step_table import Places, decode_meta, decode_places, head_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-from typing import TypeAlias
-
 from shmbus.channel import (
     ChannelError,
+    ChannelReceiver,
     ChannelTimeoutError,
+    Message,
     StepFailedError,
 )
 from shmbus.segment.names import memory_socket
+from shmbus.tensors.agreement import Agreement, Statement, TensorSpec, acked_step_of, parse_specs
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
 from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
-from shmbus.tensors.step_table import check_places
+from shmbus.tensors.step_table import Places, check_places, decode_meta, decode_places, head_of
 from shmbus.tensors.views import payload_tensor, tensor_at
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Opened",
@@ -47,17 +43,7 @@ Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
 
 
 class StepReader:
-    """Opens the steps of a channel.
-
-    Parameters
-    ----------
-    channel : ChannelReceiver
-        Which receives them.
-    device : torch.device, optional
-        Which CUDA device reads exported memory; by default the one that has it.
-    views : bool
-        Whether tensors of exported memory are views, to be let go of within their step's context.
-    """
+    """Opens the steps of a channel."""
 
     def __init__(
         self, channel: ChannelReceiver, *, device: torch.device | None, views: bool
@@ -71,19 +57,7 @@ class StepReader:
         self._buffers = ArenaView(memory_socket("channel", channel.name), device=index)
 
     def open(self, message: Message, places: Places) -> Opened:
-        """Return a step's tensors.
-
-        Raises
-        ------
-        ChannelDamagedError
-            A tensor does not lie in its payload.
-        StepFailedError
-            Its memory went with the sender that had it; the step is acknowledged.
-        ChannelTimeoutError
-            The sender does not answer.
-        DeviceMismatchError, CudaDriverError, OSError
-            This process cannot map it.
-        """
+        """Return a step's tensors."""
         what = f"channel {self._channel.name!r}, step {message.step}"
         if places.buffer is None:
             check_places(places, message.memory.bytes, what)

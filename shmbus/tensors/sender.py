@@ -7,13 +7,20 @@ step whole or not at all; a buffer is written only while no receiver reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
+from shmbus import BusClosedError, BusRemovedError, CapacityError
 from shmbus._checks import check_int64, is_text
+from shmbus.channel import ChannelError, ChannelSender
+from shmbus.pool.copying import copy_bytes
+from shmbus.pool.lifecycle import bytes_of
+from shmbus.segment.names import memory_socket
 from shmbus.tensors.agreement import (
     Agreement,
     SpecMismatchError,
@@ -24,35 +31,21 @@ from shmbus.tensors.agreement import (
     specs_of,
     unsendable,
 )
-from shmbus.tensors.config import Carrier
-from shmbus.tensors.step_table import StepForm, encode_meta
+from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
+from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
+from shmbus.tensors.device.completion import Completion
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
+from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-import contextlib
-from collections.abc import Callable
-from functools import partial
-from typing import Final, NamedTuple, Protocol
-
-from shmbus import BusClosedError, BusRemovedError, CapacityError
-from shmbus.channel import ChannelError, ChannelSender
-from shmbus.pool.copying import copy_bytes
-from shmbus.pool.lifecycle import bytes_of
-from shmbus.segment.names import memory_socket
-from shmbus.tensors.config import CudaCarrier, HostCarrier
-from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
-from shmbus.tensors.device.completion import Completion
-from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.step_table import encode_head
-from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
-
 __all__ = [
+    "TABLE_BYTES",
     "ExportedWriter",
     "SlotWriter",
     "StepWriter",
-    "TABLE_BYTES",
     "TensorSender",
     "open_writer",
 ]
@@ -69,28 +62,7 @@ SOON_BYTES: Final = 1 << 20
 def open_writer(
     name: str, carrier: Carrier, *, timeout: float, label: str
 ) -> tuple[ChannelSender, StepWriter]:
-    """Become the sender of a channel, with what its carrier needs.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-    carrier : Carrier
-        Which memory.
-    timeout : float
-        Seconds that a wait lasts where nothing else is said.
-    label : str
-        For messages.
-
-    Returns
-    -------
-    (ChannelSender, StepWriter)
-
-    Raises
-    ------
-    ValueError, ChannelBusyError, LayoutMismatchError, CapacityError
-        As `TensorChannel.create` says.
-    """
+    """Become the sender of a channel, with what its carrier needs."""
     kind: MemoryKind = "memfd"
     if isinstance(carrier, CudaCarrier):
         kind = carrier.memory_kind()
@@ -143,13 +115,7 @@ class StepWriter(Protocol):
 
 
 class SlotWriter:
-    """Steps lie in the segment: one copy, and the receiver's views are in place.
-
-    Parameters
-    ----------
-    channel : ChannelSender
-        Which sends them.
-    """
+    """Steps lie in the segment: one copy, and the receiver's views are in place."""
 
     def __init__(self, channel: ChannelSender) -> None:
         self._channel = channel
@@ -208,23 +174,7 @@ class _Targets(NamedTuple):
 
 
 class ExportedWriter:
-    """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out.
-
-    The channel's slots have the tables only. Step after step goes to the next of as many buffers;
-    the step is committed by a thread once the device has copied it, so that nobody waits for that,
-    nor the copies of the next step for those of this one.
-
-    Parameters
-    ----------
-    channel : ChannelSender
-        Which sends them.
-    device : torch.device
-        Where tensors come from.
-    allocate : callable
-        From bytes to Memory.
-    max_bytes : int
-        Of a step.
-    """
+    """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out."""
 
     def __init__(
         self,

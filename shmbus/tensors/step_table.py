@@ -34,35 +34,14 @@ _LENGTH_BYTES: Final = 4
 
 
 class Places(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A step's table.
-
-    Attributes
-    ----------
-    tensors : list of TensorPlace
-        In the order in which they were sent.
-    buffer : BufferName | None
-        Where the payload lies; None for the step's own slot of the segment.
-    """
+    """A step's table."""
 
     tensors: list[TensorPlace]
     buffer: BufferName | None = None
 
 
 class StepForm:
-    """What steps of the same names, dtypes and shapes have in common.
-
-    Parameters
-    ----------
-    specs : mapping of name to TensorSpec
-        Without free dimensions.
-
-    Attributes
-    ----------
-    places : list of TensorPlace
-        Of the tensors, behind each other.
-    size : int
-        Bytes of all of them.
-    """
+    """What steps of the same names, dtypes and shapes have in common."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self.specs: Final = specs
@@ -87,13 +66,7 @@ def encode_head(form: StepForm, buffer: BufferName | None = None) -> bytes:
 
 
 def encode_meta(meta: Mapping[str, Any] | None) -> bytes:
-    """Return what follows the head.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is none that the receiver could read.
-    """
+    """Return what follows the head."""
     if meta is None:
         return b""
     # What the receiver cannot read would come to it again and again.
@@ -122,24 +95,7 @@ def head_of(data: bytes) -> bytes:
 
 
 def decode_places(head: bytes, what: str) -> Places:
-    """Decode a head; `check_places` compares it with its payload.
-
-    Parameters
-    ----------
-    head : bytes
-        What came.
-    what : str
-        For messages.
-
-    Returns
-    -------
-    Places
-
-    Raises
-    ------
-    ChannelDamagedError
-        It is none.
-    """
+    """Decode a head; `check_places` compares it with its payload."""
     try:
         return msgspec.msgpack.decode(head[_LENGTH_BYTES:], type=Places)
     except msgspec.MsgspecError as error:
@@ -147,24 +103,7 @@ def decode_places(head: bytes, what: str) -> Places:
 
 
 def decode_meta(data: bytes, what: str) -> dict[str, Any]:
-    """Decode what follows the head.
-
-    Parameters
-    ----------
-    data : bytes
-        What came; empty for no meta.
-    what : str
-        For messages.
-
-    Returns
-    -------
-    dict
-
-    Raises
-    ------
-    ChannelDamagedError
-        It is none.
-    """
+    """Decode what follows the head."""
     if not data:
         return {}
     try:
@@ -174,22 +113,7 @@ def decode_meta(data: bytes, what: str) -> dict[str, Any]:
 
 
 def check_places(places: Places, size: int, what: str) -> None:
-    """Check a table against its payload.
-
-    Parameters
-    ----------
-    places : Places
-        Decoded.
-    size : int
-        Bytes of the payload.
-    what : str
-        For messages.
-
-    Raises
-    ------
-    ChannelDamagedError
-        A tensor lies outside, or is none.
-    """
+    """Check a table against its payload."""
     for place in places.tensors:
         known = place.dtype in DTYPE_BYTES and min(place.shape, default=0) >= 0
         inside = place.offset >= 0 and place.offset % ALIGNMENT == 0

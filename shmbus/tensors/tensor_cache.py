@@ -42,13 +42,7 @@ def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 class SeenTensors:
-    """Tensors by name, as they were when this was made.
-
-    Parameters
-    ----------
-    tensors : mapping
-        What is no tensor is not looked at. They are kept, as objects: their memory is not.
-    """
+    """Tensors by name, as they were when this was made."""
 
     def __init__(self, tensors: Mapping[str, object]) -> None:
         self._names, self._tensors = _tensors_of(tensors)
@@ -66,18 +60,7 @@ class SeenTensors:
         return self._told
 
     def still(self, tensors: Mapping[str, object]) -> bool:
-        """Whether these are the same tensors under the same names, and lie where and how they did.
-
-        Parameters
-        ----------
-        tensors : mapping
-            By name.
-
-        Returns
-        -------
-        bool
-            False also where it cannot be told.
-        """
+        """Whether these are the same tensors by name, and lie where and how they did."""
         if not self._told:
             return False
         # The very same objects need not be asked what they are.

@@ -65,15 +65,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor and its bytes.
-
-    Attributes
-    ----------
-    name, dtype, shape : str, str, tuple of int
-        As in `ParamMeta`.
-    offset, size : int
-        Bytes in the payload: C order, little-endian.
-    """
+    """A tensor and its bytes."""
 
     name: str
     dtype: str
@@ -90,19 +82,7 @@ _warned = False
 
 
 def payload_tensor(memory: Any) -> torch.Tensor:
-    """View a buffer as a tensor of bytes.
-
-    Parameters
-    ----------
-    memory : object
-        With a buffer. A read-only one is mapped read-only: a store into a view of it ends the
-        process, and never changes what others read.
-
-    Returns
-    -------
-    uint8 [bytes]
-        It keeps `memory` alive.
-    """
+    """View a buffer as a tensor of bytes."""
     global _warned
     if _warned or not memoryview(memory).readonly:
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -115,36 +95,13 @@ def payload_tensor(memory: Any) -> torch.Tensor:
 
 
 def unowned(payload: torch.Tensor) -> torch.Tensor:
-    """View the same bytes without keeping them: for whoever keeps their memory in another way.
-
-    Parameters
-    ----------
-    payload : uint8 [bytes]
-        In host memory.
-
-    Returns
-    -------
-    uint8 [bytes]
-        Not to be used once that memory may have been unmapped.
-    """
+    """View the same bytes without keeping them: for whoever keeps their memory in another way."""
     span: Any = (ctypes.c_uint8 * payload.numel()).from_address(payload.data_ptr())
     return torch.frombuffer(span, dtype=torch.uint8)
 
 
 def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    """View one tensor of a payload.
-
-    Parameters
-    ----------
-    payload : uint8 [bytes]
-        From `payload_tensor`.
-    place : TensorPlace
-        Of a manifest that was checked against this payload.
-
-    Returns
-    -------
-    Tensor
-    """
+    """View one tensor of a payload."""
     dtype: torch.dtype = getattr(torch, place.dtype)
     offset = place.offset // dtype.itemsize
     strides = [1] * len(place.shape)
@@ -156,13 +113,7 @@ def tensor_at(payload: torch.Tensor, place: TensorPlace) -> torch.Tensor:
 
 
 def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy like ``target.copy_(source)``; large pieces past the caches, where nothing is converted.
-
-    Parameters
-    ----------
-    target, source : Tensor
-        Of the same shape, on any device, of any dtype and strides; they do not overlap.
-    """
+    """Copy like ``target.copy_(source)``; plain bytes in large pieces past the caches."""
     if is_plain_copy(target, source):
         copy_bytes(byte_view(target), byte_view(source))
     else:
@@ -183,16 +134,7 @@ def is_plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether all elements of a tensor lie in its storage.
-
-    Torch does not ask: a copy from or to a storage that was resized ends the process, or writes
-    where it should not.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Of the layout torch.strided.
-    """
+    """Whether all elements of a tensor lie in its storage."""
     count = tensor.numel()
     if count == 0:
         return True
@@ -204,30 +146,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in other tensors, as those of a wrapper do.
-
-    What a wrapper stands for may be replaced, and nothing of the wrapper changes.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Of any kind that has an address.
-    """
+    """Whether a tensor's elements lie in other tensors, as those of a wrapper do."""
     return torch.Tensor.data_ptr(tensor) == 0 and torch.Tensor.numel(tensor) > 0
 
 
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """View a contiguous CPU tensor as its bytes.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Of any dtype and shape.
-
-    Returns
-    -------
-    uint8 [bytes]
-    """
+    """View a contiguous CPU tensor as its bytes."""
     # Contiguous is also a single element of any stride, which a view as bytes would refuse.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     array: npt.NDArray[np.uint8] = flat.numpy()
@@ -235,17 +159,7 @@ def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether this is a DTensor.
-
-    Parameters
-    ----------
-    tensor : object
-        Anything.
-
-    Returns
-    -------
-    bool
-    """
+    """Return whether this is a DTensor."""
     # Another thread may be about to load it: until the class is there, nothing is one.
     kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)

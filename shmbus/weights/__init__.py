@@ -42,11 +42,11 @@ from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 
 __all__ = [
-    "LoraFiles",
-    "LoraVersion",
     "DeviceMismatchError",
     "Fp8BlockSource",
     "LocalPiece",
+    "LoraFiles",
+    "LoraVersion",
     "ManifestError",
     "ModuleSource",
     "ParamMeta",
@@ -65,9 +65,9 @@ __all__ = [
     "WeightsBusyError",
     "WeightsError",
     "WeightsTimeoutError",
+    "attach_model",
     "lora_source",
     "lora_state",
-    "attach_model",
     "probe_carriers",
     "share_model",
 ]

@@ -49,11 +49,7 @@ def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]
 
 
 class LoadCache:
-    """What was checked of a buffer and a model, for the next version in that buffer.
-
-    A model that is loaded again and again is compared once: after that it is enough that its
-    tensors are the same ones, at the same place, of the same dtypes, shapes and strides.
-    """
+    """What was checked of a buffer and a model, for the next version in that buffer."""
 
     def __init__(self) -> None:
         self._kept: tuple[tuple[bool, bool], SeenTensors, Loading] | None = None
@@ -81,35 +77,7 @@ def paired(
     cast: bool = False,
     slices: Mapping[str, Slice] | None = None,
 ) -> dict[str, Pair]:
-    """Check everything, and say what is to be copied into what.
-
-    Parameters
-    ----------
-    version : int
-        For messages.
-    manifest : Manifest
-        Checked.
-    tensors : dict of Tensor
-        By the manifest's names.
-    targets : mapping of Tensor
-        Written in place; of a DTensor, the local shard.
-    strict : bool
-        Whether each tensor of one side has to be on the other.
-    cast : bool
-        Whether dtypes may differ.
-    slices : mapping of Slice, optional
-        Where a published tensor is a part of a fused one of the model: its name -> the part.
-
-    Returns
-    -------
-    dict of (target, source)
-        By name.
-
-    Raises
-    ------
-    ManifestError
-        What does not fit, all of it.
-    """
+    """Check everything, and say what is to be copied into what."""
     targets = {name: target.detach() for name, target in targets.items()}
     require_slices(slices)
     destinations = _destinations(targets, slices or {})
@@ -135,13 +103,7 @@ def paired(
 
 
 class Loading:
-    """What is copied into a model, checked and sorted; the same again for each version.
-
-    Parameters
-    ----------
-    pairs : mapping of (target, source)
-        By name, as `paired` gave them.
-    """
+    """What is copied into a model, checked and sorted; the same again for each version."""
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
         self._plan = CopyPlan([*pairs.values()])
@@ -150,13 +112,7 @@ class Loading:
 
     @torch.no_grad()
     def copy(self, version: int) -> int:
-        """Copy; returns the bytes written, all of them there.
-
-        Raises
-        ------
-        TornWeightsError
-            A copy failed: the model has some of this version.
-        """
+        """Copy; returns the bytes written, all of them there."""
         try:
             self._plan.copy()
         except (RuntimeError, OSError, CudaDriverError) as error:

@@ -202,23 +202,7 @@ class LoraFiles:
 
 
 def past_keeping(versions: Sequence[int], newest: int, keep: int) -> list[int]:
-    """List which versions make room for the one that was made last, which need not be the highest.
-
-    A trainer that goes on from an older checkpoint makes lower numbers than are there.
-
-    Parameters
-    ----------
-    versions : sequence of int
-        Those that are there, lowest first.
-    newest : int
-        The one that was made last.
-    keep : int
-        How many stay; 1 or more.
-
-    Returns
-    -------
-    list of int
-    """
+    """List which versions make room for the one made last, which need not be the highest."""
     others = [version for version in versions if version != newest]
     stay = keep - (newest in versions)
     return others[: max(0, len(others) - stay)]

@@ -76,23 +76,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All tensors of a version.
-
-    Attributes
-    ----------
-    format : int
-        1.
-    model : str
-        A name for people.
-    total : int
-        Bytes of payload.
-    tensors : list of TensorPlace
-        In the order of their bytes, which is that of the layers.
-    aliases : dict of str
-        Tied tensors: other name -> name; they have one copy.
-    slices : dict of Slice
-        Names for parts.
-    """
+    """All tensors of a version."""
 
     format: int = FORMAT
     model: str = ""
@@ -110,29 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         slices: Mapping[str, Slice] | None = None,
         model: str = "",
     ) -> Manifest:
-        """Give each tensor its place, one after the other.
-
-        Parameters
-        ----------
-        params : sequence of ParamMeta
-            All tensors, the same on every rank.
-        aliases, slices : mapping, optional
-            Other names.
-        model : str
-            A name for people.
-
-        Returns
-        -------
-        Manifest
-            Checked.
-
-        Raises
-        ------
-        ManifestError
-            What was given contradicts itself.
-        TypeError
-            Something is no ParamMeta, no text or no Slice.
-        """
+        """Give each tensor its place, one after the other."""
         tensors = []
         end = 0
         require_slices(slices)
@@ -161,24 +123,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def decode(cls, data: bytes, payload_bytes: int) -> Manifest:
-        """Read a manifest and check it whole.
-
-        Parameters
-        ----------
-        data : bytes
-            MessagePack.
-        payload_bytes : int
-            Bytes that the version really has.
-
-        Returns
-        -------
-        Manifest
-
-        Raises
-        ------
-        ManifestError
-            It is none, or contradicts itself or the payload.
-        """
+        """Read a manifest and check it whole."""
         what = "the manifest of these weights cannot be used, and nothing was read of them"
         try:
             found = msgspec.msgpack.decode(data, type=cls)
@@ -190,18 +135,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def check(self, what: str) -> None:
-        """Check it against itself.
-
-        Parameters
-        ----------
-        what : str
-            What the error says first.
-
-        Raises
-        ------
-        ManifestError
-            With all faults.
-        """
+        """Check it against itself."""
         faults = [] if self.format == FORMAT else [f"format {self.format}, expected {FORMAT}"]
         names: dict[str, TensorPlace] = {}
         for tensor in self.tensors:
@@ -261,25 +195,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found | {alias: found[name] for alias, name in self.aliases.items()}
 
     def shape_of(self, name: str, places: Mapping[str, TensorPlace]) -> tuple[str, tuple[int, ...]]:
-        """Look up a tensor, alias or slice.
-
-        Parameters
-        ----------
-        name : str
-            Any of `names`.
-        places : mapping of TensorPlace
-            From `by_name`.
-
-        Returns
-        -------
-        (str, tuple of int)
-            Its dtype and shape.
-
-        Raises
-        ------
-        ValueError
-            It is a slice that leads nowhere, or is not inside its tensor.
-        """
+        """Look up a tensor, alias or slice."""
         chain: list[Slice] = []
         at = name
         while at in self.slices:
@@ -332,29 +248,7 @@ def _require_params(params: Sequence[object]) -> None:
 def view_of(
     tensors: dict[str, torch.Tensor], manifest: Manifest, name: str, what: str = "weights"
 ) -> torch.Tensor:
-    """Look up a tensor, an alias or a slice.
-
-    Parameters
-    ----------
-    tensors : dict of Tensor
-        By the names of the manifest's tensors.
-    manifest : Manifest
-        Checked.
-    name : str
-        Any of its names.
-    what : str
-        What has them, for the message.
-
-    Returns
-    -------
-    Tensor
-        A view.
-
-    Raises
-    ------
-    KeyError
-        There is no such name.
-    """
+    """Look up a tensor, an alias or a slice."""
     part = manifest.slices.get(name)
     if part is None:
         found = tensors.get(manifest.aliases.get(name, name))

@@ -37,19 +37,7 @@ SAMPLED_TENSORS: Final = 4
 
 
 class PlainModel:
-    """A model whose tensors are the published ones, element by element, in memory of the host.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        What it was compared with.
-    how : (bool, bool)
-        By which strictness and casting.
-    named : mapping
-        What was given to `load_into`, by name.
-    memory : list of (str, uint8 [bytes])
-        Published names, and the bytes that each changes; what is tied comes once.
-    """
+    """A model whose tensors are the published ones, element by element, in memory of the host."""
 
     def __init__(
         self,
@@ -79,10 +67,7 @@ class PlainModel:
         )
 
     def apply(self, patch: VersionChanges) -> int | None:
-        """Change what changed: bytes of the tensors that did; None where one was not the base's.
-
-        Some may be changed then: all has to be copied.
-        """
+        """Change what changed: bytes of the tensors that did; None where one was not the base's."""
         written = 0
         for name, memory in self._memory:
             if patch.changed(name):
@@ -179,25 +164,7 @@ def plain_model(
     named: Mapping[str, object],
     pairs: Mapping[str, Pair],
 ) -> PlainModel | None:
-    """Return what is worth to be kept of a model that was paired with a version.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the version.
-    how : (bool, bool)
-        Strictness and casting.
-    named : mapping
-        What was given to `load_into`, by name.
-    pairs : mapping of (target, source)
-        By published names, checked; no target is a part of a fused tensor.
-
-    Returns
-    -------
-    PlainModel | None
-        None where a patch cannot be applied to each of its tensors in place, or torch counts no
-        writes to one.
-    """
+    """Return what is worth to be kept of a model that was paired with a version."""
     if any(isinstance(value, torch.Tensor) and value.is_inference() for value in named.values()):
         return None
     places = manifest.by_name()
@@ -213,30 +180,7 @@ def plain_model(
 def apply_changes(
     version: int, manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges
 ) -> int | None:
-    """Change what changed, in tensors that have the patch's base.
-
-    Parameters
-    ----------
-    version : int
-        For messages.
-    manifest : Manifest
-        Of the version that is loaded.
-    pairs : mapping of (target, source)
-        By published names, checked.
-    patch : VersionChanges
-        Of that version.
-
-    Returns
-    -------
-    int | None
-        Bytes of the tensors in which something changed; None where a tensor was not the base's.
-        Some may be changed then: all has to be copied.
-
-    Raises
-    ------
-    TornWeightsError
-        A copy failed.
-    """
+    """Change what changed, in tensors that have the patch's base."""
     places = manifest.by_name()
     done: set[tuple[int, int]] = set()  # tied tensors of the model are one
     copied: dict[str, Pair] = {}
@@ -262,24 +206,7 @@ def apply_changes(
 def compare(
     manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges, *, sample: bool
 ) -> bool:
-    """Compare a model that was patched with the whole version, bit for bit.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the version.
-    pairs : mapping of (target, source)
-        By published names.
-    patch : VersionChanges
-        Which was applied.
-    sample : bool
-        Whether a few tensors are enough.
-
-    Returns
-    -------
-    bool
-        False where one differs. Tensors that are cast, cut or elsewhere are not compared.
-    """
+    """Compare a model that was patched with the whole version, bit for bit."""
     places = manifest.by_name()
     plain = [
         (name, target)

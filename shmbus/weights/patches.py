@@ -21,8 +21,8 @@ from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.source import LocalPiece
 
 __all__ = [
-    "ComparedPieces",
     "DEFAULT_SHARE",
+    "ComparedPieces",
     "PatchPolicy",
     "PlacedBytes",
     "VersionChanges",
@@ -44,22 +44,7 @@ _SCRATCH_BYTES: Final = 1 << 20
 def contiguous_parts(
     dtype: torch.dtype, piece: LocalPiece, scratch_of: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Cut a piece into contiguous parts of the published dtype, in host memory.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Of what is published.
-    piece : LocalPiece
-        Of any dtype and strides, on any device.
-    scratch_of : callable
-        Gives so many bytes, for parts that are no plain memory; each part is gone with the next.
-
-    Yields
-    ------
-    (tuple of int, Tensor)
-        Where the part begins in the whole tensor, and its elements.
-    """
+    """Cut a piece into contiguous parts of the published dtype, in host memory."""
     tensor = piece.tensor
     if tensor.numel() == 0:
         return
@@ -85,22 +70,7 @@ def _is_plain(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
 def placed_bytes(
     place: TensorPlace, start: tuple[int, ...], part: torch.Tensor
 ) -> Iterator[PlacedBytes]:
-    """Cut a contiguous part of a tensor by where its rows lie in a version.
-
-    Parameters
-    ----------
-    place : TensorPlace
-        Of the whole tensor.
-    start : tuple of int
-        Where the part begins in it.
-    part : Tensor
-        In host memory, of the published dtype.
-
-    Yields
-    ------
-    (Piece, uint8 [bytes])
-        A place, and what belongs there.
-    """
+    """Cut a contiguous part of a tensor by where its rows lie in a version."""
     flat, at = byte_view(part), 0
     for where in pieces_of(place, start, part.shape):
         end = at + where.rows * where.row_bytes
@@ -109,15 +79,7 @@ def placed_bytes(
 
 
 class ComparedPieces:
-    """Pieces that a source gives again, cut once: that takes longer than to begin to compare them.
-
-    Parameters
-    ----------
-    pieces : sequence of LocalPiece
-        Kept, so that no other ones are the same objects. Each is inside its place.
-    places : mapping of TensorPlace
-        By name.
-    """
+    """Pieces that a source gives again, cut once."""
 
     def __init__(self, pieces: Sequence[LocalPiece], places: Mapping[str, TensorPlace]) -> None:
         self.pieces: Final = pieces
@@ -138,17 +100,7 @@ class ComparedPieces:
 
 
 class VersionChanges:
-    """A patch, by tensors.
-
-    Parameters
-    ----------
-    patch : VersionPatch
-        Of a leased version.
-    manifest : Manifest
-        Of that version.
-    lease : VersionLease
-        Of it.
-    """
+    """A patch, by tensors."""
 
     def __init__(self, patch: VersionPatch, manifest: Manifest, lease: VersionLease) -> None:
         self._patch, self._lease = patch, lease
@@ -207,23 +159,7 @@ _LONGEST_PAUSE: Final = 16
 
 
 def patch_share(patches: bool | float) -> float:
-    """Read the option `patches`.
-
-    Parameters
-    ----------
-    patches : bool | float
-        Whether there are any, or the share of elements up to which there are.
-
-    Returns
-    -------
-    float
-        0.0 for none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is none of these.
-    """
+    """Read the option `patches`."""
     if isinstance(patches, bool):
         return DEFAULT_SHARE if patches else 0.0
     if not isinstance(patches, int | float):
@@ -239,22 +175,7 @@ def element_width(dtype: str) -> int:
 
 
 def patch_capacity(manifest: Manifest, share: float, ranks: int) -> int:
-    """Compute the bytes of a slot that patches take.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the weights.
-    share : float
-        Of elements that may change.
-    ranks : int
-        That write a version together.
-
-    Returns
-    -------
-    int
-        0 for a share of 0.
-    """
+    """Compute the bytes of a slot that patches take."""
     if share == 0:
         return 0
     total = 0.0
@@ -297,20 +218,7 @@ def _boxes(shape: Sequence[int], start: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def pieces_of(place: TensorPlace, start: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:
-    """Cut a part of a tensor into pieces of its version, in C order.
-
-    Parameters
-    ----------
-    place : TensorPlace
-        The tensor.
-    start, sizes : sequence of int
-        The part, in each dimension.
-
-    Yields
-    ------
-    Piece
-        None where the part is empty.
-    """
+    """Cut a part of a tensor into pieces of its version, in C order."""
     if math.prod(sizes) == 0:
         return
     itemsize = DTYPE_BYTES[place.dtype]
@@ -325,38 +233,21 @@ def pieces_of(place: TensorPlace, start: Sequence[int], sizes: Sequence[int]) ->
 
 
 class PatchPolicy:
-    """When a version is compared with the one before: always, but for a while after a failure.
-
-    Comparing costs as much as a copy, for nothing where more changed than a patch may have. After
-    each such version twice as many go out without an attempt.
-    """
+    """When a version is compared with the one before: always, but for a while after a failure."""
 
     def __init__(self) -> None:
         self._pause = 0
         self._left = 0
 
     def wants(self) -> bool:
-        """Whether the next version is to have a patch.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether the next version is to have a patch."""
         if self._left:
             self._left -= 1
             return False
         return True
 
     def ended(self, *, begun: bool, made: bool) -> None:
-        """Learn what became of an attempt.
-
-        Parameters
-        ----------
-        begun : bool
-            Whether there was anything to compare with.
-        made : bool
-            Whether the version has a patch.
-        """
+        """Learn what became of an attempt."""
         if made:
             self._pause = 0
         elif begun:

@@ -19,17 +19,7 @@ __all__ = ["Choice", "checked_device", "choose", "probe_carriers"]
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A carrier, and the reasons.
-
-    Attributes
-    ----------
-    name : str
-        The carrier.
-    why : tuple of str
-        What speaks for it.
-    refused : dict of str
-        Each carrier that cannot serve here, and why.
-    """
+    """A carrier, and the reasons."""
 
     name: str
     why: tuple[str, ...]
@@ -37,22 +27,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """Return a device that this process has.
-
-    Parameters
-    ----------
-    device : str | torch.device
-        Such as "cpu" or "cuda:0".
-
-    Returns
-    -------
-    torch.device
-
-    Raises
-    ------
-    DeviceMismatchError
-        It is not here.
-    """
+    """Return a device that this process has."""
     wanted = known_device(device)
     count = torch.cuda.device_count() if wanted.type == "cuda" else 0
     known = wanted.type == "cpu" or (wanted.type == "cuda" and (wanted.index or 0) < count)
@@ -117,26 +92,7 @@ def choose(
     *,
     directory: Path | str | None = None,
 ) -> Choice:
-    """Choose a carrier, or check the one that was asked for.
-
-    Parameters
-    ----------
-    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
-        What the user asked for.
-    device, directory
-        As for `probe_carriers`.
-
-    Returns
-    -------
-    Choice
-
-    Raises
-    ------
-    TypeError, ValueError
-        There is no such carrier, or an option belongs to another one.
-    WeightsError
-        It cannot serve here.
-    """
+    """Choose a carrier, or check the one that was asked for."""
     check_choice("carrier", carrier, ("auto", *CARRIERS))
     if directory is not None:
         check_path("directory", directory)

@@ -37,13 +37,7 @@ _RETRY_S: Final = 0.0002
 
 
 class StepGuard:
-    """The locks of one open file.
-
-    Parameters
-    ----------
-    file : OwnedFile
-        Open for reading and writing; no other guard uses it. Its end ends all locks.
-    """
+    """The locks of one open file."""
 
     def __init__(self, file: OwnedFile) -> None:
         self._file = file
@@ -76,13 +70,7 @@ class StepGuard:
 
 
 class Reading:
-    """A reader of this process.
-
-    Parameters
-    ----------
-    guard : StepGuard
-        Of the copy that is read.
-    """
+    """A reader of this process."""
 
     def __init__(self, guard: StepGuard) -> None:
         self._guard = guard
@@ -129,15 +117,7 @@ class Reading:
 
 
 class Stepping:
-    """The one who steps.
-
-    Parameters
-    ----------
-    guard : StepGuard
-        Of the copy that is changed.
-    excludes : bool
-        Whether readers are kept out.
-    """
+    """The one who steps."""
 
     def __init__(self, guard: StepGuard, *, excludes: bool) -> None:
         self._guard = guard

@@ -101,25 +101,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor, bool]:
-    """Find what a rank has of a DTensor.
-
-    Parameters
-    ----------
-    name : str
-        For messages.
-    tensor : DTensor
-        With `Shard` and `Replicate` placements.
-
-    Returns
-    -------
-    (tuple of int, Tensor, bool)
-        Where its part begins, the part, and whether this rank is the first that has it.
-
-    Raises
-    ------
-    WeightsError
-        A placement is another one.
-    """
+    """Find what a rank has of a DTensor."""
     # Whoever has a DTensor has loaded this.
     from torch.distributed.tensor import Replicate, Shard
 
@@ -313,27 +295,7 @@ class ModuleSource:
 def target_of_piece(
     place: TensorPlace | None, whole: torch.Tensor | None, piece: LocalPiece
 ) -> torch.Tensor:
-    """Return the part of a published tensor that a piece is.
-
-    Parameters
-    ----------
-    place : TensorPlace | None
-        Of the piece's name in the manifest.
-    whole : Tensor | None
-        What is published under that name.
-    piece : LocalPiece
-        What a rank writes.
-
-    Returns
-    -------
-    Tensor
-        A view of `whole`.
-
-    Raises
-    ------
-    ManifestError
-        There is no such name, or the piece is not inside of it.
-    """
+    """Return the part of a published tensor that a piece is."""
     if place is None or whole is None:
         raise ManifestError(
             "the model is not the one that this publisher was made for",

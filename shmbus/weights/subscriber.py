@@ -62,15 +62,7 @@ MET: Final = 64
 
 
 class _Place(NamedTuple):
-    """Where a version is in the order of publications.
-
-    Attributes
-    ----------
-    origin : object
-        Of what that order is.
-    sequence : int
-        Publications before it, and one.
-    """
+    """Where a version is in the order of publications."""
 
     origin: object
     sequence: int
@@ -83,17 +75,7 @@ def _is_newer(
     known: _Place | None,
     before: tuple[int, _Place] | None,
 ) -> bool:
-    """Whether the newest version follows one that has a number.
-
-    Parameters
-    ----------
-    version, place : int, _Place
-        Of the newest.
-    newer_than, known : int, _Place or None
-        Of the other one.
-    before : (int, _Place) or None
-        Of what was the newest when the wait began.
-    """
+    """Whether the newest version follows one that has a number."""
     if known is not None:
         return place.origin != known.origin or place.sequence > known.sequence
     if version > newer_than:

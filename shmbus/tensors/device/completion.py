@@ -28,13 +28,7 @@ _Task: TypeAlias = tuple[torch.cuda.Event, Callable[[], None]]
 
 
 class Completion:
-    """Runs actions after copies.
-
-    Parameters
-    ----------
-    depth : int
-        How many may be on their way.
-    """
+    """Runs actions after copies."""
 
     def __init__(self, depth: int = 1) -> None:
         self._depth = depth
@@ -53,19 +47,7 @@ class Completion:
     def after(
         self, device: torch.device, action: Callable[[], None], *, soon: bool = False
     ) -> None:
-        """Run an action once a device has done what its current stream was asked to do.
-
-        Parameters
-        ----------
-        device : torch.device
-            Always the same one; the CPU is always done, so the action is run here.
-        action : callable
-            What it raises is raised by the next call of `after` or `settle`. Of the actions that
-            were on their way behind it none is run.
-        soon : bool
-            Whether there is so little to do that it is waited for a moment, and the action is run
-            here where it has been done by then.
-        """
+        """Run an action once a device has done what its current stream was asked to do."""
         event = self._record(device)
         self._settle(0 if event is None else self._depth - 1)
         if event is None:
@@ -92,13 +74,7 @@ class Completion:
         return event
 
     def settle(self) -> None:
-        """Wait until nothing is on its way.
-
-        Raises
-        ------
-        BaseException
-            What an action has raised, once.
-        """
+        """Wait until nothing is on its way."""
         self._settle(0)
 
     def check(self) -> None:

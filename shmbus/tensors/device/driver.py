@@ -136,13 +136,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """Return the driver's library, initialised.
-
-    Raises
-    ------
-    CudaDriverError
-        There is no driver, no device, or a driver without these calls.
-    """
+    """Return the driver's library, initialised."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -168,13 +162,7 @@ def missing() -> str | None:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call the driver.
-
-    Raises
-    ------
-    CudaDriverError
-        It refused.
-    """
+    """Call the driver."""
     library = driver()
     status = getattr(library, name)(*arguments)
     if status:

@@ -11,16 +11,7 @@ __all__ = ["import_kernels"]
 
 
 def import_kernels(module: str) -> None:
-    """Import a module of kernels, and Triton with it, before it is needed; nothing without Triton.
-
-    In a thread, where no signal's handler runs: an import of Triton that Ctrl-C ends half-way
-    leaves it broken for the life of the process.
-
-    Parameters
-    ----------
-    module : str
-        Its name. Where it cannot be imported, who uses it gets the error.
-    """
+    """Import a module of kernels, in a thread without signals; nothing without Triton."""
     if importlib.util.find_spec("triton") is None:
         return
 

@@ -28,25 +28,7 @@ REGISTER_READ_ONLY: Final = 0x08
 
 
 class Registration:
-    """Memory of this process that CUDA reads directly, until `close`.
-
-    Parameters
-    ----------
-    address, nbytes : int
-        On page boundaries, as a mapping is.
-    read_only : bool
-        Whether the mapping is, and devices only read it.
-
-    Attributes
-    ----------
-    device_shift : int
-        The device's address of it, minus this process's.
-
-    Raises
-    ------
-    RuntimeError
-        CUDA refused; the message is its own.
-    """
+    """Memory of this process that CUDA reads directly, until `close`."""
 
     def __init__(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         self._address = 0
@@ -110,20 +92,7 @@ class RegisteredSlots:
         self._slots: dict[tuple[int, int], Registration | None] = {}
 
     def add(self, payload: torch.Tensor, *, read_only: bool = False) -> bool:
-        """Register a payload, once.
-
-        Parameters
-        ----------
-        payload : uint8 [bytes]
-            Begins at a page.
-        read_only : bool
-            Whether its pages are.
-
-        Returns
-        -------
-        bool
-            Whether it is registered.
-        """
+        """Register a payload, once."""
         size = -(-payload.numel() // _PAGE) * _PAGE
         key = (payload.data_ptr(), size)
         with self._lock:

@@ -94,10 +94,7 @@ class WriterCarrier(Protocol):
 
 
 class CarriedVersion(Protocol):
-    """A version that a reader has, until it is closed.
-
-    `origin` says what its sequence counts: numbers of another origin mean other versions.
-    """
+    """A version that a reader has, until it is closed."""
 
     version: int
     sequence: int

@@ -69,39 +69,14 @@ _POLL_S: Final = 0.05
 
 
 class CheckpointPlace(NamedTuple):
-    """Where a version lies.
-
-    Attributes
-    ----------
-    path : Path
-        Its directory, which an engine reads as a checkpoint.
-    version : int
-        The publisher's number of it.
-    """
+    """Where a version lies."""
 
     path: Path
     version: int
 
 
 class CheckpointWriter:
-    """One process that writes whole files.
-
-    Parameters
-    ----------
-    directory : path
-        Made if need be; on a disk, or on tmpfs for speed.
-    manifest : Manifest
-        Of the model.
-    keep : int
-        Versions that stay; older ones are removed, never the newest.
-
-    Raises
-    ------
-    WeightsBusyError
-        Another one writes there.
-    ManifestError
-        A tensor has a name or a dtype that safetensors has not.
-    """
+    """One process that writes whole files."""
 
     def __init__(self, directory: Path | str, manifest: Manifest, *, keep: int = 2) -> None:
         if keep < 1:
@@ -221,15 +196,7 @@ class _CheckpointSink:
 
 
 class CheckpointVersion:
-    """A file that was read.
-
-    Parameters
-    ----------
-    directory : path
-        Of this version.
-    sequence : int
-        By the directory's name.
-    """
+    """A file that was read."""
 
     def __init__(self, directory: Path, sequence: int) -> None:
         from safetensors import SafetensorError, safe_open
@@ -305,38 +272,13 @@ class CheckpointVersion:
 
 
 class CheckpointReader:
-    """A process that reads the newest file.
-
-    Parameters
-    ----------
-    directory : path
-        As the writer's.
-    """
+    """A process that reads the newest file."""
 
     def __init__(self, directory: Path | str) -> None:
         self._directory = Path(directory)
 
     def latest(self, after: int, timeout: float | None) -> CheckpointVersion:
-        """Wait for a version.
-
-        Parameters
-        ----------
-        after : int
-            A sequence.
-        timeout : float | None
-            Seconds.
-
-        Returns
-        -------
-        CheckpointVersion
-
-        Raises
-        ------
-        WeightsTimeoutError
-            None came.
-        TornWeightsError, ManifestError
-            It cannot be used.
-        """
+        """Wait for a version."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             sequence, target = self._newest()
@@ -355,24 +297,7 @@ class CheckpointReader:
                 time.sleep(_POLL_S)
 
     def at(self, version: int) -> CheckpointVersion:
-        """Return a version that is still there, newest or not.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number of it.
-
-        Returns
-        -------
-        CheckpointVersion
-
-        Raises
-        ------
-        WeightsTimeoutError
-            It is not there any more, or yet.
-        TornWeightsError, ManifestError
-            It cannot be used.
-        """
+        """Return a version that is still there, newest or not."""
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):  # its publisher makes it
             names = os.listdir(self._directory)
@@ -446,22 +371,7 @@ class CheckpointCarrier(Carrier):
 
 
 def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:
-    """Find the version that `latest` leads to, and the one that was published before it.
-
-    Parameters
-    ----------
-    directory : path
-        As the writer's.
-
-    Returns
-    -------
-    (CheckpointPlace, CheckpointPlace or None)
-
-    Raises
-    ------
-    WeightsError
-        Nothing was published there.
-    """
+    """Find the version that `latest` leads to, and the one that was published before it."""
     newest = (
         directory / os.readlink(directory / _LINK) if (directory / _LINK).is_symlink() else None
     )

@@ -96,20 +96,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def block_sum(payload: torch.Tensor, block: int) -> int:
-    """Return the digest of one block.
-
-    Parameters
-    ----------
-    payload : uint8 [bytes]
-        On any device; a multiple of 8 bytes.
-    block : int
-        Which.
-
-    Returns
-    -------
-    int
-        An int64.
-    """
+    """Return the digest of one block."""
     words = payload[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].view(torch.int64)
     return int((words * _factors(payload.device)[: words.numel()]).sum())
 
@@ -142,13 +129,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @classmethod
     def decode(cls, data: bytes) -> Placed:
-        """Read it back.
-
-        Raises
-        ------
-        TornWeightsError
-            It is none.
-        """
+        """Read it back."""
         size = int.from_bytes(data[:_LENGTH_BYTES], "little")
         try:
             return msgspec.msgpack.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=cls)
@@ -178,22 +159,7 @@ class Buffers(Protocol):
 
 
 class OwnBuffers:
-    """The buffers of rank 0.
-
-    Parameters
-    ----------
-    path : str
-        Where to listen for those who map them.
-    kind : "vmm" | "ipc" | "memfd"
-        What they are made of.
-    device : torch.device
-        Where they lie.
-
-    Attributes
-    ----------
-    owner : int
-        What a version says of whose they are.
-    """
+    """The buffers of rank 0."""
 
     def __init__(self, path: str, kind: MemoryKind, device: torch.device) -> None:
         self._device = device
@@ -201,13 +167,7 @@ class OwnBuffers:
         self.owner = self._arena.owner
 
     def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer; the first time, allocate it.
-
-        Raises
-        ------
-        CapacityError
-            There is no such memory.
-        """
+        """Return a slot's buffer; the first time, allocate it."""
         assert owner == self.owner
         try:
             return self._arena.buffer(slot, nbytes)
@@ -224,17 +184,7 @@ class OwnBuffers:
 
 
 class LeadersBuffers:
-    """The buffers of rank 0, as another rank writes into them.
-
-    Parameters
-    ----------
-    path : str
-        Where rank 0 listens.
-    device : torch.device
-        From which this rank writes.
-    timeout : float
-        Seconds to wait for an answer.
-    """
+    """The buffers of rank 0, as another rank writes into them."""
 
     def __init__(self, path: str, device: torch.device, timeout: float) -> None:
         self._path, self._timeout = path, timeout
@@ -249,17 +199,7 @@ class LeadersBuffers:
         )
 
     def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a slot's buffer; the first time, map it.
-
-        Raises
-        ------
-        PeerGoneError
-            The rank 0 that began the version has ended.
-        DeviceMismatchError
-            This process does not see the device that has it.
-        WeightsError
-            It cannot be mapped here.
-        """
+        """Return a slot's buffer; the first time, map it."""
         if owner != self._owner:
             self.close()
             self._owner, self._view = owner, self._new_view()
@@ -389,15 +329,7 @@ class ExportedReaders:
         self._buffers = ArenaView(memory_socket(KIND, options.bus), device=index, or_owner=True)
 
     def open(self, lease: VersionLease) -> ExportedReader:
-        """Map what a version lies in.
-
-        Raises
-        ------
-        LostVersionError
-            It went with its publisher.
-        DeviceMismatchError, TornWeightsError, WeightsError
-            It cannot be used here.
-        """
+        """Map what a version lies in."""
         with translated():
             lease.check(0, 1)
         placed = Placed.decode(bytes(memoryview(lease.buffer)))
@@ -482,11 +414,7 @@ class ExportedReader:
 
 
 class _Held:
-    """A slot's lock, dropped when the device has done what was asked of it on this stream.
-
-    The lock is not in here but in `_locks`: where an interrupt ends what follows the death of this
-    object, the slot stays locked, and the next one lets go of it.
-    """
+    """A slot's lock, dropped when the device has done what was asked of it on this stream."""
 
     def __init__(self, buffer: object, device: torch.device) -> None:
         for dead in [known for known in _locks if known() is None]:

@@ -71,8 +71,8 @@ __all__ = [
     "PoolWriter",
     "PooledReader",
     "ShmCarrier",
-    "VersionMeta",
     "VersionMemory",
+    "VersionMeta",
     "WriteMemory",
     "no_digests",
 ]
@@ -95,17 +95,7 @@ _SHM: Final = Path("/dev/shm")
 
 
 class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
-    """What a version says of itself.
-
-    Attributes
-    ----------
-    manifest : bytes
-        Encoded.
-    memory : "slot" | "exported"
-        Which backend has its bytes.
-    owner : int
-        Whose exported memory it is, for the ranks that write it.
-    """
+    """What a version says of itself."""
 
     manifest: bytes
     memory: Literal["slot", "exported"] = "slot"
@@ -196,11 +186,7 @@ class SlotWriter:
 
 
 class _LastingCopies(NamedTuple):
-    """Pieces that a source gives again, and how they are copied into one slot.
-
-    A thousand small tensors cost more to look at than to copy, so what was found out for the first
-    version in a slot is used for those that follow.
-    """
+    """Pieces that a source gives again, and how they are copied into one slot."""
 
     pieces: Sequence[LocalPiece]  # kept, so that no other ones are the same objects
     address: int
@@ -208,15 +194,7 @@ class _LastingCopies(NamedTuple):
 
 
 class PoolWriter:
-    """A rank of the publisher.
-
-    Parameters
-    ----------
-    options : WriterOptions
-        As the user gave them.
-    memory : WriteMemory
-        Where versions lie.
-    """
+    """A rank of the publisher."""
 
     def __init__(self, options: WriterOptions, memory: WriteMemory) -> None:
         self.memory = memory
@@ -588,17 +566,7 @@ class PooledReader:
         self._borrowed: dict[object, _Borrowed] = {}
 
     def latest(self, after: int, timeout: float | None) -> PooledVersion:
-        """Wait for a version; of a pool that is removed and made again, any.
-
-        Raises
-        ------
-        WeightsTimeoutError
-            None came.
-        WeightsError
-            The newest one is lost, and none came after it.
-        TornWeightsError, ManifestError, DeviceMismatchError
-            It cannot be used; the reader's row says so.
-        """
+        """Wait for a version; of a pool that is removed and made again, any."""
         deadline = None if timeout is None else time.monotonic() + timeout
         lost: LostVersionError | None = None
         while True:
@@ -621,15 +589,7 @@ class PooledReader:
                 raise WeightsError(str(lost)) from error
 
     def at(self, version: int) -> PooledVersion:
-        """Lease a version that is still there, newest or not.
-
-        Raises
-        ------
-        WeightsTimeoutError
-            No slot has it.
-        TornWeightsError, ManifestError
-            It cannot be used; the reader's row says so.
-        """
+        """Lease a version that is still there, newest or not."""
         with translated():
             reader = self._reader = self._reader or self._attach(0.0)
             lease = reader.at(version)
