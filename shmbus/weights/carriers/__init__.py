@@ -13,11 +13,11 @@ __all__ = ["CARRIERS", "carrier_class"]
 #: Each carrier's class by its name, imported when it is first used. Of those that may be chosen
 #: without being asked for, the first that serves is "auto".
 CARRIERS: Final = {
-    "shm": "shmbus.weights.carriers.pool:ShmCarrier",
+    "shm": "shmbus.weights.carriers.pooled:ShmCarrier",
     "checkpoint": "shmbus.weights.carriers.checkpoint:CheckpointCarrier",
-    "cuda_vmm": "shmbus.weights.carriers.exported:CudaVmmCarrier",
-    "cuda_ipc": "shmbus.weights.carriers.exported:CudaIpcCarrier",
-    "memfd": "shmbus.weights.carriers.exported:MemfdCarrier",
+    "cuda_vmm": "shmbus.weights.carriers.pooled:CudaVmmCarrier",
+    "cuda_ipc": "shmbus.weights.carriers.pooled:CudaIpcCarrier",
+    "memfd": "shmbus.weights.carriers.pooled:MemfdCarrier",
 }
 
 

@@ -1,4 +1,4 @@
-"""The carriers ``cuda_vmm``, ``cuda_ipc`` and ``memfd``: whole versions in exported memory.
+"""Whole versions in exported memory: of a CUDA device, or a memfd of the host.
 
 A pool's slot holds only the name of a buffer, which rank 0 has allocated on its device and exports
 once; the other ranks map it, and write their own pieces into their place, whichever device they are
@@ -20,8 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -41,14 +40,11 @@ from shmbus.tensors.device.arena import (
 from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
-from shmbus.tensors.device.memory import refusals
-from shmbus.weights.carriers.base import Carrier, ReaderOptions, WriterOptions
+from shmbus.weights.carriers.base import ReaderOptions, WriterOptions
 from shmbus.weights.carriers.pool import (
     KIND,
     SAMPLED_BLOCKS,
     LostVersionError,
-    PooledReader,
-    PoolWriter,
     VersionMeta,
     no_digests,
 )
@@ -64,17 +60,11 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 
 __all__ = [
-    "BLOCK_BYTES",
-    "CudaIpcCarrier",
-    "CudaVmmCarrier",
     "ExportedReaders",
     "ExportedWriter",
-    "MemfdCarrier",
     "OwnBuffers",
     "Placed",
-    "block_sum",
     "block_sums",
-    "blocks_of",
 ]
 
 #: Bytes that one digest covers, as in a pool.
@@ -452,56 +442,3 @@ def _let_go_later(
     _locks.pop(dead, None)
     time.sleep(AGAIN_S)
     _thread.interrupt_main()
-
-
-# -- the carriers ---------------------------------------------------------------------------------
-
-
-class _ExportedCarrier(Carrier):
-    """Versions in memory of the publisher's own."""
-
-    KIND: ClassVar[MemoryKind]
-    by_name_only = "it takes `slots` times the model on the device; ask for it by name"
-
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say why a device cannot export memory."""
-        del size, directory
-        if device.type != "cuda":
-            return f"it needs a CUDA device, got {str(device)!r}"
-        return refusals(device.index or 0).get(cls.KIND, "")
-
-    @classmethod
-    def writer(cls, options: WriterOptions) -> PoolWriter:
-        """Become a rank of the publisher."""
-        return PoolWriter(options, ExportedWriter(options, cls.KIND))
-
-    @classmethod
-    def reader(cls, options: ReaderOptions) -> PooledReader:
-        """Read whatever the pool has."""
-        return PooledReader(options)
-
-
-class CudaVmmCarrier(_ExportedCarrier):
-    """Device memory, exported by a file descriptor."""
-
-    KIND = "vmm"
-
-
-class CudaIpcCarrier(_ExportedCarrier):
-    """Device memory, exported by a handle of 64 bytes."""
-
-    KIND = "ipc"
-
-
-class MemfdCarrier(_ExportedCarrier):
-    """Host memory outside of /dev/shm."""
-
-    KIND = "memfd"
-    by_name_only = "its versions end with their publisher; ask for it by name"
-
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say that it is the host's."""
-        del size, directory
-        return "" if device.type == "cpu" else f"its memory is the host's, not that of {device}"

@@ -1,4 +1,4 @@
-"""Versions in a slot pool, and the carrier ``shm``, whose versions lie in the pool's own slots.
+"""Versions in a slot pool: how ranks write one, and what a reader has of it.
 
 Slots, leases, rows and the manifest are the same wherever a version's bytes lie; a backend says
 where: in the slot (`SlotWriter`, `SlotReader`), or in exported memory (`exported`).
@@ -10,17 +10,13 @@ no version: what follows it is waited for, and the error says so.
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import torch
 
-from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.pool import (
     PoolDamagedError,
     PoolPublisher,
@@ -36,15 +32,11 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.base import Carrier, ReaderOptions, WriterOptions
+from shmbus.weights.carriers.base import WriterOptions
 from shmbus.weights.errors import (
     LOADING_CODE,
-    MANIFEST_CODE,
-    TORN_CODE,
     ManifestError,
-    TornWeightsError,
     WeightsError,
-    WeightsTimeoutError,
     translated,
 )
 from shmbus.weights.loading import LoadCache
@@ -61,16 +53,15 @@ from shmbus.weights.patches import (
 )
 from shmbus.weights.source import LocalPiece, target_of_piece
 
-if TYPE_CHECKING:
-    from shmbus.weights.carriers.exported import ExportedReaders
-
 __all__ = [
     "KIND",
     "SAMPLED_BLOCKS",
+    "BorrowedTensors",
     "LostVersionError",
     "PoolWriter",
-    "PooledReader",
-    "ShmCarrier",
+    "PooledVersion",
+    "SlotReader",
+    "SlotWriter",
     "VersionMemory",
     "VersionMeta",
     "WriteMemory",
@@ -89,9 +80,6 @@ PENDING_BYTES: Final = 64 << 20
 #: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
 #: times, and each costs a hundredth of reading a model of a hundred blocks.
 SAMPLED_BLOCKS: Final = 4
-#: Seconds between two attempts to find a pool that is not there yet.
-_RETRY_S: Final = 0.05
-_SHM: Final = Path("/dev/shm")
 
 
 class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
@@ -477,7 +465,7 @@ def no_digests(version: int) -> WeightsError:
     )
 
 
-class _Borrowed:
+class BorrowedTensors:
     """The tensors of a slot, which keep no lease, and what was checked of them."""
 
     def __init__(self, memory: VersionMemory, manifest: Manifest) -> None:
@@ -496,7 +484,7 @@ class PooledVersion:
         reader: PoolReader,
         manifest: Manifest,
         memory: VersionMemory,
-        borrowed: _Borrowed,
+        borrowed: BorrowedTensors,
     ) -> None:
         self._lease, self._reader = lease, reader
         self._memory, self._borrowed = memory, borrowed
@@ -551,144 +539,3 @@ class PooledVersion:
         """Let go of the lease; views that are left keep the slot."""
         self._memory.close()
         self._lease.close()
-
-
-class PooledReader:
-    """A subscriber of a pool, whichever carrier its publisher chose."""
-
-    def __init__(self, options: ReaderOptions) -> None:
-        self._options = options
-        self._reader: PoolReader | None = None
-        self._registered = RegisteredSlots()
-        #: Maps exported memory; made when a version lies there.
-        self._exports: ExportedReaders | None = None
-        self._decoded: tuple[bytes, Manifest] | None = None
-        self._borrowed: dict[object, _Borrowed] = {}
-
-    def latest(self, after: int, timeout: float | None) -> PooledVersion:
-        """Wait for a version; of a pool that is removed and made again, any."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        lost: LostVersionError | None = None
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                with translated():
-                    reader = self._reader = self._reader or self._attach(left)
-                    lease = reader.latest(
-                        after=after if lost is None else lost.sequence, timeout=left
-                    )
-                return self._opened(lease, reader)
-            except BusRemovedError:
-                self._forget_pool()
-                after, lost = 0, None  # the pool that follows counts from 1
-            except LostVersionError as error:
-                lost = error
-            except WeightsTimeoutError as error:
-                if lost is None:
-                    raise
-                raise WeightsError(str(lost)) from error
-
-    def at(self, version: int) -> PooledVersion:
-        """Lease a version that is still there, newest or not."""
-        with translated():
-            reader = self._reader = self._reader or self._attach(0.0)
-            lease = reader.at(version)
-        return self._opened(lease, reader)
-
-    def removed(self) -> bool:
-        """Whether the pool that it reads has lost its name."""
-        return self._reader is not None and self._reader.is_removed()
-
-    def _forget_pool(self) -> None:
-        reader, self._reader = self._reader, None
-        self._registered.close()
-        self._borrowed = {}
-        if reader is not None:
-            reader.close()
-
-    def _opened(self, lease: VersionLease, reader: PoolReader) -> PooledVersion:
-        """Check a version; where it cannot be used the reader's row says so."""
-        try:
-            return self._checked(lease, reader)
-        except WeightsError as error:
-            code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
-            reader.refused(lease, code, str(error))
-            lease.close()  # now, not with the error's traceback
-            raise
-
-    def _checked(self, lease: VersionLease, reader: PoolReader) -> PooledVersion:
-        with translated():
-            said = VersionMeta.decode(lease.meta())
-        memory: VersionMemory
-        if said.memory == "slot":
-            memory = SlotReader(lease, reader, self._registered)
-        else:
-            if self._exports is None:
-                from shmbus.weights.carriers.exported import ExportedReaders
-
-                self._exports = ExportedReaders(self._options)
-            memory = self._exports.open(lease)
-        manifest = self._manifest(said.manifest, memory.total)
-        found = self._borrowed.get(memory.key)
-        if found is None or found.identity != memory.identity or found.manifest is not manifest:
-            found = self._borrowed[memory.key] = _Borrowed(memory, manifest)
-        return PooledVersion(lease, reader, manifest, memory, found)
-
-    def _manifest(self, data: bytes, total: int) -> Manifest:
-        """Return a manifest, decoded and checked once for all versions that have the same."""
-        if self._decoded is None or self._decoded[0] != data or self._decoded[1].total != total:
-            self._decoded = data, Manifest.decode(data, total)
-        return self._decoded[1]
-
-    def _attach(self, timeout: float | None) -> PoolReader:
-        bus, device, label, _ = self._options
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            try:
-                return PoolReader(bus, KIND, label=label, device=str(device))
-            except BusNotFoundError as error:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise WeightsTimeoutError(
-                        f"no weights of bus {bus!r} in {timeout:.3g} s: {error}"
-                    ) from error
-                time.sleep(_RETRY_S)
-
-    def close(self) -> None:
-        """Leave the pool; versions that are out keep what they need."""
-        self._registered.close()
-        if self._reader is not None:
-            self._reader.close()
-        self._borrowed = {}
-        if self._exports is not None:
-            self._exports.close()
-
-
-class ShmCarrier(Carrier):
-    """Versions in the slots of a pool in /dev/shm."""
-
-    why = ("/dev/shm is there", "whole versions, views without a copy, any death")
-
-    @classmethod
-    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
-        """Say what /dev/shm lacks."""
-        del device, directory
-        if not os.access(_SHM, os.W_OK):
-            return f"{_SHM} is not writable"
-        room = os.statvfs(_SHM)
-        free = room.f_bavail * room.f_frsize
-        if size > free:
-            return (
-                f"{_SHM} has {free} bytes free, the slots need {size}; enlarge it (docker run "
-                "--shm-size=..., mount -o remount,size=...), or remove old segments (`shmbus gc`)"
-            )
-        return ""
-
-    @classmethod
-    def writer(cls, options: WriterOptions) -> PoolWriter:
-        """Become a rank of the publisher."""
-        return PoolWriter(options, SlotWriter(options))
-
-    @classmethod
-    def reader(cls, options: ReaderOptions) -> PooledReader:
-        """Read whatever the pool has."""
-        return PooledReader(options)
