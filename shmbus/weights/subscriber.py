@@ -43,7 +43,7 @@ from shmbus.weights.errors import (
 )
 from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
 from shmbus.weights.manifest import Slice, require_slices, view_of
-from shmbus.weights.patch_apply import LoadedModel, PlainModel, apply_changes, compare, plain_model
+from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.probe import choose
 
@@ -308,6 +308,17 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     A view is read-only, though torch has no such thing: a store into it ends the process. It stays
     what it is for as long as it lives, and so keeps its slot from the publisher; copy what is to
     stay.
+
+    Attributes
+    ----------
+    version, sequence : int
+        The publisher's number, and publications before it, and one.
+    text : str
+        The publisher's name for it.
+    manifest : Manifest
+        Its tensors.
+    loaded : "whole" | "patch" | None
+        How `load_into` brought a model to this version, once it has.
     """
 
     def __init__(
@@ -317,7 +328,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._pid = os.getpid()
         self._known = loaded
         self._compares = verify
-        #: How `load_into` brought a model to this version, once it has.
         self.loaded: Literal["whole", "patch"] | None = None
         self._tensors: dict[str, torch.Tensor] | None = None
         self.version = version.version
@@ -399,16 +409,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         named = named_of(model)
         try:
             if self._known is not None:
-                patch = carried.patch()
                 written = self._follow(
-                    carried,
-                    patch,
-                    carried.origin,
-                    self._known,
-                    named,
-                    strict=strict,
-                    cast=cast,
-                    slices=slices,
+                    carried, self._known, named, strict=strict, cast=cast, slices=slices
                 )
             else:
                 prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
@@ -497,8 +499,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     def _follow(
         self,
         carried: CarriedVersion,
-        patch: VersionChanges | None,
-        origin: object,
         known: LoadedModel,
         named: Mapping[str, object],
         *,
@@ -507,12 +507,16 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         slices: Mapping[str, Slice] | None,
     ) -> int:
         """Change what changed, if that is enough; else copy everything."""
-        how = strict, cast
+        how, origin, patch = (strict, cast), carried.origin, carried.patch()
         if patch is not None and not slices and self._compares == "off":
-            plain = known.plain(origin, patch.base_sequence, self.manifest, how, named)
-            if plain is not None:
-                written = self._follow_plain(carried, known, plain, patch)
+            checked = known.plain(origin, patch.base_sequence, self.manifest, how, named)
+            if checked is not None:
+                carried.report_loading()
+                known.forget()
+                written = checked.apply(patch)
                 if written is not None:
+                    known.followed(self.sequence)
+                    self.loaded = "patch"
                     return written
         targets = targets_of(named)
         pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
@@ -526,22 +530,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             written = Loading(pairs).copy(self.version)
         plain = None if slices else plain_model(self.manifest, how, named, pairs)
         known.remember(origin, self.sequence, pairs, plain)
-        return written
-
-    def _follow_plain(
-        self,
-        carried: CarriedVersion,
-        known: LoadedModel,
-        plain: PlainModel,
-        patch: VersionChanges,
-    ) -> int | None:
-        """Apply a patch to a model that was checked before; None where all has to be copied."""
-        carried.report_loading()
-        known.forget()
-        written = plain.apply(patch)
-        if written is not None:
-            known.followed(self.sequence)
-            self.loaded = "patch"
         return written
 
     def _apply(self, patch: VersionChanges, pairs: Mapping[str, Pair]) -> int | None:
