@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "ring/attach.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/intent_log.h"
 #include "ring/reader.h"

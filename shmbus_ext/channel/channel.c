@@ -11,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "ring/checksum.h"
-#include "ring/clock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
 
 bool channel_fits(uint32_t slots, uint64_t max_bytes) {
     return slots >= 1 && slots <= CHANNEL_MAX_SLOTS && max_bytes >= 1 &&

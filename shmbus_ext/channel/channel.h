@@ -44,6 +44,11 @@ struct channel {
     uint64_t found_bytes;   /* after CHANNEL_TRUNCATED */
 };
 
+/* What a side rings when it has done something. */
+static inline struct bell *channel_bell(struct channel_header *header, enum channel_side_name by) {
+    return by == CHANNEL_SENDER ? &header->sent_bell : &header->acked_bell;
+}
+
 /* Whether the numbers can make a channel. */
 bool channel_fits(uint32_t slots, uint64_t max_bytes);
 /* Makes a channel of a new, empty file, of numbers that fit; slots get memory with their first

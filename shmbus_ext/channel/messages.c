@@ -4,11 +4,10 @@
 
 #include <string.h>
 
-#include "channel/bell.h"
-#include "ring/checksum.h"
-#include "ring/clock.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 static uint32_t row_crc(const struct channel_row *row) {
     return shmbus_crc32c(0, (const uint8_t *)row + CHANNEL_ROW_CRC_FROM,
@@ -94,7 +93,7 @@ enum channel_status messages_send(struct channel *self, enum channel_kind kind, 
     /* SYNC: channel-sent. Payload, meta and row come before the count that covers them. */
     atomic_store_explicit(&self->header->sent, counts.sent + 1, memory_order_release);
     FAILPOINT("channel-sent");
-    channel_ring(self->header, CHANNEL_SENDER);
+    bell_ring(channel_bell(self->header, CHANNEL_SENDER), BELL_ALL);
     return CHANNEL_OK;
 }
 
@@ -124,7 +123,7 @@ void messages_ack(struct channel *self) {
     /* SYNC: channel-acked. Whatever was read of the slot comes before the count that frees it. */
     atomic_store_explicit(&self->header->acked, acked + 1, memory_order_release);
     FAILPOINT("channel-acked");
-    channel_ring(self->header, CHANNEL_RECEIVER);
+    bell_ring(channel_bell(self->header, CHANNEL_RECEIVER), BELL_ALL);
 }
 
 enum channel_status messages_begin_at(struct channel *self, int64_t step) {

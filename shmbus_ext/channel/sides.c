@@ -4,10 +4,9 @@
 
 #include <string.h>
 
-#include "channel/bell.h"
-#include "ring/checksum.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 /* A statement changes a few times in a channel's life. */
 #define STATEMENT_TRIES 64
@@ -34,7 +33,7 @@ enum channel_status sides_claim(struct channel *self, enum channel_side_name sid
     /* SYNC: channel-side. SYNC: channel-claim. The count of this claim comes before its state. */
     atomic_store_explicit(&row->state, CHANNEL_OPEN, memory_order_release);
     FAILPOINT("channel-claimed");
-    channel_ring(self->header, side);
+    bell_ring(channel_bell(self->header, side), BELL_ALL);
     return CHANNEL_OK;
 }
 
@@ -49,7 +48,7 @@ void sides_leave(struct channel *self, const char *reason) {
     atomic_store_explicit(&row->state, CHANNEL_CLOSED, memory_order_release);
     FAILPOINT("channel-left");
     file_lock_drop(self->fd, CHANNEL_LOCK_SIDE + side);
-    channel_ring(self->header, side);
+    bell_ring(channel_bell(self->header, side), BELL_ALL);
     self->side = -1;
 }
 
@@ -88,7 +87,7 @@ void sides_state(struct channel *self, const uint8_t *data, uint32_t bytes) {
     memcpy(at->data, data, bytes);
     atomic_store_explicit(&at->version, version + 1, memory_order_release);
     FAILPOINT("channel-stated");
-    channel_ring(self->header, side);
+    bell_ring(channel_bell(self->header, side), BELL_ALL);
 }
 
 uint64_t sides_stated(const struct channel *self, enum channel_side_name side) {

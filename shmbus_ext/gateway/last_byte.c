@@ -10,7 +10,7 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
-#include "ring/failpoints.h"
+#include "base/failpoints.h"
 
 static void set_cork(int socket, int on) {
     /* A socket that cannot be corked sends at once: the instant is longer, no promise is another. */

@@ -1,7 +1,7 @@
 /* The digests of digest.h. */
 #include "pool/digest.h"
 
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 static uint32_t digest_of(const void *data, uint64_t bytes, uint64_t block_bytes, uint32_t block) {
     uint64_t at = block * block_bytes;

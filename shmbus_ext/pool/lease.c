@@ -4,10 +4,9 @@
 
 #include <string.h>
 
-#include "pool/bell.h"
-#include "ring/checksum.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 /* A reader loses a try only to a publication. One that loses so many was put off the processor each
  * time; its caller goes on after a look at its deadline. */
@@ -85,7 +84,7 @@ enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
             return POOL_OK;
         }
         let_go(self, at);
-        bell_ring(self->header, POOL_BELL_SPACE);
+        bell_ring(&self->header->space_bell, BELL_ALL);
         /* Nobody may take the newest slot, so one that is not whole was scribbled on. */
         if (lease_newest(self) == word) {
             return POOL_DAMAGED;
@@ -134,7 +133,7 @@ enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slo
             return POOL_OK;
         }
         let_go(self, at);
-        bell_ring(self->header, POOL_BELL_SPACE);
+        bell_ring(&self->header->space_bell, BELL_ALL);
     }
     return found;
 }
@@ -144,6 +143,6 @@ void lease_drop(struct pool *self, uint32_t slot) {
     if (self->leases[slot] == 0) {
         let_go(self, slot);
         FAILPOINT("pool-let-go");
-        bell_ring(self->header, POOL_BELL_SPACE);
+        bell_ring(&self->header->space_bell, BELL_ALL);
     }
 }

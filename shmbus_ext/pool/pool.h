@@ -84,6 +84,13 @@ void pool_isolate(struct pool *self);
 
 uint32_t pool_digest_room(const struct pool *self); /* blocks of a full slot */
 
+enum pool_bell { POOL_BELL_VERSION = 0, POOL_BELL_SPACE, POOL_BELL_RANKS, POOL_BELLS };
+static inline struct bell *pool_bell(struct pool *self, enum pool_bell which) {
+    return which == POOL_BELL_VERSION ? &self->header->bell
+           : which == POOL_BELL_SPACE ? &self->header->space_bell
+                                      : &self->header->ranks_bell;
+}
+
 static inline uint8_t *pool_payload(const struct pool *self, uint32_t slot) {
     return self->slots + slot * self->slot_stride;
 }

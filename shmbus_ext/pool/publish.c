@@ -5,13 +5,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "pool/bell.h"
 #include "pool/lease.h"
 #include "pool/rows.h"
-#include "ring/checksum.h"
-#include "ring/clock.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 static void set_state(struct pool *self, uint32_t slot, uint32_t state) {
     /* SYNC: pool-slot. The row, and all payload, before the state that vouches for them. */
@@ -129,7 +128,7 @@ enum pool_status publish_begin(struct pool *self, const struct version_facts *fa
     /* SYNC: pool-writing. The row before the word by which ranks find it. */
     atomic_store_explicit(&self->header->writing, pool_word(number, at), memory_order_seq_cst);
     FAILPOINT("pool-announced");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
     self->own_writes |= UINT32_C(1) << at;
     *slot = at;
     *sequence = number;
@@ -157,15 +156,15 @@ void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_
     /* SYNC: pool-writing. After latest: a rank that finds neither knows that it was given up. */
     atomic_store_explicit(&header->writing, 0, memory_order_seq_cst);
     atomic_fetch_add_explicit(&header->published, 1, memory_order_relaxed);
-    bell_ring(header, POOL_BELL_VERSION);
+    bell_ring(&header->bell, BELL_ALL);
     FAILPOINT("pool-rung");
-    bell_ring(header, POOL_BELL_RANKS);
+    bell_ring(&header->ranks_bell, BELL_ALL);
 }
 
 void publish_give_up(struct pool *self) {
     /* SYNC: pool-writing. */
     (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void publish_let_go(struct pool *self, uint32_t slot) {
@@ -226,20 +225,20 @@ void publish_piece_done(struct pool *self, uint64_t sequence) {
     /* SYNC: pool-piece. The piece before the word that vouches for it. */
     atomic_store_explicit(&self->rank_rows[self->rank].done, sequence, memory_order_release);
     FAILPOINT("pool-piece-done");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error) {
     struct rank_row *mine = &self->rank_rows[self->rank];
     snprintf(mine->error, sizeof mine->error, "%s", error);
     atomic_store_explicit(&mine->failed, sequence, memory_order_release);
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void publish_piece_let_go(struct pool *self, uint32_t slot) {
     self->own_writes &= ~(UINT32_C(1) << slot);
     file_lock_drop(self->fd, pool_lock_piece(slot, (uint32_t)self->rank));
-    bell_ring(self->header, POOL_BELL_SPACE);
+    bell_ring(&self->header->space_bell, BELL_ALL);
 }
 
 enum pool_status publish_outcome(const struct pool *self, uint64_t sequence) {

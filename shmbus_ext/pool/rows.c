@@ -4,9 +4,8 @@
 
 #include <stdio.h>
 
-#include "pool/bell.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 enum pool_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
                                    uint32_t pid) {
@@ -19,7 +18,7 @@ enum pool_status rows_claim_writer(struct pool *self, uint32_t rank, const char 
     atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
     self->rank = (int32_t)rank;
     FAILPOINT("pool-writer-claimed");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
     return POOL_OK;
 }
 
@@ -60,7 +59,7 @@ void rows_leave(struct pool *self) {
         uint32_t rank = (uint32_t)self->rank;
         atomic_store_explicit(&self->rank_rows[rank].pid, 0, memory_order_release);
         file_lock_drop(self->fd, pool_lock_writer(rank));
-        bell_ring(self->header, POOL_BELL_RANKS);
+        bell_ring(&self->header->ranks_bell, BELL_ALL);
         self->rank = -1;
     }
     if (self->reader >= 0) {
@@ -99,7 +98,7 @@ void rows_applied(struct pool *self, uint64_t sequence, int64_t version) {
     /* SYNC: pool-applied. The version before the sequence that makes it count. */
     atomic_store_explicit(&row->applied, sequence, memory_order_release);
     FAILPOINT("pool-applied");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t code,
@@ -110,5 +109,5 @@ void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t
     atomic_store_explicit(&row->refused_version, version, memory_order_relaxed);
     /* SYNC: pool-applied. */
     atomic_store_explicit(&row->refused, sequence, memory_order_release);
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }

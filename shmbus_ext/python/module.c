@@ -61,8 +61,8 @@
 #include "python/segment/rounds_function.h"
 #include "python/segment/split_labels.h"
 #include "python/uninterrupted.h"
-#include "ring/checksum.h"
-#include "ring/clock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
 
 static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     (void)module;

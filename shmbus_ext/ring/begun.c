@@ -1,7 +1,7 @@
 /* Samples that producers have begun (see begun.h). */
 #include "begun.h"
 
-#include "clock.h"
+#include "base/clock.h"
 #include "lead.h"
 
 /* Rows that are looked at from a sample's own place on: a table that is three quarters full has a

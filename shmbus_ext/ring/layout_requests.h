@@ -28,12 +28,6 @@
 #define SHMBUS_REQUEST_CELLS_A_BLOCK 8u
 #define SHMBUS_REQUEST_UNIT 64u
 
-/* A bell: whoever waits announces it by `wanted` and sleeps while `word` is what it was. */
-struct shmbus_bell {
-    _Atomic uint32_t word;
-    _Atomic uint32_t wanted;
-};
-
 /* Which groups are admitted (lead.h).
  *
  * Offset  Size  Field             Written by             Read by    Order
@@ -79,8 +73,8 @@ _Static_assert(offsetof(struct lead_table, rows) == 64, "layout");
  *    384   ...  tails          feeder              workers    release / acquire: where it ends
  */
 struct request_lane {
-    alignas(64) struct shmbus_bell work;
-    struct shmbus_bell room;
+    alignas(64) struct bell work;
+    struct bell room;
     _Atomic uint64_t taken_ns;
     alignas(64) _Atomic uint32_t feeding;
     uint32_t row_hint, block_hint, unit_hint;

@@ -6,8 +6,8 @@
 #include "begun.h"
 #include "doorbell.h"
 #include "extents.h"
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "lead.h"
 #include "record.h"
 #include "relay_journal.h"
@@ -151,7 +151,7 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
     uint32_t kept = free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
-    doorbell_space_freed(segment->header, segment->extent_count);
+    bell_ring(&segment->header->space_bell, segment->extent_count);
     return kept;
 }
 

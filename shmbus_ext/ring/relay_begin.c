@@ -4,8 +4,8 @@
 
 #include <unistd.h>
 
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "recovery.h"
 #include "relay_journal.h"
 

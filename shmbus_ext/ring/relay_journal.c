@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "failpoints.h"
+#include "base/failpoints.h"
 #include "writer.h"
 
 #define STATE_BITS 4

@@ -3,7 +3,7 @@
 
 #include <sys/stat.h>
 
-#include "clock.h"
+#include "base/clock.h"
 #include "doorbell.h"
 
 bool removal_note(struct segment *self) {
@@ -19,7 +19,7 @@ bool removal_note(struct segment *self) {
         struct bus_header *header = self->header;
         atomic_store_explicit(&header->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
         atomic_store_explicit(&header->paused, SHMBUS_REMOVED, memory_order_release);
-        doorbell_space_all(header);
+        bell_ring_all(&header->space_bell);
         doorbell_ring(header);
     }
     return true;

@@ -11,10 +11,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "checksum.h"
-#include "clock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
 #include "declared_schema.h"
-#include "file_lock.h"
+#include "base/file_lock.h"
 #include "request_parts.h"
 #include "rounds.h"
 #include "splits.h"

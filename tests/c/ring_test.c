@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/recovery.h"
 #include "support.h"
@@ -24,12 +24,12 @@ struct worker {
 static void claim_waiting(struct writer *writer, uint64_t bytes, struct reservation *at) {
     while (writer_claim(writer, bytes, at) != WRITER_OK) {
         writer_seal(writer);
-        uint32_t ticket = doorbell_want_space(writer->segment->header);
+        uint32_t ticket = bell_announce(&writer->segment->header->space_bell);
         doorbell_ring(writer->segment->header);
         if (writer_claim(writer, bytes, at) == WRITER_OK) {
             return;
         }
-        doorbell_await_space(writer->segment->header, ticket, 10000000);
+        bell_wait(&writer->segment->header->space_bell, ticket, 10000000);
     }
 }
 

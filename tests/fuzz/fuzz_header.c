@@ -3,7 +3,7 @@
  * Input: the header's bytes. An even first byte of the input's last eight has its checksum made
  * right, so that the bounds are reached. */
 #define _GNU_SOURCE
-#include "ring/checksum.h"
+#include "base/checksum.h"
 #include "fuzz.h"
 
 #define FILE_BYTES (64u << 10)

@@ -3,7 +3,7 @@
  * claimed by one producer at a time.
  *
  * Input: acts of 5 bytes: what is done (1), to which entry (1), with which value (1), where (2). */
-#include "ring/checksum.h"
+#include "base/checksum.h"
 #include "fuzz.h"
 #include "ring/retry_table.h"
 

@@ -86,7 +86,7 @@ def test_what_other_files_call_begins_with_py() -> None:
 def test_no_helper_of_the_binding_has_a_name_of_the_core() -> None:
     core = {
         name
-        for folder in ("ring", "stash", "batch", "pool", "channel")
+        for folder in ("base", "ring", "stash", "batch", "pool", "channel")
         for path in (CORE / folder).glob("*.[ch]")
         for name, is_static in definitions(path)
         if not is_static

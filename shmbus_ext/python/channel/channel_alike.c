@@ -8,14 +8,13 @@
  * Invariant: None has changed nothing that the other side, or a later call, can see. */
 #include "python/channel/channel_alike.h"
 
-#include "channel/bell.h"
 #include "channel/messages.h"
 #include "channel/sides.h"
 #include "python/channel/channel_form.h"
 #include "python/channel/channel_messages.h"
 #include "python/channel/channel_object.h"
 #include "python/segment/segment_object.h"
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 /* Copies and publishes, if there is a slot for it; from here on no code of others runs. */
 static bool send_found(ChannelObject *self, const ChannelFormObject *form,
@@ -113,13 +112,13 @@ static void unprepare(struct prepared *it) {
 /* Waits for a message, without the interpreter lock; false with an exception where a signal's
  * handler has raised, or the handle was closed. */
 static bool await_message(ChannelObject *self, uint32_t ticket, double wait_s) {
-    enum channel_wait outcome;
+    enum bell_wait outcome;
     py_channel_begin_call(self);
     Py_BEGIN_ALLOW_THREADS
-    outcome = channel_wait(self->c.header, CHANNEL_SENDER, ticket, (int64_t)(wait_s * 1e9));
+    outcome = bell_wait(channel_bell(self->c.header, CHANNEL_SENDER), ticket, (int64_t)(wait_s * 1e9));
     Py_END_ALLOW_THREADS
     py_channel_end_call(self);
-    return (outcome != CHANNEL_INTERRUPTED || PyErr_CheckSignals() == 0) &&
+    return (outcome != BELL_INTERRUPTED || PyErr_CheckSignals() == 0) &&
            py_channel_usable(self);
 }
 
@@ -204,7 +203,7 @@ static PyObject *receive_alike(PyObject *module, PyObject *args) {
         if (PyErr_Occurred() || !py_channel_usable(self)) {
             goto done;
         }
-        uint32_t ticket = channel_announce(self->c.header, CHANNEL_SENDER);
+        uint32_t ticket = bell_announce(channel_bell(self->c.header, CHANNEL_SENDER));
         status = messages_peek(&self->c, &row);
         if (status == CHANNEL_NOTHING && sides_stated(&self->c, CHANNEL_SENDER) == seen) {
             if (!await_message(self, ticket, wait_s)) {

@@ -9,7 +9,7 @@
 #include "channel/messages.h"
 #include "python/channel/channel_object.h"
 #include "python/segment/segment_object.h"
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 /* NULL where no byte of the slot is needed; -1 with an exception. */
 static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t **at) {

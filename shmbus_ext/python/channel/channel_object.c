@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "channel/bell.h"
 #include "channel/sides.h"
 #include "python/hooks.h"
 #include "python/segment/segment_object.h"
@@ -306,7 +305,7 @@ static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
         return NULL;
     }
     return PyLong_FromUnsignedLong(
-        channel_announce(self->c.header, (enum channel_side_name)side));
+        bell_announce(channel_bell(self->c.header, (enum channel_side_name)side)));
 }
 
 /* wait(side, ticket, timeout_s): whether it was rung. */
@@ -318,17 +317,17 @@ static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
         return NULL;
     }
     timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
-    enum channel_wait outcome;
+    enum bell_wait outcome;
     py_channel_begin_call(self);
     Py_BEGIN_ALLOW_THREADS
-    outcome = channel_wait(self->c.header, (enum channel_side_name)side, ticket,
+    outcome = bell_wait(channel_bell(self->c.header, (enum channel_side_name)side), ticket,
                            (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS
     py_channel_end_call(self);
-    if (outcome == CHANNEL_INTERRUPTED && PyErr_CheckSignals() != 0) {
+    if (outcome == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {
         return NULL;
     }
-    return PyBool_FromLong(outcome == CHANNEL_RUNG);
+    return PyBool_FromLong(outcome == BELL_RUNG);
 }
 
 #define METHOD(name, function, flags) \

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "ring/clock.h"
+#include "base/clock.h"
 
 /* Of one call; what has more is copied otherwise. */
 #define DEVICE_MAX_COPIES 64

@@ -7,8 +7,8 @@
 #include "python/group/group_lists.h"
 
 #include "python/record/trajectory.h"
-#include "ring/clock.h"
-#include "ring/failpoints.h"
+#include "base/clock.h"
+#include "base/failpoints.h"
 #include "ring/lane.h"
 
 GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {

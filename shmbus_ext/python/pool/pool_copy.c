@@ -2,7 +2,7 @@
  * be fetched first, which is a third of the traffic. */
 #include "python/pool/pool_copy.h"
 
-#include "ring/copy.h"
+#include "base/copy.h"
 
 /* pool_copy(target, source): two buffers of the same length that do not overlap. */
 static PyObject *py_pool_copy(PyObject *module, PyObject *args) {

@@ -6,7 +6,7 @@
 
 #include "pool/digest.h"
 #include "pool/lease.h"
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 static bool is_reader(PoolObject *pool) {
     if (!py_pool_usable(pool)) {

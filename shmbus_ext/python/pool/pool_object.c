@@ -10,7 +10,6 @@
 
 #include "python/hooks.h"
 #include "python/segment/segment_object.h"
-#include "pool/bell.h"
 #include "pool/lease.h"
 #include "pool/publish.h"
 #include "pool/rows.h"
@@ -249,7 +248,7 @@ static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "I", &which) || !parse_bell(self, which)) {
         return NULL;
     }
-    return PyLong_FromUnsignedLong(bell_announce(self->c.header, (enum pool_bell)which));
+    return PyLong_FromUnsignedLong(bell_announce(pool_bell(&self->c, (enum pool_bell)which)));
 }
 
 /* wait(bell, ticket, timeout_s): whether it was rung. */
@@ -263,7 +262,7 @@ static PyObject *py_pool_wait(PoolObject *self, PyObject *args) {
     enum bell_wait result;
     py_pool_add_user(self); /* another thread may close the handle meanwhile */
     Py_BEGIN_ALLOW_THREADS
-    result = bell_wait(self->c.header, (enum pool_bell)which, ticket, (int64_t)(timeout_s * 1e9));
+    result = bell_wait(pool_bell(&self->c, (enum pool_bell)which), ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS
     py_pool_drop_user(self);
     if (result == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {

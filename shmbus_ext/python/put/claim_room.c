@@ -10,8 +10,8 @@
 
 #include "python/hooks.h"
 #include "python/segment/split_labels.h"
-#include "ring/clock.h"
-#include "ring/copy.h"
+#include "base/clock.h"
+#include "base/copy.h"
 #include "ring/doorbell.h"
 #include "ring/lead.h"
 #include "ring/removal.h"
@@ -121,7 +121,7 @@ void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t ticket, i
     uint32_t slot = self->c.slot_index;
     Py_BEGIN_ALLOW_THREADS
     uint64_t began_ns = clock_monotonic_ns();
-    doorbell_await_space(here->c.header, ticket, longest_ns);
+    bell_wait(&here->c.header->space_bell, ticket, longest_ns);
     waits_add(&here->c, slot, what, clock_monotonic_ns() - began_ns);
     Py_END_ALLOW_THREADS
 }
@@ -154,7 +154,7 @@ static int await_room(WriterObject *self, SegmentObject *here, const struct want
     for (;;) {
         /* A sealed run can be freed; the reader is woken to do so. */
         writer_seal(&self->c);
-        uint32_t ticket = doorbell_want_space(here->c.header);
+        uint32_t ticket = bell_announce(&here->c.header->space_bell);
         doorbell_ring(here->c.header);
         if (py_writer_try_claim(self, wanted, at) == WRITER_OK) {
             return 1;

@@ -5,7 +5,7 @@
 #include "python/put/put_many.h"
 
 #include "python/hooks.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/removal.h"
 

@@ -14,7 +14,7 @@
 #include "python/segment/segment_object.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 #include "ring/rounds.h"
 #include "ring/writer.h"
 

@@ -15,7 +15,7 @@
 #include "python/hooks.h"
 #include "python/put/put_many.h"
 #include "python/put/reservation.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/removal.h"
 
 /* Between two polls for a successor; and what other threads wait for the one that moves. */

@@ -141,7 +141,7 @@ static PyObject *py_writer_want_space(WriterObject *self, PyObject *ignored) {
         return NULL;
     }
     writer_seal(&self->c);
-    uint32_t ticket = doorbell_want_space(self->segment->c.header);
+    uint32_t ticket = bell_announce(&self->segment->c.header->space_bell);
     doorbell_ring(self->segment->c.header);
     return PyLong_FromUnsignedLong(ticket);
 }

@@ -13,7 +13,7 @@
 
 #include "python/hooks.h"
 #include "ring/extents.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {

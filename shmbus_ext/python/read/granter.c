@@ -25,7 +25,7 @@
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
 #include "python/segment/segment_object.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 
 /* The longest number, or the longest head of bytes. */
 #define NUMBER_BYTES 9u

@@ -14,7 +14,7 @@
 #include "python/hooks.h"
 #include "python/read/lease_ends.h"
 #include "python/read/plain_reply.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 
 #define NS_PER_MS UINT64_C(1000000)

@@ -19,7 +19,7 @@
 #include "python/read/recursive_lock.h"
 #include "python/uninterrupted.h"
 #include "python/watch.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/removal.h"
 #include "ring/waits.h"
 

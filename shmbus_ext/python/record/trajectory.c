@@ -10,7 +10,7 @@
 
 #include "python/hooks.h"
 #include "python/segment/split_labels.h"
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];

@@ -89,7 +89,7 @@ static PyObject *py_request_offer(PyObject *module, PyObject *args) {
                                                  : -2LL);
 }
 
-static struct shmbus_bell *bell_of(const SegmentObject *segment, int room) {
+static struct bell *bell_of(const SegmentObject *segment, int room) {
     struct request_lane *lane = segment->c.requests.lane;
     return room ? &lane->room : &lane->work;
 }
@@ -103,7 +103,7 @@ static PyObject *py_request_want(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Op", &object, &room) || !py_take_segment(object, &segment)) {
         return NULL;
     }
-    return PyLong_FromUnsignedLong(shared_bell_want(bell_of(segment, room)));
+    return PyLong_FromUnsignedLong(bell_announce(bell_of(segment, room)));
 }
 
 /* request_await(segment, room, ticket, timeout_s): sleeps until the bell is rung after it. */
@@ -120,7 +120,7 @@ static PyObject *py_request_await(PyObject *module, PyObject *args) {
     }
     Py_INCREF(object); /* it may be closed during the wait; its mapping stays */
     Py_BEGIN_ALLOW_THREADS
-    shared_bell_await(bell_of(segment, room), ticket, (int64_t)(timeout_s * 1e9));
+    bell_wait(bell_of(segment, room), ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS
     Py_DECREF(object);
     if (PyErr_CheckSignals() < 0) {

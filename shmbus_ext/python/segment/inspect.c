@@ -11,7 +11,7 @@
 
 #include "python/segment/layout_tables.h"
 #include "ring/record.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 /* ---- locks ---- */
 

@@ -12,8 +12,9 @@ struct field_note {
     char kind; /* as numpy has it: u, i, f, S, V */
 };
 
-#define FIELD(type, field, kind)                                                              \
-    {#field, offsetof(struct type, field), sizeof(((struct type *)0)->field), kind}
+#define NAMED(name, type, field, kind)                                                        \
+    {name, offsetof(struct type, field), sizeof(((struct type *)0)->field), kind}
+#define FIELD(type, field, kind) NAMED(#field, type, field, kind)
 
 static const struct field_note header_fields[] = {
     FIELD(bus_header, magic, 'u'),
@@ -27,8 +28,8 @@ static const struct field_note header_fields[] = {
     FIELD(bus_header, created_unix_ns, 'u'),
     FIELD(bus_header, geometry_crc, 'u'),
     FIELD(bus_header, bell, 'u'),
-    FIELD(bus_header, space_bell, 'u'),
-    FIELD(bus_header, space_wanted, 'u'),
+    NAMED("space_bell", bus_header, space_bell.count, 'u'),
+    NAMED("space_wanted", bus_header, space_bell.wanted, 'u'),
     FIELD(bus_header, next_producer_id, 'u'),
     FIELD(bus_header, attach_epoch, 'u'),
     FIELD(bus_header, policy_version, 'i'),

@@ -3,7 +3,7 @@
  * Invariant: it takes no lock, so whoever holds one is not disturbed. */
 #include "python/segment/locks_held.h"
 
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
     if (kind > SHMBUS_MAX_CLIENTS) {

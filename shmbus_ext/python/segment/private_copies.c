@@ -9,7 +9,7 @@
  *    then. */
 #include "python/segment/private_copies.h"
 
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 static uint64_t offset_of(const struct segment *segment, const struct record_place *place) {
     return segment->data_offset + place->extent * segment->extent_bytes + place->offset;

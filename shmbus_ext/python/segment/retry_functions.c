@@ -2,7 +2,7 @@
 #include "python/segment/retry_functions.h"
 
 #include "python/segment/segment_object.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/retry_table.h"
 
 static bool take_segment(PyObject *object, SegmentObject **segment) {

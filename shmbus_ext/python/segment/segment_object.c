@@ -7,10 +7,10 @@
 #include "python/hooks.h"
 #include "python/segment/locks_held.h"
 #include "python/system_error.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 #include "ring/removal.h"
 
 uint32_t fork_generation;
@@ -384,8 +384,8 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
         uint32_t paused = SHMBUS_PAUSED;
         atomic_compare_exchange_strong_explicit(&self->c.header->paused, &paused, SHMBUS_RUNS,
                                                 memory_order_release, memory_order_relaxed);
-        doorbell_space_all(self->c.header);
-        shared_bell_ring(&self->c.requests.lane->work, UINT32_MAX);
+        bell_ring_all(&self->c.header->space_bell);
+        bell_ring(&self->c.requests.lane->work, BELL_ALL);
     }
     Py_RETURN_NONE;
 }
@@ -461,7 +461,7 @@ static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *ignored)
 static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     return PyBool_FromLong(
-        (long)atomic_load_explicit(&self->c.header->space_wanted, memory_order_relaxed));
+        (long)atomic_load_explicit(&self->c.header->space_bell.wanted, memory_order_relaxed));
 }
 
 static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignored) {

@@ -7,7 +7,6 @@
 
 #include <stdio.h>
 
-#include "channel/bell.h"
 #include "channel/messages.h"
 #include "channel/sides.h"
 
@@ -100,7 +99,7 @@ static void count(struct channel_counts *counts) {
 /* Whether time is left after a wait for the other side. */
 static bool wait_for(enum channel_side_name side, uint32_t ticket, unsigned *vain) {
     look_at(side);
-    *vain += channel_wait(mine()->header, side, ticket, NS) == CHANNEL_TIMEOUT;
+    *vain += bell_wait(channel_bell(mine()->header, side), ticket, NS) == BELL_TIMEOUT;
     return *vain < PATIENCE;
 }
 
@@ -111,7 +110,7 @@ static void send_until(int64_t last) {
     for (;;) {
         struct channel_counts counts;
         uint32_t slot = 0;
-        uint32_t ticket = channel_announce(mine()->header, CHANNEL_RECEIVER);
+        uint32_t ticket = bell_announce(channel_bell(mine()->header, CHANNEL_RECEIVER));
         count(&counts);
         int64_t step = counts.step_base + (int64_t)counts.sent;
         if (step > last) {
@@ -209,7 +208,7 @@ static void receives(unsigned steps) {
     unsigned vain = 0;
     for (unsigned i = 0; i < steps;) {
         struct channel_row row;
-        uint32_t ticket = channel_announce(mine()->header, CHANNEL_SENDER);
+        uint32_t ticket = bell_announce(channel_bell(mine()->header, CHANNEL_SENDER));
         enum channel_status status = messages_peek(mine(), &row);
         if (status == CHANNEL_NOTHING) {
             if (!wait_for(CHANNEL_SENDER, ticket, &vain)) {
@@ -241,7 +240,7 @@ static void reads_statements(unsigned reads) {
     for (unsigned i = 0; i < reads;) {
         uint32_t bytes = 0;
         uint64_t version = 0;
-        uint32_t ticket = channel_announce(mine()->header, CHANNEL_SENDER);
+        uint32_t ticket = bell_announce(channel_bell(mine()->header, CHANNEL_SENDER));
         enum channel_status status =
             sides_statement(mine(), CHANNEL_SENDER, said, &bytes, &version);
         if (status == CHANNEL_DAMAGED) {

@@ -7,7 +7,6 @@
 
 #include <stdio.h>
 
-#include "pool/bell.h"
 #include "pool/lease.h"
 #include "pool/publish.h"
 #include "pool/rows.h"
@@ -61,11 +60,11 @@ static uint32_t begin(uint32_t ranks, uint64_t *sequence) {
                                   .text = "t", .ranks = ranks};
     for (unsigned vain = 0; vain < PATIENCE;) {
         uint32_t slot = 0;
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_SPACE);
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_SPACE));
         if (publish_begin(mine(), &facts, &slot, sequence) == POOL_OK) {
             return slot;
         }
-        vain += bell_wait(mine()->header, POOL_BELL_SPACE, ticket, NS) == BELL_TIMEOUT;
+        vain += bell_wait(pool_bell(mine(), POOL_BELL_SPACE), ticket, NS) == BELL_TIMEOUT;
     }
     return NOWHERE;
 }
@@ -73,7 +72,7 @@ static uint32_t begin(uint32_t ranks, uint64_t *sequence) {
 /* Whether the other rank's piece is there; false where it never will be. */
 static bool await_piece(uint64_t sequence) {
     for (unsigned vain = 0; vain < PATIENCE;) {
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_RANKS);
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
         enum piece_state state = publish_piece_state(mine(), sequence, 1);
         if (state == PIECE_DONE) {
             return true;
@@ -82,7 +81,7 @@ static bool await_piece(uint64_t sequence) {
             (state == PIECE_ABSENT && world.control.deaths > 0)) {
             return false;
         }
-        vain += bell_wait(mine()->header, POOL_BELL_RANKS, ticket, NS) == BELL_TIMEOUT;
+        vain += bell_wait(pool_bell(mine(), POOL_BELL_RANKS), ticket, NS) == BELL_TIMEOUT;
     }
     return false;
 }
@@ -119,10 +118,10 @@ static void join(unsigned versions) {
     become(1);
     for (unsigned i = 0, vain = 0; i < versions && vain < PATIENCE;) {
         uint32_t slot = 0;
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_RANKS);
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
         enum pool_status status = publish_join(mine(), &slot, &row);
         if (status != POOL_OK) {
-            vain += bell_wait(mine()->header, POOL_BELL_RANKS, ticket, NS) == BELL_TIMEOUT;
+            vain += bell_wait(pool_bell(mine(), POOL_BELL_RANKS), ticket, NS) == BELL_TIMEOUT;
             continue;
         }
         atomic_store_explicit(word_of(mine(), slot, 1), row.sequence * 2 + 1,
@@ -133,12 +132,12 @@ static void join(unsigned versions) {
         publish_piece_done(mine(), row.sequence);
         publish_piece_let_go(mine(), slot);
         for (vain = 0; vain < PATIENCE;) {
-            ticket = bell_announce(mine()->header, POOL_BELL_RANKS);
+            ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
             status = publish_outcome(mine(), row.sequence);
             if (status != POOL_NOTHING) {
                 break;
             }
-            vain += bell_wait(mine()->header, POOL_BELL_RANKS, ticket, NS) == BELL_TIMEOUT;
+            vain += bell_wait(pool_bell(mine(), POOL_BELL_RANKS), ticket, NS) == BELL_TIMEOUT;
         }
         if (status == POOL_GONE && row.sequence < MAX_VERSIONS) {
             world.control.ghost.gone[row.sequence] = 1;
@@ -158,13 +157,13 @@ static void read_versions(unsigned reads) {
     }
     for (unsigned i = 0; i < reads;) {
         uint32_t slot = 0;
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_VERSION);
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_VERSION));
         enum pool_status status = lease_latest(mine(), after, &slot, &row);
         if (status == POOL_DAMAGED) {
             engine_fail("a reader was told that the newest version is damaged");
         }
         if (status != POOL_OK) {
-            if (bell_wait(mine()->header, POOL_BELL_VERSION, ticket, NS) == BELL_TIMEOUT) {
+            if (bell_wait(pool_bell(mine(), POOL_BELL_VERSION), ticket, NS) == BELL_TIMEOUT) {
                 i++; /* nobody may be left who publishes */
             }
             continue;

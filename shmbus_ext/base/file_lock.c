@@ -1,6 +1,6 @@
 /* Open file description locks (see file_lock.h). */
 #define _GNU_SOURCE
-#include "file_lock.h"
+#include "base/file_lock.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,7 +1,7 @@
 /* CRC-32C (Castagnoli, as in iSCSI, RFC 3720): finds torn and scribbled headers. Not a defence
  * against an attacker, who can compute it too: every bound is checked besides. */
-#ifndef SHMBUS_RING_CHECKSUM_H
-#define SHMBUS_RING_CHECKSUM_H
+#ifndef SHMBUS_BASE_CHECKSUM_H
+#define SHMBUS_BASE_CHECKSUM_H
 
 #include <stddef.h>
 #include <stdint.h>

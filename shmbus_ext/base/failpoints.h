@@ -4,8 +4,8 @@
  * NAME:HIT:kill or NAME:HIT:stop. On that pass through the point, counted from 1, the process sends
  * itself SIGKILL or SIGSTOP. The variable is read at the first point that a process passes. In any
  * other build a point is nothing. */
-#ifndef SHMBUS_RING_FAILPOINTS_H
-#define SHMBUS_RING_FAILPOINTS_H
+#ifndef SHMBUS_BASE_FAILPOINTS_H
+#define SHMBUS_BASE_FAILPOINTS_H
 
 #ifdef SHMBUS_FAILPOINTS
 void failpoint_passed(const char *name);

@@ -7,8 +7,8 @@
  * so for one that says so (bus_header.consumer_packs) large payload is written by non-temporal
  * stores. For others ordinary stores are up to twice as fast, unless what is alive at once is more
  * than the caches hold: then the lines that they write over come from memory first. */
-#ifndef SHMBUS_RING_COPY_H
-#define SHMBUS_RING_COPY_H
+#ifndef SHMBUS_BASE_COPY_H
+#define SHMBUS_BASE_COPY_H
 
 #include <stddef.h>
 

@@ -1,6 +1,6 @@
 /* The two clocks, in nanoseconds: one to measure with, one to show people. */
-#ifndef SHMBUS_RING_CLOCK_H
-#define SHMBUS_RING_CLOCK_H
+#ifndef SHMBUS_BASE_CLOCK_H
+#define SHMBUS_BASE_CLOCK_H
 
 #include <stdint.h>
 

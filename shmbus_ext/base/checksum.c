@@ -1,6 +1,6 @@
 /* CRC-32C by carry-less products of vectors where the CPU has them, else by its own instruction, by
  * table elsewhere. All give the same value; the choice is made once, when the library is loaded. */
-#include "checksum.h"
+#include "base/checksum.h"
 
 #include <string.h>
 

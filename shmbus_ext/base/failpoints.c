@@ -1,6 +1,6 @@
 /* What a failpoint does in a build that has them (see failpoints.h); else an empty file. */
 #define _GNU_SOURCE
-#include "failpoints.h"
+#include "base/failpoints.h"
 
 /* ISO C has no empty translation unit. */
 typedef int failpoints_are_for_tests;

@@ -1,6 +1,6 @@
 /* The clocks of clock.h. */
 #define _GNU_SOURCE
-#include "clock.h"
+#include "base/clock.h"
 
 #include <time.h>
 

@@ -1,5 +1,5 @@
 /* Copying payload into the ring (see copy.h). */
-#include "copy.h"
+#include "base/copy.h"
 
 #include <stdint.h>
 #include <string.h>

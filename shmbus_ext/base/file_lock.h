@@ -3,8 +3,8 @@
  *
  * Invariant: whoever gets a lock knows that its last owner has ended; a stopped process keeps its
  * locks, and a pid that is used again means nothing. layout.h says which byte stands for what. */
-#ifndef SHMBUS_RING_FILE_LOCK_H
-#define SHMBUS_RING_FILE_LOCK_H
+#ifndef SHMBUS_BASE_FILE_LOCK_H
+#define SHMBUS_BASE_FILE_LOCK_H
 
 #include <stdint.h>
 
