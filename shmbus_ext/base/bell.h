@@ -33,14 +33,11 @@ enum bell_wait futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t tim
 long futex_wake(_Atomic uint32_t *word, uint32_t most); /* how many were woken */
 
 /* Orders what was stored before against what is loaded after, on both sides of a bell. */
-static inline void bell_fence(_Atomic uint32_t *word) {
 #if defined(__SANITIZE_THREAD__)
-    /* ThreadSanitizer knows no fences; an addition of nothing orders as much. */
-    atomic_fetch_add_explicit(word, 0, memory_order_seq_cst);
+/* ThreadSanitizer knows no fences; an addition of nothing orders as much. */
+#define bell_fence(word) ((void)atomic_fetch_add_explicit(word, 0, memory_order_seq_cst))
 #else
-    (void)word;
-    atomic_thread_fence(memory_order_seq_cst);
+#define bell_fence(word) atomic_thread_fence(memory_order_seq_cst)
 #endif
-}
 
 #endif
