@@ -1,6 +1,6 @@
 /* The segment as one process sees it: mapped, checked, and with its own copy of the geometry.
  *
- * Invariant: after segment_open has said SEGMENT_OK, no bound is ever read from shared memory
+ * Invariant: after segment_open has said SHARED_OK, no bound is ever read from shared memory
  * again; all arithmetic uses the private copy in struct segment. */
 #ifndef SHMBUS_RING_SEGMENT_H
 #define SHMBUS_RING_SEGMENT_H
@@ -8,22 +8,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/shared_file.h"
 #include "identity.h"
 #include "layout.h"
 #include "request_parts.h"
-
-enum segment_status {
-    SEGMENT_OK = 0,
-    SEGMENT_SYSTEM_ERROR,  /* errno says which */
-    SEGMENT_NO_SPACE,      /* /dev/shm cannot hold it */
-    SEGMENT_NO_MEMORY,     /* the kernel gives this process no mapping of it, or no memory */
-    SEGMENT_UNFINISHED,    /* its creator has not stored the magic (yet) */
-    SEGMENT_BAD_MAGIC,
-    SEGMENT_BAD_VERSION,   /* found_version says which */
-    SEGMENT_BAD_HASH,
-    SEGMENT_BAD_GEOMETRY,  /* checksum or bounds of the header are wrong */
-    SEGMENT_TRUNCATED,     /* shorter than its header says */
-};
 
 struct segment {
     int fd; /* a description of its own, for locks; not the one that is mapped */
@@ -57,9 +45,9 @@ struct segment {
     struct request_parts requests;
     struct declared_part *declared; /* read through declared_schema.h */
     uint8_t *data;
-    uint32_t found_version; /* after SEGMENT_BAD_VERSION */
+    uint32_t found_version; /* after SHARED_BAD_VERSION */
     uint32_t found_hash;
-    uint64_t found_bytes; /* after SEGMENT_TRUNCATED: the file's size */
+    uint64_t found_bytes; /* after SHARED_TRUNCATED: the file's size */
 };
 
 /* What a segment is made of. */
@@ -98,16 +86,16 @@ static inline uint32_t segment_reserved(const struct segment *self) {
 
 /* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
  * magic last. Takes fd over when it succeeds. */
-enum segment_status segment_create(struct segment *self, int fd,
+enum shared_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
 /* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
  * the mapping. Takes fd over when it succeeds. */
-enum segment_status segment_open(struct segment *self, int fd, bool read_only);
+enum shared_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
 /* Maps the file once more, for views: nothing writes through it, neither shmbus nor code that
  * ignores that a view is read-only. */
-enum segment_status segment_map_views(struct segment *self);
+enum shared_status segment_map_views(struct segment *self);
 
 /* Copies of records, at the distances that these have in a mapping. One piece of address space,
  * however many they are; what lies between them takes no memory. */

@@ -12,7 +12,7 @@ enum { WRITERS = 3, RECORDS = 20000 };
 static void make_segment(struct segment *segment, int fd, uint64_t capacity) {
     struct segment_geometry plan;
     CHECK(segment_plan(capacity, 8, 0, &plan));
-    CHECK(segment_create(segment, fd, &plan) == SEGMENT_OK);
+    CHECK(segment_create(segment, fd, &plan) == SHARED_OK);
 }
 
 struct worker {
@@ -38,7 +38,7 @@ static void *work(void *argument) {
     struct segment segment;
     struct writer writer;
     int fd = reopen(me->fd);
-    CHECK(segment_open(&segment, fd, false) == SEGMENT_OK);
+    CHECK(segment_open(&segment, fd, false) == SHARED_OK);
     CHECK(writer_attach(&writer, &segment, "worker") == WRITER_OK);
     uint64_t random = me->seed;
     for (uint32_t i = 0; i < RECORDS; i++) {

@@ -62,7 +62,7 @@ int main(void) {
     struct writer writer;
     struct reader reader;
     CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, 1, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
     struct segment other = segment;
     other.fd = reopen(segment.fd);
     CHECK(writer_attach(&writer, &other, "writer") == WRITER_OK);

@@ -39,7 +39,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     CHECK(pwrite(file, page, sizeof page, 0) == (ssize_t)sizeof page);
     int fd = reopen(file);
-    if (segment_open(&segment, fd, false) == SEGMENT_OK) {
+    if (segment_open(&segment, fd, false) == SHARED_OK) {
         check_bounds(&segment);
     }
     close(segment.fd);

@@ -25,7 +25,7 @@ static struct row_state {
 static void prepare(void) {
     struct segment_geometry plan;
     CHECK(segment_plan(64u << 10, 3, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
 }
 
 static void note_seal(uint32_t at) {

@@ -39,7 +39,10 @@ compile "$ring/splits.c" $small
 # Notes that nothing is decided by: no place to switch actors at.
 # shellcheck disable=SC2086
 compile "$ring/begun.c" $small
-compile "$base/checksum.c"
+for name in checksum shared_file; do
+    # shellcheck disable=SC2086
+    compile "$base/$name.c" $small
+done
 # shellcheck disable=SC2086
 compile "$ring/request_parts.c" $small
 # shellcheck disable=SC2086

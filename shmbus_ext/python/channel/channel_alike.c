@@ -21,7 +21,7 @@ static bool send_found(ChannelObject *self, const ChannelFormObject *form,
                        const struct form_found *found, PyObject *meta, bool expected,
                        long long *step) {
     struct channel_counts counts;
-    if (self->memory != NULL || messages_counts(&self->c, &counts) != CHANNEL_OK ||
+    if (self->memory != NULL || messages_counts(&self->c, &counts) != SHARED_OK ||
         counts.sent - counts.acked == self->c.slots) {
         return false;
     }
@@ -40,7 +40,7 @@ static bool send_found(ChannelObject *self, const ChannelFormObject *form,
     *step = next;
     return messages_send(&self->c, CHANNEL_STEP, form->bytes, at,
                          (const uint8_t *)PyBytes_AS_STRING(meta), meta_bytes,
-                         "") == CHANNEL_OK;
+                         "") == SHARED_OK;
 }
 
 /* channel_send_alike(channel, form, seen, tensors, meta, step): the step, or None. `meta` is all of
@@ -150,7 +150,7 @@ static PyObject *hand_out(ChannelObject *self, ChannelFormObject *form, struct c
         if (!py_channel_usable(self)) {
             return NULL;
         }
-        if (messages_peek(&self->c, row) != CHANNEL_OK || row->sequence != sequence ||
+        if (messages_peek(&self->c, row) != SHARED_OK || row->sequence != sequence ||
             !is_alike(self, form, row)) {
             Py_RETURN_NONE;
         }
@@ -193,10 +193,10 @@ static PyObject *receive_alike(PyObject *module, PyObject *args) {
     struct channel_row row;
     struct prepared ready = {NULL, NULL, 0};
     PyObject *result = NULL;
-    enum channel_status status = messages_peek(&self->c, &row);
-    if (status == CHANNEL_NOTHING && wait_s > 0) {
+    enum shared_status status = messages_peek(&self->c, &row);
+    if (status == SHARED_NOTHING && wait_s > 0) {
         struct channel_counts counts;
-        if (messages_counts(&self->c, &counts) == CHANNEL_OK &&
+        if (messages_counts(&self->c, &counts) == SHARED_OK &&
             !prepare(self, form, (uint32_t)(counts.acked % self->c.slots), &ready)) {
             unprepare(&ready);
         }
@@ -205,14 +205,14 @@ static PyObject *receive_alike(PyObject *module, PyObject *args) {
         }
         uint32_t ticket = bell_announce(channel_bell(self->c.header, CHANNEL_SENDER));
         status = messages_peek(&self->c, &row);
-        if (status == CHANNEL_NOTHING && sides_stated(&self->c, CHANNEL_SENDER) == seen) {
+        if (status == SHARED_NOTHING && sides_stated(&self->c, CHANNEL_SENDER) == seen) {
             if (!await_message(self, ticket, wait_s)) {
                 goto done;
             }
             status = messages_peek(&self->c, &row);
         }
     }
-    bool alike = status == CHANNEL_OK && sides_stated(&self->c, CHANNEL_SENDER) == seen &&
+    bool alike = status == SHARED_OK && sides_stated(&self->c, CHANNEL_SENDER) == seen &&
                  is_alike(self, form, &row);
     result = alike ? hand_out(self, form, &row, &ready) : Py_NewRef(Py_None);
 done:

@@ -77,19 +77,19 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
     if (!py_channel_end_memory(self)) {
         return NULL;
     }
-    enum channel_status status;
+    enum shared_status status;
     py_channel_begin_call(self);
     Py_BEGIN_ALLOW_THREADS
     status = messages_begin(&self->c, bytes, meta_bytes, &slot);
     Py_END_ALLOW_THREADS
     py_channel_end_call(self);
-    if (status == CHANNEL_NOTHING) {
+    if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    if (status == CHANNEL_SYSTEM_ERROR) {
+    if (status == SHARED_SYSTEM_ERROR) {
         return py_raise_system("channel", self->name);
     }
-    if (status != CHANNEL_OK) {
+    if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     uint8_t *at;
@@ -126,7 +126,7 @@ static PyObject *py_channel_send(PyObject *module, PyObject *args) {
                         "meta, and a kind of message");
         goto done;
     }
-    enum channel_status status =
+    enum shared_status status =
         messages_send(&self->c, (enum channel_kind)kind, memory->bytes,
                       self->slots[self->memory_slot].at, meta.buf, length, reason);
     if (py_channel_end_memory(self)) {
@@ -147,11 +147,11 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
-    enum channel_status status = messages_peek(&self->c, &row);
-    if (status == CHANNEL_NOTHING) {
+    enum shared_status status = messages_peek(&self->c, &row);
+    if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    if (status != CHANNEL_OK) {
+    if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     if (!py_channel_end_memory(self)) {
@@ -171,7 +171,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
     }
     if (shmbus_crc32c(0, PyBytes_AS_STRING(meta), row.meta_bytes) != row.meta_crc) {
         Py_DECREF(meta);
-        return PyLong_FromLong(CHANNEL_DAMAGED);
+        return PyLong_FromLong(SHARED_DAMAGED);
     }
     self->memory = py_channel_memory_new(at, row.bytes, true);
     self->memory_slot = slot;
@@ -224,8 +224,8 @@ static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self)) {
         return NULL;
     }
-    enum channel_status status = messages_counts(&self->c, &counts);
-    if (status != CHANNEL_OK) {
+    enum shared_status status = messages_counts(&self->c, &counts);
+    if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     uint64_t growths = atomic_load_explicit(&self->c.header->growths, memory_order_relaxed);
@@ -243,8 +243,8 @@ static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
         !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
-    enum channel_status status = messages_begin_at(&self->c, step);
-    return status == CHANNEL_SYSTEM_ERROR ? py_raise_system("channel", self->name)
+    enum shared_status status = messages_begin_at(&self->c, step);
+    return status == SHARED_SYSTEM_ERROR ? py_raise_system("channel", self->name)
                                           : PyLong_FromLong(status);
 }
 

@@ -19,11 +19,11 @@ static struct list_link all_channels = {&all_channels, &all_channels};
 static void after_fork_in_child(void) {
     for (struct list_link *l = all_channels.next; l != &all_channels; l = l->next) {
         ChannelObject *self = LIST_ENTRY(l, ChannelObject, of_all);
-        if (self->c.fd >= 0) {
-            close(self->c.fd);
-            self->c.fd = -1;
+        if (self->c.file.fd >= 0) {
+            close(self->c.file.fd);
+            self->c.file.fd = -1;
         }
-        self->c.control = NULL; /* it was not inherited */
+        self->c.file.control = NULL; /* it was not inherited */
         for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
             self->slots[i].at = NULL;
             self->slots[i].mapped = 0;
@@ -88,9 +88,9 @@ static void shut(ChannelObject *self) {
         }
     }
     channel_unmap(&self->c);
-    if (self->c.fd >= 0) {
-        close(self->c.fd);
-        self->c.fd = -1;
+    if (self->c.file.fd >= 0) {
+        close(self->c.file.fd);
+        self->c.file.fd = -1;
     }
 }
 
@@ -108,7 +108,7 @@ void py_channel_end_call(ChannelObject *self) {
 static ChannelObject *channel_alloc(PyTypeObject *type, PyObject *name) {
     ChannelObject *self = (ChannelObject *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        self->c.fd = -1;
+        self->c.file.fd = -1;
         self->c.side = -1;
         self->name = Py_NewRef(name);
         self->generation = fork_generation;
@@ -126,19 +126,19 @@ static void py_channel_dealloc(ChannelObject *self) {
 }
 
 /* The channel, or (status, what was found) where it is none; the descriptor is the caller's then. */
-static PyObject *result_of(ChannelObject *self, enum channel_status status) {
-    if (status == CHANNEL_OK) {
+static PyObject *result_of(ChannelObject *self, enum shared_status status) {
+    if (status == SHARED_OK) {
         return (PyObject *)self;
     }
-    unsigned long long found = status == CHANNEL_TRUNCATED ? self->c.found_bytes
-                                                           : self->c.found_version;
+    unsigned long long found = status == SHARED_TRUNCATED ? self->c.file.found_bytes
+                                                           : self->c.file.found_version;
     PyObject *result = NULL;
-    if (status == CHANNEL_SYSTEM_ERROR) {
+    if (status == SHARED_SYSTEM_ERROR) {
         py_raise_system("channel", self->name);
     } else {
         result = Py_BuildValue("(iK)", (int)status, found);
     }
-    self->c.fd = -1;
+    self->c.file.fd = -1;
     Py_DECREF(self);
     return result;
 }
@@ -195,14 +195,14 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
         !py_channel_usable(self)) {
         return NULL;
     }
-    if (self->c.side >= 0 || self->c.read_only) {
+    if (self->c.side >= 0 || self->c.file.read_only) {
         return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->name);
     }
-    enum channel_status status =
+    enum shared_status status =
         sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
-    return status == CHANNEL_SYSTEM_ERROR
+    return status == SHARED_SYSTEM_ERROR
                ? py_raise_system("channel", self->name)
-               : PyBool_FromLong(status == CHANNEL_OK);
+               : PyBool_FromLong(status == SHARED_OK);
 }
 
 /* leave(reason): tells the other side that this one ends by its own will. */
@@ -266,9 +266,9 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
     if (copy == NULL) {
         return PyErr_NoMemory();
     }
-    enum channel_status status =
+    enum shared_status status =
         sides_statement(&self->c, (enum channel_side_name)side, copy, &length, &version);
-    PyObject *result = status == CHANNEL_OK
+    PyObject *result = status == SHARED_OK
                            ? Py_BuildValue("(Ky#)", (unsigned long long)version, (char *)copy,
                                            (Py_ssize_t)length)
                            : PyLong_FromLong(status);
@@ -352,7 +352,7 @@ static PyMemberDef channel_members[] = {
     {"slots", T_UINT, offsetof(ChannelObject, c.slots), READONLY, NULL},
     {"max_bytes", T_ULONGLONG, offsetof(ChannelObject, c.max_bytes), READONLY, NULL},
     {"file_bytes", T_ULONGLONG, offsetof(ChannelObject, c.file_bytes), READONLY, NULL},
-    {"fd", T_INT, offsetof(ChannelObject, c.fd), READONLY, NULL},
+    {"fd", T_INT, offsetof(ChannelObject, c.file.fd), READONLY, NULL},
     {"closed", T_BOOL, offsetof(ChannelObject, handle_closed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -384,15 +384,15 @@ bool py_channel_add_constants(PyObject *module) {
         {"CHANNEL_STEP", CHANNEL_STEP},
         {"CHANNEL_SKIP", CHANNEL_SKIP},
         {"CHANNEL_FAIL", CHANNEL_FAIL},
-        {"CHANNEL_NO_SPACE", CHANNEL_NO_SPACE},
-        {"CHANNEL_UNFINISHED", CHANNEL_UNFINISHED},
-        {"CHANNEL_BAD_MAGIC", CHANNEL_BAD_MAGIC},
-        {"CHANNEL_BAD_VERSION", CHANNEL_BAD_VERSION},
-        {"CHANNEL_BAD_GEOMETRY", CHANNEL_BAD_GEOMETRY},
-        {"CHANNEL_TRUNCATED", CHANNEL_TRUNCATED},
-        {"CHANNEL_NOTHING", CHANNEL_NOTHING},
-        {"CHANNEL_HELD", CHANNEL_HELD},
-        {"CHANNEL_DAMAGED", CHANNEL_DAMAGED},
+        {"CHANNEL_NO_SPACE", SHARED_NO_SPACE},
+        {"CHANNEL_UNFINISHED", SHARED_UNFINISHED},
+        {"CHANNEL_BAD_MAGIC", SHARED_BAD_MAGIC},
+        {"CHANNEL_BAD_VERSION", SHARED_BAD_VERSION},
+        {"CHANNEL_BAD_GEOMETRY", SHARED_BAD_GEOMETRY},
+        {"CHANNEL_TRUNCATED", SHARED_TRUNCATED},
+        {"CHANNEL_NOTHING", SHARED_NOTHING},
+        {"CHANNEL_HELD", SHARED_HELD},
+        {"CHANNEL_DAMAGED", SHARED_DAMAGED},
         {"CHANNEL_ABSENT", CHANNEL_ABSENT},
         {"CHANNEL_ALIVE", CHANNEL_ALIVE},
         {"CHANNEL_DEAD", CHANNEL_DEAD},

@@ -29,10 +29,10 @@ static PoolLeaseObject *new_lease(void) {
 }
 
 /* The lease, or what became of it. */
-static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum pool_status status) {
-    if (status != POOL_OK) {
+static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_status status) {
+    if (status != SHARED_OK) {
         Py_DECREF(self);
-        return status == POOL_SYSTEM_ERROR
+        return status == SHARED_SYSTEM_ERROR
                    ? py_raise_system("pool", pool->name)
                    : PyLong_FromLong(status);
     }

@@ -28,7 +28,7 @@ bool py_pool_init_fork(void) {
 }
 
 bool py_pool_is_own(const PoolObject *self) {
-    return self->generation == fork_generation && self->c.fd >= 0;
+    return self->generation == fork_generation && self->c.file.fd >= 0;
 }
 
 bool py_pool_usable(PoolObject *self) {
@@ -50,8 +50,8 @@ bool py_pool_usable(PoolObject *self) {
 static void shut(PoolObject *self) {
     if (py_pool_is_own(self)) {
         rows_leave(&self->c);
-        close(self->c.fd);
-        self->c.fd = -1;
+        close(self->c.file.fd);
+        self->c.file.fd = -1;
     }
     pool_unmap(&self->c);
 }
@@ -72,7 +72,7 @@ void py_pool_drop_user(PoolObject *self) {
 static PoolObject *pool_alloc(PyTypeObject *type, PyObject *name) {
     PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        self->c.fd = -1;
+        self->c.file.fd = -1;
         self->name = Py_NewRef(name);
         self->generation = fork_generation;
         self->pid = (int)getpid();
@@ -89,19 +89,19 @@ static void py_pool_dealloc(PoolObject *self) {
 }
 
 /* The pool, or (status, what was found) where it is none; the descriptor is the caller's then. */
-static PyObject *result_of(PoolObject *self, enum pool_status status) {
-    if (status == POOL_OK) {
+static PyObject *result_of(PoolObject *self, enum shared_status status) {
+    if (status == SHARED_OK) {
         return (PyObject *)self;
     }
-    unsigned long long found = status == POOL_TRUNCATED ? self->c.found_bytes
-                                                        : self->c.found_version;
+    unsigned long long found = status == SHARED_TRUNCATED ? self->c.file.found_bytes
+                                                        : self->c.file.found_version;
     PyObject *result = NULL;
-    if (status == POOL_SYSTEM_ERROR) {
+    if (status == SHARED_SYSTEM_ERROR) {
         py_raise_system("pool", self->name);
     } else {
         result = Py_BuildValue("(iK)", (int)status, found);
     }
-    self->c.fd = -1;
+    self->c.file.fd = -1;
     Py_DECREF(self);
     return result;
 }
@@ -135,7 +135,7 @@ static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     if (self == NULL) {
         return NULL;
     }
-    enum pool_status status;
+    enum shared_status status;
     Py_BEGIN_ALLOW_THREADS
     status = pool_create(&self->c, fd, &plan);
     Py_END_ALLOW_THREADS
@@ -167,7 +167,7 @@ static PyObject *py_pool_close(PoolObject *self, PyObject *ignored) {
 }
 
 static bool has_no_role(PoolObject *self) {
-    if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.read_only) {
+    if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only) {
         PyErr_Format(PyExc_RuntimeError,
                      "pool '%U': a handle has one role, and this one has it: open another handle",
                      self->name);
@@ -187,17 +187,17 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "rank: expected 0 to %u, got %u", POOL_MAX_RANKS - 1,
                             rank);
     }
-    enum pool_status status = rows_claim_writer(&self->c, rank, label, (uint32_t)getpid());
-    if (status == POOL_OK) {
+    enum shared_status status = rows_claim_writer(&self->c, rank, label, (uint32_t)getpid());
+    if (status == SHARED_OK) {
         Py_BEGIN_ALLOW_THREADS
         status = pool_allow_writing(&self->c);
         Py_END_ALLOW_THREADS
-        if (status != POOL_OK) {
+        if (status != SHARED_OK) {
             rows_leave(&self->c);
         }
     }
-    return status == POOL_SYSTEM_ERROR ? py_raise_system("pool", self->name)
-                                       : PyBool_FromLong(status == POOL_OK);
+    return status == SHARED_SYSTEM_ERROR ? py_raise_system("pool", self->name)
+                                       : PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
@@ -206,9 +206,9 @@ static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
         !has_no_role(self)) {
         return NULL;
     }
-    enum pool_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
-    return status == POOL_SYSTEM_ERROR ? py_raise_system("pool", self->name)
-                                       : PyBool_FromLong(status == POOL_OK);
+    enum shared_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
+    return status == SHARED_SYSTEM_ERROR ? py_raise_system("pool", self->name)
+                                       : PyBool_FromLong(status == SHARED_OK);
 }
 
 /* True; False where all slots have their memory; raises where there is no memory. */
@@ -217,14 +217,14 @@ static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     if (!py_pool_usable(self)) {
         return NULL;
     }
-    enum pool_status status;
+    enum shared_status status;
     Py_BEGIN_ALLOW_THREADS
     status = pool_grow(&self->c);
     Py_END_ALLOW_THREADS
-    if (status == POOL_NO_SPACE || status == POOL_SYSTEM_ERROR) {
+    if (status == SHARED_NO_SPACE || status == SHARED_SYSTEM_ERROR) {
         return py_raise_system("pool", self->name);
     }
-    return PyBool_FromLong(status == POOL_OK);
+    return PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
@@ -315,11 +315,11 @@ static PyObject *py_pool_outcome(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "K", &sequence) || !py_pool_usable(self)) {
         return NULL;
     }
-    enum pool_status status = publish_outcome(&self->c, sequence);
-    if (status == POOL_NOTHING) {
+    enum shared_status status = publish_outcome(&self->c, sequence);
+    if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    return PyBool_FromLong(status == POOL_OK);
+    return PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
@@ -395,15 +395,15 @@ bool py_pool_add_constants(PyObject *module) {
         {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
         {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
         {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
-        {"POOL_NO_SPACE", POOL_NO_SPACE},
-        {"POOL_UNFINISHED", POOL_UNFINISHED},
-        {"POOL_BAD_MAGIC", POOL_BAD_MAGIC},
-        {"POOL_BAD_VERSION", POOL_BAD_VERSION},
-        {"POOL_BAD_GEOMETRY", POOL_BAD_GEOMETRY},
-        {"POOL_TRUNCATED", POOL_TRUNCATED},
-        {"POOL_NOTHING", POOL_NOTHING},
-        {"POOL_HELD", POOL_HELD},
-        {"POOL_DAMAGED", POOL_DAMAGED},
+        {"POOL_NO_SPACE", SHARED_NO_SPACE},
+        {"POOL_UNFINISHED", SHARED_UNFINISHED},
+        {"POOL_BAD_MAGIC", SHARED_BAD_MAGIC},
+        {"POOL_BAD_VERSION", SHARED_BAD_VERSION},
+        {"POOL_BAD_GEOMETRY", SHARED_BAD_GEOMETRY},
+        {"POOL_TRUNCATED", SHARED_TRUNCATED},
+        {"POOL_NOTHING", SHARED_NOTHING},
+        {"POOL_HELD", SHARED_HELD},
+        {"POOL_DAMAGED", SHARED_DAMAGED},
         {"POOL_BELL_VERSION", POOL_BELL_VERSION},
         {"POOL_BELL_SPACE", POOL_BELL_SPACE},
         {"POOL_BELL_RANKS", POOL_BELL_RANKS},

@@ -49,8 +49,8 @@ static PyObject *py_pool_write_new(PoolObject *pool, uint32_t slot, bool is_piec
     return (PyObject *)self;
 }
 
-static PyObject *status_of(PoolObject *pool, enum pool_status status) {
-    return status == POOL_SYSTEM_ERROR
+static PyObject *status_of(PoolObject *pool, enum shared_status status) {
+    return status == SHARED_SYSTEM_ERROR
                ? py_raise_system("pool", pool->name)
                : PyLong_FromLong(status);
 }
@@ -92,8 +92,8 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
         return NULL;
     }
     uint64_t sequence = 0;
-    enum pool_status status = publish_begin(&pool->c, &facts, &self->slot, &sequence);
-    if (status != POOL_OK) {
+    enum shared_status status = publish_begin(&pool->c, &facts, &self->slot, &sequence);
+    if (status != SHARED_OK) {
         self->ended = true;
         PyObject *result = status_of(pool, status);
         Py_DECREF(self);
@@ -122,8 +122,8 @@ static PyObject *py_pool_join(PyObject *module, PyObject *args) {
     if (self == NULL) {
         return NULL;
     }
-    enum pool_status status = publish_join(&pool->c, &self->slot, &row);
-    if (status != POOL_OK) {
+    enum shared_status status = publish_join(&pool->c, &self->slot, &row);
+    if (status != SHARED_OK) {
         self->ended = true;
         PyObject *result = status_of(pool, status);
         Py_DECREF(self);

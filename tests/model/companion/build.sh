@@ -35,7 +35,9 @@ compile "tests/model/$subject/scripts.c" -include tests/model/hooks.h
 for name in bell clock; do
     compile "$parent/base/$name.c" -include tests/model/hooks.h
 done
-compile "$parent/base/checksum.c"
+for name in checksum shared_file; do
+    compile "$parent/base/$name.c"
+done
 for name in engine memory explore; do
     compile "$model/$name.c"
 done
