@@ -4,7 +4,6 @@
 
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "base/clock.h"
 
@@ -187,9 +186,5 @@ void pool_isolate(struct pool *self) {
     }
     if (self->slots != NULL) {
         (void)mmap(self->slots, self->file_bytes - self->slots_offset, PROT_NONE, how, -1, 0);
-    }
-    if (self->file.fd >= 0) {
-        close(self->file.fd);
-        self->file.fd = -1;
     }
 }

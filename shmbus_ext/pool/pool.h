@@ -60,7 +60,7 @@ void pool_unmap(struct pool *self);
 enum shared_status pool_allow_writing(struct pool *self);
 /* Gives one more slot its memory; SHARED_NOTHING where all have theirs. */
 enum shared_status pool_grow(struct pool *self);
-/* For a forked child: it keeps no lock, and what it mapped cannot be touched any more. */
+/* For a forked child: what it mapped cannot be touched any more. The caller closes file.fd. */
 void pool_isolate(struct pool *self);
 
 uint32_t pool_digest_room(const struct pool *self); /* blocks of a full slot */

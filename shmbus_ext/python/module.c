@@ -17,6 +17,7 @@
 #include "python/channel/channel_messages.h"
 #include "python/channel/channel_object.h"
 #include "python/closing.h"
+#include "python/companion.h"
 #include "python/device/device_calls.h"
 #include "python/device/tensor_forms.h"
 #include "python/gateway/answer_functions.h"
@@ -225,7 +226,7 @@ static int execute(PyObject *module) {
         return -1;
     }
     import_array1(-1);
-    if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_channel_init_fork() ||
+    if (!prepared && (!py_segment_init_fork() || !py_companion_init_fork() ||
                       !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words() ||
                       !py_closing_init())) {
         return -1;

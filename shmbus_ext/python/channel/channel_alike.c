@@ -56,7 +56,7 @@ static PyObject *send_alike(PyObject *module, PyObject *const *args, Py_ssize_t 
     ChannelObject *self = (ChannelObject *)args[0];
     ChannelFormObject *form = (ChannelFormObject *)args[1];
     PyObject *meta = args[4] == Py_None ? form->head : args[4];
-    if (!py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+    if (!py_companion_usable(&self->base) || !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
     uint64_t seen = PyLong_AsUnsignedLongLong(args[2]);
@@ -71,7 +71,7 @@ static PyObject *send_alike(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     int overflow = 0;
     long long step = args[5] == Py_None ? -1 : PyLong_AsLongLongAndOverflow(args[5], &overflow);
-    bool sent = overflow == 0 && py_channel_usable(self) &&
+    bool sent = overflow == 0 && py_companion_usable(&self->base) &&
                 sides_stated(&self->c, CHANNEL_RECEIVER) == seen &&
                 send_found(self, form, &found, meta, args[5] != Py_None, &step);
     py_channel_form_let_go(&found);
@@ -113,13 +113,13 @@ static void unprepare(struct prepared *it) {
  * handler has raised, or the handle was closed. */
 static bool await_message(ChannelObject *self, uint32_t ticket, double wait_s) {
     enum bell_wait outcome;
-    py_channel_begin_call(self);
+    py_companion_add_user(&self->base);
     Py_BEGIN_ALLOW_THREADS
     outcome = bell_wait(channel_bell(self->c.header, CHANNEL_SENDER), ticket, (int64_t)(wait_s * 1e9));
     Py_END_ALLOW_THREADS
-    py_channel_end_call(self);
+    py_companion_drop_user(&self->base);
     return (outcome != BELL_INTERRUPTED || PyErr_CheckSignals() == 0) &&
-           py_channel_usable(self);
+           py_companion_usable(&self->base);
 }
 
 /* Whether the message of this row is of the form; its meta is checked. */
@@ -147,7 +147,7 @@ static PyObject *hand_out(ChannelObject *self, ChannelFormObject *form, struct c
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
         }
         /* It ran code of others, which may have used this handle. */
-        if (!py_channel_usable(self)) {
+        if (!py_companion_usable(&self->base)) {
             return NULL;
         }
         if (messages_peek(&self->c, row) != SHARED_OK || row->sequence != sequence ||
@@ -184,7 +184,7 @@ static PyObject *receive_alike(PyObject *module, PyObject *args) {
     double wait_s;
     if (!PyArg_ParseTuple(args, "O!O!Kd", &ChannelType, &self, &ChannelFormType, &form, &seen,
                           &wait_s) ||
-        !py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_RECEIVER)) {
+        !py_companion_usable(&self->base) || !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
     if (sides_stated(&self->c, CHANNEL_SENDER) != seen || !py_channel_end_memory(self)) {
@@ -200,7 +200,7 @@ static PyObject *receive_alike(PyObject *module, PyObject *args) {
             !prepare(self, form, (uint32_t)(counts.acked % self->c.slots), &ready)) {
             unprepare(&ready);
         }
-        if (PyErr_Occurred() || !py_channel_usable(self)) {
+        if (PyErr_Occurred() || !py_companion_usable(&self->base)) {
             goto done;
         }
         uint32_t ticket = bell_announce(channel_bell(self->c.header, CHANNEL_SENDER));

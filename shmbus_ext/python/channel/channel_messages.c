@@ -27,7 +27,7 @@ static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t 
         bool writable = self->c.side == CHANNEL_SENDER;
         uint8_t *mapped = channel_map_slot(&self->c, slot, needed, writable);
         if (mapped == NULL) {
-            py_raise_system("channel", self->name);
+            py_companion_system_error(&self->base);
             return -1;
         }
         self->slots[slot].at = mapped;
@@ -44,7 +44,7 @@ bool py_channel_end_memory(ChannelObject *self) {
     }
     if (memory->exports > 0 && memory->at != NULL) {
         if (!py_channel_memory_keep(memory, self->slots[self->memory_slot].mapped)) {
-            py_raise_system("channel", self->name);
+            py_companion_system_error(&self->base);
             return false;
         }
         self->slots[self->memory_slot].at = NULL;
@@ -64,7 +64,7 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
     unsigned long long bytes, meta_bytes;
     uint32_t slot = 0;
     if (!PyArg_ParseTuple(args, "O!KK", &ChannelType, &self, &bytes, &meta_bytes) ||
-        !py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+        !py_companion_usable(&self->base) || !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
     if (bytes > self->c.max_bytes || meta_bytes > CHANNEL_MAX_META_BYTES ||
@@ -72,28 +72,28 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError,
                             "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
                             "%llu bytes",
-                            self->name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
+                            self->base.name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
     }
     if (!py_channel_end_memory(self)) {
         return NULL;
     }
     enum shared_status status;
-    py_channel_begin_call(self);
+    py_companion_add_user(&self->base);
     Py_BEGIN_ALLOW_THREADS
     status = messages_begin(&self->c, bytes, meta_bytes, &slot);
     Py_END_ALLOW_THREADS
-    py_channel_end_call(self);
+    py_companion_drop_user(&self->base);
     if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
     if (status == SHARED_SYSTEM_ERROR) {
-        return py_raise_system("channel", self->name);
+        return py_companion_system_error(&self->base);
     }
     if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     uint8_t *at;
-    if (!py_channel_usable(self) ||
+    if (!py_companion_usable(&self->base) ||
         map_slot(self, slot, channel_meta_at(bytes) + meta_bytes, &at) < 0) {
         return NULL;
     }
@@ -113,7 +113,7 @@ static PyObject *py_channel_send(PyObject *module, PyObject *args) {
         return NULL;
     }
     PyObject *result = NULL;
-    if (!py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+    if (!py_companion_usable(&self->base) || !py_channel_has_side(self, CHANNEL_SENDER)) {
         goto done;
     }
     ChannelMemoryObject *memory = self->memory;
@@ -143,7 +143,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
     struct channel_row row;
-    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
@@ -188,7 +188,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
 static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
@@ -210,7 +210,7 @@ static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
         return NULL;
     }
-    if (self->generation != fork_generation || py_channel_end_memory(self)) {
+    if (self->base.generation != fork_generation || py_channel_end_memory(self)) {
         Py_RETURN_NONE;
     }
     return NULL;
@@ -221,7 +221,7 @@ static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
     struct channel_counts counts;
-    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     enum shared_status status = messages_counts(&self->c, &counts);
@@ -239,12 +239,12 @@ static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
     long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_channel_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
     enum shared_status status = messages_begin_at(&self->c, step);
-    return status == SHARED_SYSTEM_ERROR ? py_raise_system("channel", self->name)
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
                                           : PyLong_FromLong(status);
 }
 

@@ -5,69 +5,30 @@
 #define _GNU_SOURCE
 #include "python/channel/channel_object.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "channel/sides.h"
 #include "python/hooks.h"
-#include "python/segment/segment_object.h"
-
-static struct list_link all_channels = {&all_channels, &all_channels};
-
-/* A copy of a description keeps its locks, and with them the parent's proof of life. */
-static void after_fork_in_child(void) {
-    for (struct list_link *l = all_channels.next; l != &all_channels; l = l->next) {
-        ChannelObject *self = LIST_ENTRY(l, ChannelObject, of_all);
-        if (self->c.file.fd >= 0) {
-            close(self->c.file.fd);
-            self->c.file.fd = -1;
-        }
-        self->c.file.control = NULL; /* it was not inherited */
-        for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
-            self->slots[i].at = NULL;
-            self->slots[i].mapped = 0;
-        }
-    }
-}
-
-bool py_channel_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
-}
-
-bool py_channel_usable(ChannelObject *self) {
-    if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "channel '%U': this handle was made in process %d, before a fork; open the "
-                     "channel in this process",
-                     self->name, self->pid);
-        return false;
-    }
-    if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "channel '%U': this handle is closed; open it again",
-                     self->name);
-        return false;
-    }
-    return true;
-}
 
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
     if (self->c.side < 0) {
         /* By a close() that was interrupted, as a rule. */
         PyErr_Format(hooks.closed_error,
                      "channel '%U': this handle is no side, or has left; open the channel again",
-                     self->name);
+                     self->base.name);
         return false;
     }
     if (self->c.side != (int32_t)side) {
-        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->name,
+        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->base.name,
                      side == CHANNEL_SENDER ? "sender" : "receiver");
         return false;
     }
     return true;
 }
 
-static void shut(ChannelObject *self) {
+static void shut(CompanionObject *base) {
+    ChannelObject *self = (ChannelObject *)base;
     ChannelMemoryObject *memory = self->memory;
     self->memory = NULL;
     if (memory != NULL) {
@@ -88,60 +49,24 @@ static void shut(ChannelObject *self) {
         }
     }
     channel_unmap(&self->c);
-    if (self->c.file.fd >= 0) {
-        close(self->c.file.fd);
-        self->c.file.fd = -1;
+}
+
+static void isolate(CompanionObject *base) {
+    ChannelObject *self = (ChannelObject *)base;
+    self->c.file.control = NULL; /* nothing that was mapped was inherited */
+    for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
+        self->slots[i].at = NULL;
+        self->slots[i].mapped = 0;
     }
 }
 
-void py_channel_begin_call(ChannelObject *self) {
-    self->busy++;
+static enum shared_status open_channel(CompanionObject *self, int fd, bool read_only) {
+    return channel_open(&((ChannelObject *)self)->c, fd, read_only);
 }
 
-void py_channel_end_call(ChannelObject *self) {
-    self->busy--;
-    if (self->busy == 0 && self->handle_closed) {
-        shut(self);
-    }
-}
-
-static ChannelObject *channel_alloc(PyTypeObject *type, PyObject *name) {
-    ChannelObject *self = (ChannelObject *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        self->c.file.fd = -1;
-        self->c.side = -1;
-        self->name = Py_NewRef(name);
-        self->generation = fork_generation;
-        self->pid = (int)getpid();
-        list_insert_before(&all_channels, &self->of_all);
-    }
-    return self;
-}
-
-static void py_channel_dealloc(ChannelObject *self) {
-    list_unlink(&self->of_all);
-    shut(self); /* without a word to the other side: it sees the lock */
-    Py_XDECREF(self->name);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-/* The channel, or (status, what was found) where it is none; the descriptor is the caller's then. */
-static PyObject *result_of(ChannelObject *self, enum shared_status status) {
-    if (status == SHARED_OK) {
-        return (PyObject *)self;
-    }
-    unsigned long long found = status == SHARED_TRUNCATED ? self->c.file.found_bytes
-                                                           : self->c.file.found_version;
-    PyObject *result = NULL;
-    if (status == SHARED_SYSTEM_ERROR) {
-        py_raise_system("channel", self->name);
-    } else {
-        result = Py_BuildValue("(iK)", (int)status, found);
-    }
-    self->c.file.fd = -1;
-    Py_DECREF(self);
-    return result;
-}
+static const struct companion_kind channel_kind = {
+    "channel", offsetof(ChannelObject, c.file), open_channel, shut, isolate,
+};
 
 /* create(fd, name, slots, max_bytes) */
 static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
@@ -158,25 +83,17 @@ static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
                      CHANNEL_MAX_SLOTS, (unsigned long long)CHANNEL_MAX_BYTES, slots, max_bytes);
         return NULL;
     }
-    ChannelObject *self = channel_alloc(type, name);
+    CompanionObject *self = py_companion_alloc(type, &channel_kind, name);
     if (self == NULL) {
         return NULL;
     }
-    return result_of(self, channel_create(&self->c, fd, slots, max_bytes));
+    ((ChannelObject *)self)->c.side = -1;
+    return py_companion_result(
+        self, channel_create(&((ChannelObject *)self)->c, fd, slots, max_bytes));
 }
 
-/* open(fd, name, read_only=False) */
 static PyObject *py_channel_open(PyTypeObject *type, PyObject *args) {
-    int fd, read_only = 0;
-    PyObject *name;
-    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
-        return NULL;
-    }
-    ChannelObject *self = channel_alloc(type, name);
-    if (self == NULL) {
-        return NULL;
-    }
-    return result_of(self, channel_open(&self->c, fd, read_only != 0));
+    return py_companion_open(type, &channel_kind, args);
 }
 
 static bool is_side(unsigned int side) {
@@ -192,37 +109,26 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
     unsigned int side;
     const char *label;
     if (!PyArg_ParseTuple(args, "Is", &side, &label) || !is_side(side) ||
-        !py_channel_usable(self)) {
+        !py_companion_usable(&self->base)) {
         return NULL;
     }
     if (self->c.side >= 0 || self->c.file.read_only) {
-        return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->name);
+        return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->base.name);
     }
     enum shared_status status =
         sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
     return status == SHARED_SYSTEM_ERROR
-               ? py_raise_system("channel", self->name)
+               ? py_companion_system_error(&self->base)
                : PyBool_FromLong(status == SHARED_OK);
 }
 
 /* leave(reason): tells the other side that this one ends by its own will. */
 static PyObject *py_channel_leave(ChannelObject *self, PyObject *args) {
     const char *reason;
-    if (!PyArg_ParseTuple(args, "s", &reason) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "s", &reason) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     sides_leave(&self->c, reason);
-    Py_RETURN_NONE;
-}
-
-static PyObject *py_channel_close(ChannelObject *self, PyObject *ignored) {
-    (void)ignored;
-    if (!self->handle_closed) {
-        self->handle_closed = true;
-        if (self->busy == 0) {
-            shut(self);
-        }
-    }
     Py_RETURN_NONE;
 }
 
@@ -233,13 +139,13 @@ static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
         return NULL;
     }
     bool fits = data.len <= CHANNEL_STATEMENT_BYTES;
-    bool may = py_channel_usable(self) && fits && self->c.side >= 0;
+    bool may = py_companion_usable(&self->base) && fits && self->c.side >= 0;
     if (may) {
         sides_state(&self->c, data.buf, (uint32_t)data.len);
     } else if (!PyErr_Occurred()) {
         PyErr_Format(PyExc_ValueError,
                      "channel '%U': expected a side's statement of at most %u bytes, got %zd",
-                     self->name, CHANNEL_STATEMENT_BYTES, data.len);
+                     self->base.name, CHANNEL_STATEMENT_BYTES, data.len);
     }
     PyBuffer_Release(&data);
     return may ? Py_NewRef(Py_None) : NULL;
@@ -248,7 +154,7 @@ static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
 /* stated(side): the version of its statement, 0 for none; cheap. */
 static PyObject *py_channel_stated(ChannelObject *self, PyObject *args) {
     unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(sides_stated(&self->c, (enum channel_side_name)side));
@@ -259,7 +165,7 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
     unsigned int side;
     uint32_t length;
     uint64_t version;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     uint8_t *copy = PyMem_Malloc(CHANNEL_STATEMENT_BYTES);
@@ -279,7 +185,7 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
 /* look(side): (life, pid, claims, label, reason) of a side. */
 static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
     unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     enum channel_life life = sides_life(&self->c, (enum channel_side_name)side);
@@ -301,7 +207,7 @@ static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
 /* announce(side): a ticket for waiting until that side does something. */
 static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
     unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     return PyLong_FromUnsignedLong(
@@ -313,21 +219,12 @@ static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
     unsigned int side, ticket;
     double timeout_s;
     if (!PyArg_ParseTuple(args, "IId", &side, &ticket, &timeout_s) || !is_side(side) ||
-        !py_channel_usable(self)) {
+        !py_companion_usable(&self->base)) {
         return NULL;
     }
-    timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
-    enum bell_wait outcome;
-    py_channel_begin_call(self);
-    Py_BEGIN_ALLOW_THREADS
-    outcome = bell_wait(channel_bell(self->c.header, (enum channel_side_name)side), ticket,
-                           (int64_t)(timeout_s * 1e9));
-    Py_END_ALLOW_THREADS
-    py_channel_end_call(self);
-    if (outcome == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {
-        return NULL;
-    }
-    return PyBool_FromLong(outcome == BELL_RUNG);
+    return py_companion_wait(&self->base,
+                             channel_bell(self->c.header, (enum channel_side_name)side), ticket,
+                             timeout_s);
 }
 
 #define METHOD(name, function, flags) \
@@ -338,7 +235,7 @@ static PyMethodDef channel_methods[] = {
     METHOD("open", py_channel_open, METH_VARARGS | METH_CLASS),
     METHOD("claim", py_channel_claim, METH_VARARGS),
     METHOD("leave", py_channel_leave, METH_VARARGS),
-    METHOD("close", py_channel_close, METH_NOARGS),
+    METHOD("close", py_companion_close, METH_NOARGS),
     METHOD("state", py_channel_state, METH_VARARGS),
     METHOD("stated", py_channel_stated, METH_VARARGS),
     METHOD("statement", py_channel_statement, METH_VARARGS),
@@ -353,14 +250,14 @@ static PyMemberDef channel_members[] = {
     {"max_bytes", T_ULONGLONG, offsetof(ChannelObject, c.max_bytes), READONLY, NULL},
     {"file_bytes", T_ULONGLONG, offsetof(ChannelObject, c.file_bytes), READONLY, NULL},
     {"fd", T_INT, offsetof(ChannelObject, c.file.fd), READONLY, NULL},
-    {"closed", T_BOOL, offsetof(ChannelObject, handle_closed), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(ChannelObject, base.handle_closed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 PyTypeObject ChannelType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Channel",
     .tp_basicsize = sizeof(ChannelObject),
-    .tp_dealloc = (destructor)py_channel_dealloc,
+    .tp_dealloc = py_companion_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = channel_methods,
     .tp_members = channel_members,

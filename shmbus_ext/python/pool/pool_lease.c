@@ -9,11 +9,11 @@
 #include "base/checksum.h"
 
 static bool is_reader(PoolObject *pool) {
-    if (!py_pool_usable(pool)) {
+    if (!py_companion_usable(&pool->base)) {
         return false;
     }
     if (pool->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->name);
+        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->base.name);
         return false;
     }
     return true;
@@ -33,11 +33,11 @@ static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_sta
     if (status != SHARED_OK) {
         Py_DECREF(self);
         return status == SHARED_SYSTEM_ERROR
-                   ? py_raise_system("pool", pool->name)
+                   ? py_companion_system_error(&pool->base)
                    : PyLong_FromLong(status);
     }
     self->pool = pool;
-    py_pool_add_user(pool);
+    py_companion_add_user(&pool->base);
     return (PyObject *)self;
 }
 
@@ -71,16 +71,16 @@ static PyObject *py_pool_lease_version(PyObject *module, PyObject *args) {
 
 static void py_pool_lease_dealloc(PoolLeaseObject *self) {
     if (self->pool != NULL) {
-        if (py_pool_is_own(self->pool)) {
+        if (py_companion_is_own(&self->pool->base)) {
             lease_drop(&self->pool->c, self->slot);
         }
-        py_pool_drop_user(self->pool);
+        py_companion_drop_user(&self->pool->base);
     }
     PyObject_Free(self);
 }
 
 bool py_pool_lease_is_readable(const PoolLeaseObject *self) {
-    if (!py_pool_is_own(self->pool)) {
+    if (!py_companion_is_own(&self->pool->base)) {
         PyErr_SetString(PyExc_BufferError,
                         "this lease was taken before a fork: its memory is not mapped in the "
                         "child; open the pool there");

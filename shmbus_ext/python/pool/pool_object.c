@@ -5,106 +5,31 @@
  * of them is gone, whatever was closed before. */
 #include "python/pool/pool_object.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
-#include "python/hooks.h"
-#include "python/segment/segment_object.h"
 #include "pool/lease.h"
 #include "pool/publish.h"
 #include "pool/rows.h"
 
-static struct list_link all_pools = {&all_pools, &all_pools};
-
-/* A copy of a description keeps its locks, and with them the parent's proof of life. */
-static void after_fork_in_child(void) {
-    for (struct list_link *l = all_pools.next; l != &all_pools; l = l->next) {
-        pool_isolate(&LIST_ENTRY(l, PoolObject, of_all)->c);
-    }
+static enum shared_status open_pool(CompanionObject *self, int fd, bool read_only) {
+    return pool_open(&((PoolObject *)self)->c, fd, read_only);
 }
 
-bool py_pool_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
-}
-
-bool py_pool_is_own(const PoolObject *self) {
-    return self->generation == fork_generation && self->c.file.fd >= 0;
-}
-
-bool py_pool_usable(PoolObject *self) {
-    if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "pool '%U': this handle was made in process %d, before a fork; make a new one "
-                     "in this process",
-                     self->name, self->pid);
-        return false;
-    }
-    if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "pool '%U': this handle is closed; make a new one",
-                     self->name);
-        return false;
-    }
-    return true;
-}
-
-static void shut(PoolObject *self) {
-    if (py_pool_is_own(self)) {
+static void shut(CompanionObject *base) {
+    PoolObject *self = (PoolObject *)base;
+    if (py_companion_is_own(base)) {
         rows_leave(&self->c);
-        close(self->c.file.fd);
-        self->c.file.fd = -1;
     }
     pool_unmap(&self->c);
 }
 
-void py_pool_add_user(PoolObject *self) {
-    Py_INCREF(self);
-    self->users++;
+static void isolate(CompanionObject *self) {
+    pool_isolate(&((PoolObject *)self)->c);
 }
 
-void py_pool_drop_user(PoolObject *self) {
-    self->users--;
-    if (self->users == 0 && self->handle_closed) {
-        shut(self);
-    }
-    Py_DECREF(self);
-}
-
-static PoolObject *pool_alloc(PyTypeObject *type, PyObject *name) {
-    PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        self->c.file.fd = -1;
-        self->name = Py_NewRef(name);
-        self->generation = fork_generation;
-        self->pid = (int)getpid();
-        list_insert_before(&all_pools, &self->of_all);
-    }
-    return self;
-}
-
-static void py_pool_dealloc(PoolObject *self) {
-    list_unlink(&self->of_all);
-    shut(self);
-    Py_XDECREF(self->name);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-/* The pool, or (status, what was found) where it is none; the descriptor is the caller's then. */
-static PyObject *result_of(PoolObject *self, enum shared_status status) {
-    if (status == SHARED_OK) {
-        return (PyObject *)self;
-    }
-    unsigned long long found = status == SHARED_TRUNCATED ? self->c.file.found_bytes
-                                                        : self->c.file.found_version;
-    PyObject *result = NULL;
-    if (status == SHARED_SYSTEM_ERROR) {
-        py_raise_system("pool", self->name);
-    } else {
-        result = Py_BuildValue("(iK)", (int)status, found);
-    }
-    self->c.file.fd = -1;
-    Py_DECREF(self);
-    return result;
-}
+static const struct companion_kind pool_kind = {
+    "pool", offsetof(PoolObject, c.file), open_pool, shut, isolate,
+};
 
 /* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes, patch_bytes) */
 static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
@@ -131,7 +56,7 @@ static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
                      patch_bytes);
         return NULL;
     }
-    PoolObject *self = pool_alloc(type, name);
+    PoolObject *self = (PoolObject *)py_companion_alloc(type, &pool_kind, name);
     if (self == NULL) {
         return NULL;
     }
@@ -139,38 +64,18 @@ static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     status = pool_create(&self->c, fd, &plan);
     Py_END_ALLOW_THREADS
-    return result_of(self, status);
+    return py_companion_result(&self->base, status);
 }
 
 static PyObject *py_pool_open(PyTypeObject *type, PyObject *args) {
-    int fd, read_only = 0;
-    PyObject *name;
-    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
-        return NULL;
-    }
-    PoolObject *self = pool_alloc(type, name);
-    if (self == NULL) {
-        return NULL;
-    }
-    return result_of(self, pool_open(&self->c, fd, read_only != 0));
-}
-
-static PyObject *py_pool_close(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
-    if (!self->handle_closed) {
-        self->handle_closed = true;
-        if (self->users == 0) {
-            shut(self);
-        }
-    }
-    Py_RETURN_NONE;
+    return py_companion_open(type, &pool_kind, args);
 }
 
 static bool has_no_role(PoolObject *self) {
     if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only) {
         PyErr_Format(PyExc_RuntimeError,
                      "pool '%U': a handle has one role, and this one has it: open another handle",
-                     self->name);
+                     self->base.name);
         return false;
     }
     return true;
@@ -179,7 +84,7 @@ static bool has_no_role(PoolObject *self) {
 static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
     unsigned int rank;
     const char *label;
-    if (!PyArg_ParseTuple(args, "Is", &rank, &label) || !py_pool_usable(self) ||
+    if (!PyArg_ParseTuple(args, "Is", &rank, &label) || !py_companion_usable(&self->base) ||
         !has_no_role(self)) {
         return NULL;
     }
@@ -196,25 +101,25 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
             rows_leave(&self->c);
         }
     }
-    return status == SHARED_SYSTEM_ERROR ? py_raise_system("pool", self->name)
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
                                        : PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
     const char *label, *device;
-    if (!PyArg_ParseTuple(args, "ss", &label, &device) || !py_pool_usable(self) ||
+    if (!PyArg_ParseTuple(args, "ss", &label, &device) || !py_companion_usable(&self->base) ||
         !has_no_role(self)) {
         return NULL;
     }
     enum shared_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
-    return status == SHARED_SYSTEM_ERROR ? py_raise_system("pool", self->name)
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
                                        : PyBool_FromLong(status == SHARED_OK);
 }
 
 /* True; False where all slots have their memory; raises where there is no memory. */
 static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_pool_usable(self)) {
+    if (!py_companion_usable(&self->base)) {
         return NULL;
     }
     enum shared_status status;
@@ -222,14 +127,14 @@ static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     status = pool_grow(&self->c);
     Py_END_ALLOW_THREADS
     if (status == SHARED_NO_SPACE || status == SHARED_SYSTEM_ERROR) {
-        return py_raise_system("pool", self->name);
+        return py_companion_system_error(&self->base);
     }
     return PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_pool_usable(self)) {
+    if (!py_companion_usable(&self->base)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(pool_word_sequence(lease_newest(&self->c)));
@@ -240,7 +145,7 @@ static bool parse_bell(PoolObject *self, unsigned int which) {
         PyErr_Format(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
         return false;
     }
-    return py_pool_usable(self);
+    return py_companion_usable(&self->base);
 }
 
 static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
@@ -258,22 +163,13 @@ static PyObject *py_pool_wait(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "IId", &which, &ticket, &timeout_s) || !parse_bell(self, which)) {
         return NULL;
     }
-    timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
-    enum bell_wait result;
-    py_pool_add_user(self); /* another thread may close the handle meanwhile */
-    Py_BEGIN_ALLOW_THREADS
-    result = bell_wait(pool_bell(&self->c, (enum pool_bell)which), ticket, (int64_t)(timeout_s * 1e9));
-    Py_END_ALLOW_THREADS
-    py_pool_drop_user(self);
-    if (result == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {
-        return NULL;
-    }
-    return PyBool_FromLong(result == BELL_RUNG);
+    return py_companion_wait(&self->base, pool_bell(&self->c, (enum pool_bell)which), ticket,
+                             timeout_s);
 }
 
 static bool is_reader(PoolObject *self) {
-    if (py_pool_usable(self) && self->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", self->name);
+    if (py_companion_usable(&self->base) && self->c.reader < 0) {
+        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", self->base.name);
     }
     return !PyErr_Occurred();
 }
@@ -302,7 +198,7 @@ static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
 
 static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_pool_usable(self)) {
+    if (!py_companion_usable(&self->base)) {
         return NULL;
     }
     publish_count_skipped(&self->c);
@@ -312,7 +208,7 @@ static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
 /* outcome(sequence): True when it became whole, False when it was given up, None for not yet. */
 static PyObject *py_pool_outcome(PoolObject *self, PyObject *args) {
     unsigned long long sequence;
-    if (!PyArg_ParseTuple(args, "K", &sequence) || !py_pool_usable(self)) {
+    if (!PyArg_ParseTuple(args, "K", &sequence) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     enum shared_status status = publish_outcome(&self->c, sequence);
@@ -325,7 +221,7 @@ static PyObject *py_pool_outcome(PoolObject *self, PyObject *args) {
 static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
     unsigned long long sequence;
     unsigned int rank;
-    if (!PyArg_ParseTuple(args, "KI", &sequence, &rank) || !py_pool_usable(self)) {
+    if (!PyArg_ParseTuple(args, "KI", &sequence, &rank) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     if (rank >= POOL_MAX_RANKS) {
@@ -338,7 +234,7 @@ static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
 static PyMethodDef pool_methods[] = {
     {"create", (PyCFunction)(void (*)(void))py_pool_create, METH_VARARGS | METH_CLASS, NULL},
     {"open", (PyCFunction)(void (*)(void))py_pool_open, METH_VARARGS | METH_CLASS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_pool_close, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_companion_close, METH_NOARGS, NULL},
     {"claim_writer", (PyCFunction)(void (*)(void))py_pool_claim_writer, METH_VARARGS, NULL},
     {"claim_reader", (PyCFunction)(void (*)(void))py_pool_claim_reader, METH_VARARGS, NULL},
     {"grow", (PyCFunction)(void (*)(void))py_pool_grow, METH_NOARGS, NULL},
@@ -354,7 +250,7 @@ static PyMethodDef pool_methods[] = {
 };
 
 static PyMemberDef pool_members[] = {
-    {"name", T_OBJECT_EX, offsetof(PoolObject, name), READONLY, NULL},
+    {"name", T_OBJECT_EX, offsetof(PoolObject, base.name), READONLY, NULL},
     {"slot_bytes", T_ULONGLONG, offsetof(PoolObject, c.slot_bytes), READONLY, NULL},
     {"meta_bytes", T_ULONGLONG, offsetof(PoolObject, c.meta_bytes), READONLY, NULL},
     {"block_bytes", T_ULONGLONG, offsetof(PoolObject, c.block_bytes), READONLY, NULL},
@@ -365,14 +261,14 @@ static PyMemberDef pool_members[] = {
     {"created_unix_ns", T_ULONGLONG, offsetof(PoolObject, c.created_unix_ns), READONLY, NULL},
     {"rank", T_INT, offsetof(PoolObject, c.rank), READONLY, NULL},
     {"reader", T_INT, offsetof(PoolObject, c.reader), READONLY, NULL},
-    {"closed", T_BOOL, offsetof(PoolObject, handle_closed), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(PoolObject, base.handle_closed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 PyTypeObject PoolType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.SlotPool",
     .tp_basicsize = sizeof(PoolObject),
-    .tp_dealloc = (destructor)py_pool_dealloc,
+    .tp_dealloc = py_companion_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = pool_methods,
     .tp_members = pool_members,

@@ -87,7 +87,7 @@ static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyOb
 static PyObject *py_pool_rows(PyObject *module, PyObject *args) {
     (void)module;
     PoolObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_pool_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     const struct pool_header *header = self->c.header;

@@ -10,7 +10,7 @@
 /* Says that the version will not be whole, at once: others wait for it. */
 static void give_up(PoolWriteObject *self, const char *error) {
     self->given_up = true;
-    if (!py_pool_is_own(self->pool)) {
+    if (!py_companion_is_own(&self->pool->base)) {
         return;
     }
     if (self->is_piece) {
@@ -22,7 +22,7 @@ static void give_up(PoolWriteObject *self, const char *error) {
 
 static void let_go(PoolWriteObject *self) {
     self->ended = true;
-    if (!py_pool_is_own(self->pool)) {
+    if (!py_companion_is_own(&self->pool->base)) {
         return;
     }
     if (self->is_piece) {
@@ -44,14 +44,14 @@ static PyObject *py_pool_write_new(PoolObject *pool, uint32_t slot, bool is_piec
         self->meta = Py_XNewRef(meta);
         self->patch.base = NULL;
         self->patch_in_use = false;
-        py_pool_add_user(pool);
+        py_companion_add_user(&pool->base);
     }
     return (PyObject *)self;
 }
 
 static PyObject *status_of(PoolObject *pool, enum shared_status status) {
     return status == SHARED_SYSTEM_ERROR
-               ? py_raise_system("pool", pool->name)
+               ? py_companion_system_error(&pool->base)
                : PyLong_FromLong(status);
 }
 
@@ -66,7 +66,7 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
     int patches;
     if (!PyArg_ParseTuple(args, "O!LKSsIp", &PoolType, &pool, &version, &bytes, &meta, &facts.text,
                           &facts.ranks, &patches) ||
-        !py_pool_usable(pool)) {
+        !py_companion_usable(&pool->base)) {
         return NULL;
     }
     facts.patches = patches != 0;
@@ -76,14 +76,14 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
     facts.meta_bytes = (uint64_t)PyBytes_GET_SIZE(meta);
     if (pool->c.rank != 0) {
         return PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is not rank 0",
-                            pool->name);
+                            pool->base.name);
     }
     if (bytes > pool->c.slot_bytes || facts.meta_bytes > pool->c.meta_bytes || facts.ranks < 1 ||
         facts.ranks > POOL_MAX_RANKS) {
         return PyErr_Format(PyExc_ValueError,
                             "pool '%U': expected at most %llu bytes, %llu of meta and 1 to %u "
                             "ranks, got %llu, %zd and %u; make a pool with larger slots",
-                            pool->name, (unsigned long long)pool->c.slot_bytes,
+                            pool->base.name, (unsigned long long)pool->c.slot_bytes,
                             (unsigned long long)pool->c.meta_bytes, POOL_MAX_RANKS, bytes,
                             PyBytes_GET_SIZE(meta), facts.ranks);
     }
@@ -111,12 +111,12 @@ static PyObject *py_pool_join(PyObject *module, PyObject *args) {
     (void)module;
     PoolObject *pool;
     struct slot_row row;
-    if (!PyArg_ParseTuple(args, "O!", &PoolType, &pool) || !py_pool_usable(pool)) {
+    if (!PyArg_ParseTuple(args, "O!", &PoolType, &pool) || !py_companion_usable(&pool->base)) {
         return NULL;
     }
     if (pool->c.rank < 1) {
         return PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no rank above 0",
-                            pool->name);
+                            pool->base.name);
     }
     PoolWriteObject *self = (PoolWriteObject *)py_pool_write_new(pool, 0, true, NULL);
     if (self == NULL) {
@@ -148,13 +148,13 @@ static void py_pool_write_dealloc(PoolWriteObject *self) {
     if (!self->ended) {
         let_go(self);
     }
-    py_pool_drop_user(self->pool);
+    py_companion_drop_user(&self->pool->base);
     Py_XDECREF(self->meta);
     PyObject_Free(self);
 }
 
 bool py_pool_write_is_open(const PoolWriteObject *self) {
-    if (self->ended || self->given_up || !py_pool_is_own(self->pool)) {
+    if (self->ended || self->given_up || !py_companion_is_own(&self->pool->base)) {
         PyErr_SetString(PyExc_BufferError, "this version is not being written any more");
         return false;
     }
