@@ -5,8 +5,7 @@
 #include <unistd.h>
 
 #include "python/hooks.h"
-#include "python/segment/segment_object.h"
-#include "python/system_error.h"
+#include "python/segment/segment.h"
 
 static struct list_link all_companions = {&all_companions, &all_companions};
 

@@ -11,9 +11,8 @@
 #include "channel/messages.h"
 #include "channel/sides.h"
 #include "python/channel/channel_form.h"
-#include "python/channel/channel_messages.h"
-#include "python/channel/channel_object.h"
-#include "python/segment/segment_object.h"
+#include "python/channel/channel.h"
+#include "python/segment/segment.h"
 #include "base/checksum.h"
 
 /* Copies and publishes, if there is a slot for it; from here on no code of others runs. */

@@ -3,7 +3,7 @@
 #define SHMBUS_PYTHON_CHANNEL_CHANNEL_FORM_H
 
 #include "python/binding.h"
-#include "python/channel/channel_memory.h"
+#include "python/channel/channel.h"
 
 /* Of one step; what has more goes another way. */
 #define CHANNEL_FORM_MAX_TENSORS 1024

@@ -3,7 +3,7 @@
  * Invariants: a handle is one side for as long as it lives. What runs without the interpreter lock
  * keeps the mapping, whoever closes the handle meanwhile. A forked child has no mapping and no lock. */
 #define _GNU_SOURCE
-#include "python/channel/channel_object.h"
+#include "python/channel/channel.h"
 
 #include <sys/mman.h>
 #include <unistd.h>

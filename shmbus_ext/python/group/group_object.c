@@ -4,10 +4,8 @@
  *
  * Invariant: `samples` is the lease's own list, which is never changed: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
-#include "python/group/group_object.h"
+#include "python/group/group.h"
 
-#include "python/group/client_lease.h"
-#include "python/group/group_lists.h"
 
 typedef struct {
     PyObject_HEAD

@@ -2,7 +2,7 @@
  *
  * Invariant: the slot is leased until the object is gone; arrays and tensors that were made of its
  * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
-#include "python/pool/pool_lease.h"
+#include "python/pool/pool.h"
 
 #include "pool/digest.h"
 #include "pool/lease.h"

@@ -8,7 +8,7 @@
  *    the dictionary of all leases and `ready` together: no signal's handler runs in between. */
 #include "python/read/borrower.h"
 
-#include "python/group/group_object.h"
+#include "python/group/group.h"
 #include "python/hooks.h"
 #include "python/read/borrower_state.h"
 #include "python/read/lease_ends.h"

@@ -2,7 +2,8 @@
 #ifndef SHMBUS_PYTHON_BORROWER_STATE_H
 #define SHMBUS_PYTHON_BORROWER_STATE_H
 
-#include "python/group/client_lease.h"
+#include "python/binding.h"
+#include "python/group/group.h"
 
 /* Bytes of a reply that one call reads; a larger one is left to Python. 256 groups of 8 fit. */
 #define BORROWER_RECEIVED_BYTES (UINT32_C(1) << 16)

@@ -8,7 +8,7 @@
 #include <math.h>
 
 #include "python/read/take.h"
-#include "python/segment/split_labels.h"
+#include "python/segment/segment.h"
 
 /* What take asks for where its caller does not say. */
 #define DEFAULT_GROUPS 64

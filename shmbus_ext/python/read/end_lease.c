@@ -5,7 +5,7 @@
  * handler does, and a lease that ends has ended for all three. */
 #include "python/read/end_lease.h"
 
-#include "python/group/group_object.h"
+#include "python/group/group.h"
 #include "python/read/reader_object.h"
 #include "ring/doorbell.h"
 

@@ -19,12 +19,11 @@
 #include <sched.h>
 #include <sys/socket.h>
 
-#include "python/group/client_lease.h"
-#include "python/group/delivery.h"
+#include "python/group/group.h"
 #include "python/read/plain_reply.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 #include "base/clock.h"
 
 /* The longest number, or the longest head of bytes. */

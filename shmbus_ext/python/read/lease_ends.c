@@ -4,7 +4,7 @@
  * handler runs in between. */
 #include "python/read/lease_ends.h"
 
-#include "python/group/group_object.h"
+#include "python/group/group.h"
 #include "python/hooks.h"
 
 static bool own_lease(const BorrowerObject *self, PyObject *item) {

@@ -2,6 +2,7 @@
 #ifndef SHMBUS_PYTHON_LEASE_ENDS_H
 #define SHMBUS_PYTHON_LEASE_ENDS_H
 
+#include "python/binding.h"
 #include "python/read/borrower_state.h"
 
 PyObject *py_borrower_end(BorrowerObject *self, PyObject *args);

@@ -8,6 +8,8 @@
 #ifndef SHMBUS_PYTHON_PLAIN_REPLY_H
 #define SHMBUS_PYTHON_PLAIN_REPLY_H
 
+#include "python/binding.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -8,9 +8,9 @@
 #include <sched.h>
 
 #include "python/hooks.h"
-#include "python/put/put_arguments.h"
-#include "python/record/trajectory.h"
-#include "python/segment/split_labels.h"
+#include "python/put/put.h"
+#include "python/record/record.h"
+#include "python/segment/segment.h"
 #include "ring/attach.h"
 #include "ring/cancelled.h"
 #include "base/clock.h"

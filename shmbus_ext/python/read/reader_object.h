@@ -2,8 +2,9 @@
 #ifndef SHMBUS_PYTHON_READER_OBJECT_H
 #define SHMBUS_PYTHON_READER_OBJECT_H
 
-#include "python/group/group_table_object.h"
-#include "python/record/holder.h"
+#include "python/binding.h"
+#include "python/group/group.h"
+#include "python/record/record.h"
 #include "ring/reader.h"
 
 typedef struct {

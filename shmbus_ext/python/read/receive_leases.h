@@ -2,6 +2,7 @@
 #ifndef SHMBUS_PYTHON_RECEIVE_LEASES_H
 #define SHMBUS_PYTHON_RECEIVE_LEASES_H
 
+#include "python/binding.h"
 #include "python/read/borrower_state.h"
 
 PyObject *py_borrower_borrow(BorrowerObject *self, PyObject *args);

@@ -7,7 +7,7 @@
  * threads of its parent hold. */
 #include "python/read/recursive_lock.h"
 
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 
 /* In a forked child: threads other than the one that forked are not there to release it. The old
  * gate may be in any state, and is left alone. */

@@ -13,12 +13,11 @@
 
 #include <math.h>
 
-#include "python/group/delivery.h"
-#include "python/group/group_object.h"
+#include "python/group/group.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
 #include "python/uninterrupted.h"
-#include "python/watch.h"
+#include "python/hooks.h"
 #include "base/clock.h"
 #include "ring/removal.h"
 #include "ring/waits.h"

@@ -2,7 +2,8 @@
 #ifndef SHMBUS_PYTHON_TAKE_H
 #define SHMBUS_PYTHON_TAKE_H
 
-#include "python/segment/segment_object.h"
+#include "python/binding.h"
+#include "python/segment/segment.h"
 
 struct take_request {
     PyObject *consumer;

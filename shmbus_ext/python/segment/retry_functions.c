@@ -1,7 +1,6 @@
 /* The retry table for shmbus.stash.retries, the collector's side, and for shmbus.Producer. */
-#include "python/segment/retry_functions.h"
+#include "python/segment/segment.h"
 
-#include "python/segment/segment_object.h"
 #include "base/clock.h"
 #include "ring/retry_table.h"
 

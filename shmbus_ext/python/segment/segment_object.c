@@ -1,12 +1,10 @@
 /* Segment: one mapping of a bus, and what happens to it at fork and at close. */
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 
 #include <pthread.h>
 #include <unistd.h>
 
 #include "python/hooks.h"
-#include "python/segment/locks_held.h"
-#include "python/system_error.h"
 #include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"

@@ -1,7 +1,7 @@
 /* Splits by their labels, for producers, consumers and shmbus.inspect (see split_labels.h).
  *
  * Invariant: a label is kept once it was read whole; it never changes. */
-#include "python/segment/split_labels.h"
+#include "python/segment/segment.h"
 
 #include "ring/cancelled.h"
 #include "ring/splits.h"
