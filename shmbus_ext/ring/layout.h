@@ -296,11 +296,7 @@ _Static_assert(sizeof(struct extent_desc) == 64, "a cache line a descriptor");
 _Static_assert(offsetof(struct extent_desc, sealed) == 40, "layout");
 _Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
 
-#include "layout_relay.h"
-#include "layout_retries.h"
-#include "layout_splits.h"
-#include "layout_requests.h"
-#include "layout_work.h"
+#include "ring/layout_tables.h"
 
 /* States are spread over the word, so that a scribble is seldom one of them. */
 enum shmbus_record_state {

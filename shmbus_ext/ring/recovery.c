@@ -3,7 +3,7 @@
 
 #include <stdbool.h>
 
-#include "begun.h"
+#include "ring/observe.h"
 #include "doorbell.h"
 #include "extents.h"
 #include "base/failpoints.h"

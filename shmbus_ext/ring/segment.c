@@ -1,19 +1,20 @@
 /* Allocating, opening and mapping the segment: all its system calls but futexes and file locks. */
 #define _GNU_SOURCE
-#include "segment.h"
+#include "ring/segment.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "declared_schema.h"
 #include "base/file_lock.h"
-#include "request_parts.h"
-#include "rounds.h"
-#include "splits.h"
+#include "ring/declared_schema.h"
+#include "ring/doorbell.h"
+#include "ring/request_parts.h"
+#include "ring/splits.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -476,4 +477,24 @@ void segment_isolate(struct segment *self) {
         (void)mmap(self->view_base, self->bytes, PROT_NONE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     }
+}
+
+/* ---- A bus that was removed: saying so, and finding out. */
+bool removal_note(struct segment *self) {
+    struct stat found;
+    if (removal_happened(self)) {
+        return true;
+    }
+    /* A file that has another name still was renamed by a link, and goes on. */
+    if (self->fd < 0 || fstat(self->fd, &found) != 0 || found.st_nlink > 0) {
+        return false;
+    }
+    if (!self->read_only) {
+        struct bus_header *header = self->header;
+        atomic_store_explicit(&header->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
+        atomic_store_explicit(&header->paused, SHMBUS_REMOVED, memory_order_release);
+        bell_ring_all(&header->space_bell);
+        doorbell_ring(header);
+    }
+    return true;
 }

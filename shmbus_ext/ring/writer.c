@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "begun.h"
+#include "ring/observe.h"
 #include "base/clock.h"
 #include "doorbell.h"
 #include "base/failpoints.h"

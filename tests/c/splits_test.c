@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
-#include "ring/cancelled.h"
+#include "ring/observe.h"
 #include "ring/splits.h"
 #include "support.h"
 

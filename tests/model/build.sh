@@ -38,7 +38,7 @@ compile "$base/file_lock.c" $kernel
 compile "$ring/splits.c" $small
 # Notes that nothing is decided by: no place to switch actors at.
 # shellcheck disable=SC2086
-compile "$ring/begun.c" $small
+compile "$ring/observe.c" $small
 for name in checksum shared_file; do
     # shellcheck disable=SC2086
     compile "$base/$name.c" $small

@@ -3,7 +3,7 @@
  * Invariant: a group is counted once in the life of its entry, however often it is given back. */
 #include "python/group/group.h"
 
-#include "ring/figures.h"
+#include "ring/observe.h"
 
 /* Tokens are the rows of this field; of a record without it, the rows of its first. */
 #define TOKENS_FIELD "tokens"

@@ -4,7 +4,7 @@
  * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
 #include "python/pool/pool.h"
 
-#include "pool/digest.h"
+#include "pool/pool.h"
 #include "pool/lease.h"
 #include "base/checksum.h"
 

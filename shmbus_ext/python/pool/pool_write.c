@@ -5,7 +5,7 @@
 #include "python/pool/pool.h"
 
 #include "base/copy.h"
-#include "pool/digest.h"
+#include "pool/pool.h"
 #include "pool/patch.h"
 #include "pool/publish.h"
 

@@ -3,8 +3,7 @@
 
 #include "python/requests/requests.h"
 #include "python/segment/segment.h"
-#include "ring/begun.h"
-#include "ring/waits.h"
+#include "ring/observe.h"
 
 struct sample {
     uint64_t key;

@@ -16,8 +16,8 @@
 #include "ring/doorbell.h"
 #include "ring/lead.h"
 #include "ring/recovery.h"
-#include "ring/removal.h"
-#include "ring/waits.h"
+#include "ring/segment.h"
+#include "ring/observe.h"
 
 /* Copies above this are worth letting other threads run. */
 #define RELEASE_LOCK_BYTES (UINT64_C(256) << 10)

@@ -5,7 +5,6 @@
 
 #include "python/segment/segment.h"
 #include "ring/origin.h"
-#include "ring/relay_begin.h"
 #include "ring/relay_journal.h"
 
 /* A segment that this process may write; false with an exception. */

@@ -14,7 +14,7 @@
 #include "ring/doorbell.h"
 #include "ring/extents.h"
 #include "base/file_lock.h"
-#include "ring/rounds.h"
+#include "ring/segment.h"
 #include "ring/writer.h"
 
 /* Where the lane goes on in a run that it has left. */

@@ -10,7 +10,7 @@
 #include "base/clock.h"
 #include "python/hooks.h"
 #include "ring/doorbell.h"
-#include "ring/removal.h"
+#include "ring/segment.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50

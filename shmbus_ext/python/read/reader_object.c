@@ -12,14 +12,14 @@
 #include "python/record/record.h"
 #include "python/segment/segment.h"
 #include "ring/attach.h"
-#include "ring/cancelled.h"
+#include "ring/observe.h"
 #include "base/clock.h"
 #include "ring/count.h"
 #include "ring/doorbell.h"
 #include "base/file_lock.h"
 #include "ring/intent_log.h"
 #include "ring/reclaim.h"
-#include "ring/removal.h"
+#include "ring/segment.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)

@@ -19,8 +19,8 @@
 #include "python/uninterrupted.h"
 #include "python/hooks.h"
 #include "base/clock.h"
-#include "ring/removal.h"
-#include "ring/waits.h"
+#include "ring/segment.h"
+#include "ring/observe.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4

@@ -6,7 +6,7 @@
 #include "python/record/record.h"
 
 #include "ring/block.h"
-#include "ring/identity.h"
+#include "ring/segment.h"
 #include "ring/origin.h"
 #include "ring/relay_journal.h"
 

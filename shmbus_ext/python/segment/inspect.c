@@ -12,7 +12,6 @@
 #include "base/file_lock.h"
 #include "ring/layout.h"
 #include "ring/record.h"
-#include "ring/rounds.h"
 #include "ring/segment.h"
 
 /* ---- locks ---- */

@@ -9,7 +9,7 @@
 #include "ring/doorbell.h"
 #include "ring/extents.h"
 #include "base/file_lock.h"
-#include "ring/removal.h"
+#include "ring/segment.h"
 
 uint32_t fork_generation;
 static struct list_link all_segments = {&all_segments, &all_segments};

@@ -3,7 +3,7 @@
  * Invariant: a label is kept once it was read whole; it never changes. */
 #include "python/segment/segment.h"
 
-#include "ring/cancelled.h"
+#include "ring/observe.h"
 #include "ring/splits.h"
 
 bool py_split_check(PyObject *label) {
