@@ -190,7 +190,7 @@ void pool_isolate(struct pool *self) {
     }
 }
 
-/* ---- The digests of digest.h. */
+/* ---- Digests of a slot's payload. */
 static uint32_t digest_of(const void *data, uint64_t bytes, uint64_t block_bytes, uint32_t block) {
     uint64_t at = block * block_bytes;
     uint64_t left = bytes - at;

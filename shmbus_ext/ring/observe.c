@@ -1,9 +1,10 @@
-/* Samples that producers have begun (see begun.h). */
+/* What is noted for messages (see observe.h). First: samples that producers have begun. */
+#include "ring/observe.h"
+
 #include <math.h>
 #include <string.h>
 
 #include "base/clock.h"
-#include "ring/observe.h"
 #include "ring/lead.h"
 
 /* Rows that are looked at from a sample's own place on: a table that is three quarters full has a
@@ -163,7 +164,7 @@ void figures_add(struct delivery_figures *self, const struct figure_tally *tally
     }
 }
 
-/* ---- The list of cancelled.h: a ring of hashes with a count. */
+/* ---- Groups that ended early: a ring of hashes with a count. */
 /* The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit depends on each. */
 static uint64_t mix(uint64_t value) {
     value = (value ^ (value >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);

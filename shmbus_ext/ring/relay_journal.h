@@ -16,7 +16,6 @@
 
 #include "ring/layout.h"
 #include "ring/segment.h"
-#include "ring/writer.h"
 
 _Static_assert(SHMBUS_RELAY_MAX_ENTRIES < (1u << (32 - SHMBUS_FLAG_RELAY_SHIFT)) - 1,
                "a record's flags have room for an entry's number");
@@ -64,18 +63,5 @@ bool relay_origin_of(const struct segment *segment, const struct record_header *
 /* The collector ends a record for good. */
 void relay_record_ended(struct segment *segment, const struct record_header *record,
                         uint32_t reason);
-
-/* ---- Becoming the bus's sink: the only process that writes the relay's journal.
- *
- * Invariant: there is one at a time, and it begins once the lane of the one before it was reaped. */
-enum relay_begun { RELAY_BEGUN, RELAY_BUSY, RELAY_SYSTEM_ERROR };
-
-/* Takes the lock, heals what the last sink has left, and counts the incarnation. Waits up to two
- * seconds for whoever reaps that sink's lane. */
-enum relay_begun relay_begin(struct segment *segment);
-void relay_end(struct segment *segment);
-
-/* The lane that this sink puts into. */
-void relay_bind(struct segment *segment, const struct writer *writer);
 
 #endif

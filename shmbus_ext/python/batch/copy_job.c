@@ -1,4 +1,4 @@
-/* The loops of copy_job.h. */
+/* The loops that copy what a plan says, alone or with helpers. */
 #include "python/batch/batch.h"
 
 #include <errno.h>

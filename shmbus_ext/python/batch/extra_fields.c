@@ -1,4 +1,4 @@
-/* Further fields of a batch (see extra_fields.h). */
+/* Further fields of a batch. */
 #include "python/batch/batch.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* What the segment says of deliveries (see delivery.h).
+/* What the segment says of deliveries.
  *
  * Invariant: a group is counted once in the life of its entry, however often it is given back. */
 #include "python/group/group.h"

@@ -1,4 +1,4 @@
-/* Entries of complete groups, and the two lists that they are in (see group_lists.h).
+/* Entries of complete groups, and the two lists that they are in.
  *
  * Invariants:
  * - An entry is in at most one list, which owns a reference to it; so a lease outlives its holder's

@@ -1,4 +1,4 @@
-/* Samples that a writer has begun (see begun_samples.h); the table is ring/begun.h. */
+/* Samples that a writer has begun; the table is in ring/observe.h. */
 #include "python/put/put.h"
 
 #include "python/requests/requests.h"

@@ -5,6 +5,7 @@
 
 #include "python/segment/segment.h"
 #include "ring/origin.h"
+#include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
 /* A segment that this process may write; false with an exception. */

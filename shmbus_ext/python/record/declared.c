@@ -1,4 +1,4 @@
-/* A declared schema, as what is put is checked against it (see declared.h).
+/* A declared schema, as what is put is checked against it.
  *
  * Invariants: the schema was bounded when it was parsed, once. A check allocates nothing unless it
  * fails; its messages name the field, what was declared, and what came. */

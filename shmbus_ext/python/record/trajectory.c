@@ -1,11 +1,11 @@
-/* Trajectory: one record as the consumer sees it (see trajectory.h).
+/* Trajectory: one record as the consumer sees it.
  *
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
  * out holds the pin, so the space outlives the release until the last such array is gone. Only what
  * is released gives space back: the record of a trajectory that dies before is committed still, and
  * its Reader holds it for the next one. Arrays are read-only, and cannot be made writable: the pin
  * exports no buffer, and the memory that they point into is mapped read-only. Methods that read all
- * fields at once are in copies.c. */
+ * fields at once are in the last part of this file. */
 #include "python/record/record.h"
 
 #include "base/checksum.h"

@@ -1,4 +1,4 @@
-/* What stands behind arrays of the ring (see views.h).
+/* What stands behind arrays of the ring.
  *
  * Invariants: a record's space is kept while a view of it is out. When the segment's handle is
  * closed each view gets a private copy, and nothing is asked of a holder or a lane any more. A view

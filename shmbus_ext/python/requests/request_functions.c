@@ -483,7 +483,7 @@ bool py_lead_add_functions(PyObject *module) {
            PyModule_AddFunctions(module, lead_functions_functions) == 0;
 }
 
-/* ---- See request_arguments.h. */
+/* ---- Arguments. */
 bool py_take_segment(PyObject *object, SegmentObject **segment) {
     if (!PyObject_TypeCheck(object, &SegmentType)) {
         PyErr_SetString(PyExc_TypeError, "expected a Segment");

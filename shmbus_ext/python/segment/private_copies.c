@@ -1,4 +1,4 @@
-/* Copies of records under views (see private_copies.h).
+/* Copies of records under views.
  *
  * Invariants:
  *  - Read-only views point into the segment's mapping for views, and nothing else does. Writable
@@ -73,7 +73,7 @@ void py_copies_lock_instead(const struct segment *segment, const struct list_lin
                          (int64_t)SHMBUS_MAX_CLIENTS * SHMBUS_MAX_EXTENTS);
 }
 
-/* ---- The search of locks_held.h: one question to the kernel for each lock that it finds.
+/* ---- Who holds which locks: one question to the kernel for each lock that it finds.
  *
  * Invariant: it takes no lock, so whoever holds one is not disturbed. */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {

@@ -1,4 +1,4 @@
-/* Splits by their labels, for producers, consumers and shmbus.inspect (see split_labels.h).
+/* Splits by their labels, for producers, consumers and shmbus.inspect.
  *
  * Invariant: a label is kept once it was read whole; it never changes. */
 #include "python/segment/segment.h"
