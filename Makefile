@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
-C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h"))
+C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h")) $(sort $(wildcard shmbus_ext/_public*.pyi))
 # The ring without Python; the C tests, the fuzzers and the explorer link it.
 RING_SOURCES := $(sort $(wildcard shmbus_ext/base/*.c shmbus_ext/ring/*.c))
 # What they link: the ring, and what else of the core stands alone.

@@ -224,10 +224,8 @@ bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *na
 PyObject *py_writer_put_group(WriterObject *self, PyObject *args);
 /* cancelled(instance_id, *, round, split) -> bool */
 PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwargs);
-extern const char py_writer_cancelled_doc[];
 
 /* ---- Producer.put_many, and what closing does to one that is under way in another thread. */
-extern const char py_writer_put_many_doc[];
 /* put_many(items, *, timeout=None) -> int */
 PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwargs);
 /* Aborts what is reserved and not committed, of all put_many's under way. */

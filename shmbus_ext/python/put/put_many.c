@@ -187,49 +187,6 @@ void py_writer_abort_batches(WriterObject *self) {
     }
 }
 
-const char py_writer_put_many_doc[] =
-    "put_many($self, items, *, timeout=None)\n--\n\n"
-    "Put a list of trajectories, committed together where the bus has room for all of them.\n\n"
-    "Parameters\n----------\n"
-    "items : iterable of dict\n"
-    "    Each has the arguments of `put` by name, instance_id and arrays too. A \"timeout\" among\n"
-    "    them is checked and otherwise ignored.\n"
-    "timeout : float, optional\n"
-    "    Seconds to wait for space, for all of them together: None waits for ever, 0 does not\n"
-    "    wait.\n\n"
-    "Returns\n-------\n"
-    "int\n"
-    "    How many were put: all of them.\n\n"
-    "Raises\n------\n"
-    "TypeError\n"
-    "    There is no iterable, an item is no dict with str keys, or as for `put`; the message\n"
-    "    says which item it was.\n"
-    "ValueError, RecordTooLargeError\n"
-    "    As for `put`; the message says which item it was.\n"
-    "BusFullError\n"
-    "    There was no space for all within the timeout. Its `accepted` says how many items were\n"
-    "    committed, from the first on; the others can be put again.\n"
-    "BusClosedError, BusRemovedError, StallError\n"
-    "    As for `put`.\n\n"
-    "Notes\n-----\n"
-    "With room for all, no item can be seen before every item is written, and an exception leaves\n"
-    "the bus as it was. On a full bus, all items are checked, then what is written is committed,\n"
-    "and the others follow as space is freed. Any exception after the items were listed has\n"
-    "`accepted`; it is 0 where the bus is as it was.\n\n"
-    "It blocks as `put` does, and several threads may call it at the same time.\n\n"
-    "Examples\n--------\n"
-    ">>> import numpy as np\n"
-    ">>> import shmbus\n"
-    ">>> samples = [\n"
-    "...     {\"instance_id\": \"q1\", \"group_size\": 2, \"index\": i, \"score\": float(i),\n"
-    "...      \"tokens\": np.full(3, i, np.int32)}\n"
-    "...     for i in range(2)\n"
-    "... ]\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
-    "shmbus.Producer(\"run1\") as producer:\n"
-    "...     producer.put_many(samples, timeout=10.0)\n"
-    "2";
-
 PyObject *py_writer_put_many(WriterObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"items", "timeout", NULL};
     PyObject *sequence, *timeout = Py_None;
@@ -400,28 +357,6 @@ PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
     py_writer_tell_reader(self);
     Py_RETURN_NONE;
 }
-
-const char py_writer_cancelled_doc[] =
-    "cancelled($self, instance_id, *, round, split=None)\n--\n\n"
-    "Whether a group has ended without this sample, so that work on it can stop.\n\n"
-    "That is so once a group has the samples that it needs (``need=`` below group_size), was\n"
-    "given up for a failed sample, or has passed its deadline. A read of shared memory, of less\n"
-    "than a microsecond: cheap enough to ask after each turn of a rollout.\n\n"
-    "Parameters\n----------\n"
-    "instance_id : str or int\n"
-    "    The prompt's key, as for `put`.\n"
-    "round : int or None\n"
-    "    The group's round. A group without one is never cancelled: its key may begin again.\n"
-    "split : str, optional\n"
-    "    Who the group is for, as for `put`.\n\n"
-    "Returns\n-------\n"
-    "bool\n"
-    "    True for the last 1,024 groups of the bus that ended so.\n\n"
-    "Raises\n------\n"
-    "TypeError, ValueError\n"
-    "    As for `put`.\n"
-    "BusClosedError\n"
-    "    The producer is closed, or was made before a fork.";
 
 PyObject *py_writer_cancelled(WriterObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"instance_id", "round", "split", NULL};

@@ -5,6 +5,7 @@
  * views of them the record's space is kept until those are gone. */
 #include "python/put/put.h"
 
+#include "public_docs.h"
 #include "python/hooks.h"
 #include "ring/doorbell.h"
 #include "ring/lead.h"
@@ -421,81 +422,13 @@ static PyObject *py_reservation_get_ended(ReservationObject *self, void *ignored
     return PyBool_FromLong(self->ended);
 }
 
-PyDoc_STRVAR(reservation_doc,
-    "A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.\n\n"
-    "``slot[name]`` is a writable view of the ring until commit or abort. As a context manager it\n"
-    "commits, or aborts on an exception. It aborts when it is collected, too.\n\n"
-    "Attributes\n----------\n"
-    "fields : tuple of str\n"
-    "    The names of its arrays.\n"
-    "score : float or None\n"
-    "    The reward; can be set until the end.\n"
-    "policy_version : int or tuple of (int, int)\n"
-    "    The policy that sampled it, or the oldest and the newest; can be set until the end.\n"
-    "meta : object\n"
-    "    Whatever msgspec can encode, within the `meta_room` of `reserve`; can be set, not read.\n"
-    "ended : bool\n"
-    "    Whether it was committed or aborted.\n\n"
-    "Notes\n-----\n"
-    "After its end, and when the producer is closed, filling, setting and ending raise\n"
-    "BusClosedError. Several threads may fill one reservation; one of them ends it.\n\n"
-    "Examples\n--------\n"
-    ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
-    "shmbus.Producer(\"run1\") as producer:\n"
-    "...     fields = {\"tokens\": (\"int32\", 2048)}\n"
-    "...     with producer.reserve(\"q1\", group_size=1, index=0, fields=fields) as slot:\n"
-    "...         slot[\"tokens\"][:3] = 7\n"
-    "...         slot.resize(\"tokens\", 3)\n"
-    "...         slot.score = 0.5\n"
-    "...     producer.stats().committed\n"
-    "1");
-
-PyDoc_STRVAR(resize_doc,
-    "resize($self, name, length, /)\n--\n\n"
-    "Cut the first dimension of a field to what was really written.\n\n"
-    "``slot[name]`` is the shorter view from then on; views taken before are read-only. The space\n"
-    "of the rest stays part of the record.\n\n"
-    "Parameters\n----------\n"
-    "name : str\n"
-    "    A field.\n"
-    "length : int\n"
-    "    Its new length, 0 to the present one.\n\n"
-    "Raises\n------\n"
-    "KeyError\n"
-    "    The reservation has no such field.\n"
-    "ValueError\n"
-    "    The length is out of range, or the field has no dimension.\n"
-    "BusClosedError\n"
-    "    The reservation has ended, or the producer is closed.");
-
-PyDoc_STRVAR(commit_doc,
-    "commit($self)\n--\n\n"
-    "Publish the record, as leaving the ``with`` block does.\n\n"
-    "Its views are read-only from then on. Where a slice of one is still held, which stays\n"
-    "writable, a copy of the record is committed in its place if there is room for one.\n\n"
-    "Raises\n------\n"
-    "ValueError\n"
-    "    What `resize` left is not what the schema declares. The reservation stays open; at the\n"
-    "    end of a ``with`` block it is aborted.\n"
-    "BusClosedError\n"
-    "    The reservation has ended, or the producer is closed.");
-
-PyDoc_STRVAR(abort_doc,
-    "abort($self)\n--\n\n"
-    "Give the space back; nobody ever sees the record.\n\n"
-    "An exception in the ``with`` block does the same.\n\n"
-    "Raises\n------\n"
-    "BusClosedError\n"
-    "    The reservation has ended, or the producer is closed.");
-
 static PyMethodDef reservation_methods[] = {
     {"resize", (PyCFunction)(void (*)(void))py_reservation_resize, METH_VARARGS,
-     resize_doc},
+     DOC_Reservation_resize},
     {"commit", (PyCFunction)(void (*)(void))py_reservation_commit, METH_NOARGS,
-     commit_doc},
+     DOC_Reservation_commit},
     {"abort", (PyCFunction)(void (*)(void))py_reservation_abort, METH_NOARGS,
-     abort_doc},
+     DOC_Reservation_abort},
     {"__enter__", (PyCFunction)(void (*)(void))py_reservation_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)(void (*)(void))py_reservation_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -527,7 +460,7 @@ PyTypeObject ReservationType = {
     .tp_basicsize = sizeof(ReservationObject),
     .tp_dealloc = (destructor)py_reservation_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = reservation_doc,
+    .tp_doc = DOC_Reservation,
     .tp_methods = reservation_methods,
     .tp_getset = reservation_getset,
     .tp_members = reservation_members,

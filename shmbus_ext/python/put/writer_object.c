@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "public_docs.h"
 #include "python/hooks.h"
 #include "ring/doorbell.h"
 #include "ring/segment.h"
@@ -237,118 +238,14 @@ static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
                            self->segment->generation != fork_generation);
 }
 
-PyDoc_STRVAR(put_doc,
-    "put($self, instance_id, *, group_size, index, "
-    "score=0.0, policy_version=0, round=None, split=None, need=None, meta=None, rows=None, "
-    "timeout=None, **arrays)\n--\n\n"
-    "Copy one trajectory into the ring and commit it.\n\n"
-    "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
-    "caller's again, and the record outlives this process.\n\n"
-    "Parameters\n----------\n"
-    "instance_id : str or int\n"
-    "    The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever\n"
-    "    puts them. An int is its decimal text: 17 and \"17\" are one prompt.\n"
-    "group_size : int\n"
-    "    Samples of its group, 1 to 16384; the same for every sample of it.\n"
-    "index : int\n"
-    "    Which sample of its group this is, 0 to group_size - 1. Of several with one index the\n"
-    "    first is kept, the others are dropped as duplicates.\n"
-    "score : float or None, default 0.0\n"
-    "    The reward; finite. An array or tensor with one element is that number. None where it is\n"
-    "    not known yet: whoever reads the group scores it (`Trajectory.score`, or\n"
-    "    `score_group` of a handler), and a sample that nobody scored is an error there, by name.\n"
-    "policy_version : int or tuple of (int, int), default 0\n"
-    "    Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it\n"
-    "    changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the\n"
-    "    trainer's current version, which `Producer.policy_version` reads.\n"
-    "round : int, optional\n"
-    "    Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else\n"
-    "    has, for all samples of a round. With a round, (instance_id, round) is the group's key,\n"
-    "    and a sample of a group that was complete before is dropped as surplus. Without one,\n"
-    "    such a sample begins the prompt's next group.\n"
-    "split : str, optional\n"
-    "    Who the group is for, 1 to 31 bytes of UTF-8; \"train\" where none is given. Groups of\n"
-    "    another split, such as \"eval\", are delivered to who asks for that one, and never trained\n"
-    "    on. It is a part of the group's key. A bus has at most 16.\n"
-    "need : int, optional\n"
-    "    Samples that complete the group, the first that come: at most group_size, which is the\n"
-    "    default. Late ones are dropped as surplus; `cancelled` tells their workers to stop.\n"
-    "    Fewer than group_size need a round.\n"
-    "meta : object, optional\n"
-    "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy\n"
-    "    scalars, arrays and tensors come back as numbers and nested lists, pydantic models and\n"
-    "    dataclasses as dicts, sets as lists, paths as str, enums as their values.\n"
-    "rows : list of mapping, optional\n"
-    "    Of a sample of several rows, such as branches of a conversation: the fields of each row,\n"
-    "    the same in all, and its `prefix_length` where it shares that many tokens with another.\n"
-    "    All fields of a row have one length; what the whole sample has is given beside rows. A\n"
-    "    trainer packs each row as a sequence of its own, with the sample's one advantage. Costs\n"
-    "    one more copy of the arrays.\n"
-    "timeout : float, optional\n"
-    "    Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does\n"
-    "    not wait.\n"
-    "**arrays : array\n"
-    "    The payload, at most 64 fields; each keyword is a field's name, 1 to 255 bytes of UTF-8.\n"
-    "    A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.\n"
-    "    Any shape of at most 32 dimensions, any dtype of fixed size. One that is not\n"
-    "    C-contiguous is copied into that order first.\n"
-    "    Lists and tuples, nested too, become arrays of the dtype that the schema declares;\n"
-    "    without a schema, tokens become int32, loss_mask uint8, logprobs and advantages float32.\n\n"
-    "Raises\n------\n"
-    "TypeError\n"
-    "    An argument is missing or has the wrong type, a value is no array, a list has no\n"
-    "    declared dtype, an element is no number (a bool is none, but in masks), a dtype holds\n"
-    "    Python objects, msgspec cannot encode meta, or the schema has no such field, another\n"
-    "    dtype for it, or requires one that is missing.\n"
-    "ValueError\n"
-    "    An argument is out of range, the score is not finite, there are too many fields or\n"
-    "    dimensions, a list is ragged, its dtype cannot hold a number of it, or a shape is not\n"
-    "    what the schema declares; the message names field and index.\n"
-    "RecordTooLargeError\n"
-    "    The record is larger than `Producer.record_limit`, a quarter of the bus; also a\n"
-    "    ValueError.\n"
-    "BusFullError\n"
-    "    There was no space within the timeout; the message names who holds it.\n"
-    "BusClosedError\n"
-    "    The producer is closed, was made before a fork, or was closed during the wait.\n"
-    "BusRemovedError\n"
-    "    The bus was removed, and under ``attach=\"successor\"`` there was no new one in time.\n"
-    "StallError\n"
-    "    Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall=\"raise\"``.\n\n"
-    "Notes\n-----\n"
-    "This blocks for space only: until a consumer acknowledges groups, or somebody resumes the\n"
-    "bus. Other threads run during the wait, and signals are handled: what a handler raises, such\n"
-    "as KeyboardInterrupt, ends it. `aput` does not block an event loop.\n\n"
-    "After an exception nothing of the trajectory is in the ring, and it can be put again.\n\n"
-    "Several threads may call this at the same time. While 256 KiB or more are copied other\n"
-    "threads run; the arrays must not change before the call returns.\n\n"
-    "Examples\n--------\n"
-    ">>> import numpy as np\n"
-    ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
-    "shmbus.Producer(\"run1\") as producer:\n"
-    "...     producer.put(\"gsm8k-17\", group_size=1, index=0, score=1.0, "
-    "meta={\"env\": \"gsm8k\"},\n"
-    "...                  tokens=np.arange(5, dtype=np.int32))\n"
-    "...     with shmbus.Consumer(\"run1\") as consumer:\n"
-    "...         [group] = consumer.take(timeout=10.0)\n"
-    "...         print(group[0][\"tokens\"], group[0].score, group[0].meta)\n"
-    "...         group.ack()\n"
-    "[0 1 2 3 4] 1.0 {'env': 'gsm8k'}");
-
-PyDoc_STRVAR(close_doc,
-    "close($self)\n--\n\n"
-    "Abort open reservations and leave the bus; what was committed stays.\n\n"
-    "Copies that other threads have under way end first. A second call does nothing.");
-
 static PyMethodDef writer_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_writer_put, METH_FASTCALL | METH_KEYWORDS,
-     put_doc},
+     DOC_Writer_put},
     {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
-     py_writer_put_many_doc},
+     DOC_Writer_put_many},
     {"_put_group", (PyCFunction)(void (*)(void))py_writer_put_group, METH_VARARGS, NULL},
     {"cancelled", (PyCFunction)(void (*)(void))py_writer_cancelled, METH_VARARGS | METH_KEYWORDS,
-     py_writer_cancelled_doc},
+     DOC_Writer_cancelled},
     {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},
@@ -368,7 +265,7 @@ static PyMethodDef writer_methods[] = {
     {"_declare", (PyCFunction)(void (*)(void))py_writer_declare, METH_O, NULL},
     {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
-     close_doc},
+     DOC_Writer_close},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,7 @@
 
 #include <math.h>
 
+#include "public_docs.h"
 #include "python/read/take.h"
 #include "python/segment/segment.h"
 
@@ -115,28 +116,7 @@ static void py_consumer_dealloc(ConsumerObject *self) {
 
 static PyMethodDef consumer_methods[] = {
     {"take", (PyCFunction)(void (*)(void))py_consumer_take, METH_FASTCALL | METH_KEYWORDS,
-     "take($self, max_groups=64, timeout=0.1, *, split=None)\n--\n\n"
-     "Take complete groups of a split, in the order of completion, as soon as there is one.\n\n"
-     "Parameters\n----------\n"
-     "max_groups : int\n"
-     "    How many at the most. With ranks, how many each rank gets at the most of the next step;\n"
-     "    this rank's shard of it is taken, and all ranks have to ask for the same number.\n"
-     "timeout : float, optional\n"
-     "    Seconds to wait for the first: None waits for ever, 0 does not wait.\n"
-     "split : str, optional\n"
-     "    The split, such as \"eval\"; None for the Consumer's own. With a daemon no other than\n"
-     "    that can be taken: a Consumer is made for each split.\n\n"
-     "Returns\n-------\n"
-     "list[Group]\n"
-     "    Maybe empty. Each is leased to the caller until it is acknowledged or given back.\n\n"
-     "Raises\n------\n"
-     "ProtocolError\n"
-     "    A duplicate came, under ``duplicate=\"error\"``; once for each, with nothing lost.\n"
-     "TypeError, ValueError\n"
-     "    `split` is no label, or, with a daemon, not this Consumer's.\n"
-     "StallError\n    Nothing has moved for too long, under ``on_stall=\"raise\"``.\n"
-     "BusBusyError\n    This Consumer has no rank, and ranks came back to a restarted daemon.\n"
-     "BusClosedError\n    The consumer is closed, or was made before a fork.\n"},
+     DOC_ConsumerBase_take},
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -9,6 +9,7 @@
 #include "python/record/record.h"
 
 #include "base/checksum.h"
+#include "public_docs.h"
 #include "python/hooks.h"
 #include "python/segment/segment.h"
 
@@ -312,98 +313,13 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     return text;
 }
 
-PyDoc_STRVAR(trajectory_doc,
-    "One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.\n\n"
-    "A view keeps the record's space for as long as the view lives, "
-    "also after the acknowledgement\n"
-    "and after the end of the consumer. Views cannot be taken after the acknowledgement.\n\n"
-    "Attributes\n----------\n"
-    "instance_id : str\n"
-    "    The prompt's key.\n"
-    "index : int\n"
-    "    Which sample of its group, from 0.\n"
-    "group_size : int\n"
-    "    Samples in its group.\n"
-    "need : int\n"
-    "    Samples that complete its group: group_size, unless its producer asked for fewer.\n"
-    "split : str\n"
-    "    Who it is for: \"train\", or what its producer said.\n"
-    "key : str or tuple\n"
-    "    What tells its group: instance_id, or (instance_id, round); of another split than\n"
-    "    \"train\" (instance_id, round or None, the split's number).\n"
-    "round : int or None\n"
-    "    The producer's round, where it gave one.\n"
-    "score : float\n"
-    "    The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this\n"
-    "    process; before that, reading it raises UnscoredError.\n"
-    "scored : bool\n"
-    "    Whether it has a score.\n"
-    "policy_version : int\n"
-    "    Version of the policy that sampled it; the oldest, where there were several.\n"
-    "newest_policy_version : int\n"
-    "    The newest of them.\n"
-    "sequence : int\n"
-    "    Its number among its producer's commits, from 0.\n"
-    "producer_id : int\n"
-    "    Its producer's number, unique on the bus.\n"
-    "committed_ns : int\n"
-    "    When it was committed: CLOCK_MONOTONIC, nanoseconds.\n"
-    "nbytes : int\n"
-    "    Bytes that it takes in the ring, header and padding included.\n"
-    "released : bool\n"
-    "    Whether it was acknowledged or dropped.\n"
-    "failed : bool\n"
-    "    Whether it reports that its sample failed; False for all that is delivered.\n"
-    "meta : object\n"
-    "    What the producer gave as meta, decoded when it is first read; None where it gave none.\n"
-    "rows : list of Row\n"
-    "    Its rows, each a mapping of names to views, with its `prefix_length`; one, unless it was\n"
-    "    put with rows=.");
-
-PyDoc_STRVAR(keys_doc,
-    "keys($self)\n--\n\n"
-    "Return the names of the array fields.\n\n"
-    "Returns\n-------\n"
-    "tuple of str\n"
-    "    In the producer's order.");
-
-PyDoc_STRVAR(get_doc,
-    "get($self, name, default=None, /)\n--\n\n"
-    "Return a field's read-only view, or the default where there is no such field.\n\n"
-    "Parameters\n----------\n"
-    "name : str\n"
-    "    The field.\n"
-    "default : object, optional\n"
-    "    What to return where the trajectory has no such field.\n\n"
-    "Returns\n-------\n"
-    "numpy.ndarray\n"
-    "    A view of the ring, without a copy; or `default`.\n\n"
-    "Raises\n------\n"
-    "BusClosedError\n"
-    "    The trajectory was acknowledged or dropped, or its consumer is closed.\n"
-    "TypeError\n"
-    "    This process does not know the field's dtype.");
-
-PyDoc_STRVAR(shape_doc,
-    "shape($self, name, /)\n--\n\n"
-    "Return a field's shape without making a view; also after the acknowledgement.\n\n"
-    "Parameters\n----------\n"
-    "name : str\n"
-    "    The field.\n\n"
-    "Returns\n-------\n"
-    "tuple of int\n"
-    "    The sizes of its dimensions.\n\n"
-    "Raises\n------\n"
-    "KeyError\n"
-    "    The trajectory has no such field.");
-
 static PyMethodDef trajectory_methods[] = {
     {"keys", (PyCFunction)(void (*)(void))py_trajectory_keys, METH_NOARGS,
-     keys_doc},
+     DOC_Trajectory_keys},
     {"get", (PyCFunction)(void (*)(void))py_trajectory_get_or, METH_VARARGS,
-     get_doc},
+     DOC_Trajectory_get},
     {"shape", (PyCFunction)(void (*)(void))py_trajectory_shape, METH_O,
-     shape_doc},
+     DOC_Trajectory_shape},
     {NULL, NULL, 0, NULL},
 };
 
@@ -455,7 +371,7 @@ PyTypeObject TrajectoryType = {
     .tp_basicsize = sizeof(TrajectoryObject),
     .tp_dealloc = (destructor)py_trajectory_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = trajectory_doc,
+    .tp_doc = DOC_Trajectory,
     .tp_methods = trajectory_methods,
     .tp_getset = trajectory_getset,
     .tp_members = trajectory_members,
@@ -651,52 +567,11 @@ static PyObject *py_trajectory_reduce(TrajectoryObject *self, PyObject *ignored)
                         self->instance_id, self->index);
 }
 
-PyDoc_STRVAR(items_doc,
-    "items($self)\n--\n\n"
-    "Return the names of the array fields, each with its read-only view.\n\n"
-    "Returns\n-------\n"
-    "tuple of (str, numpy.ndarray)\n"
-    "    In the producer's order; ``dict(trajectory.items())`` has all fields.\n\n"
-    "Raises\n------\n"
-    "BusClosedError, TypeError\n"
-    "    As for `get`.");
-
-PyDoc_STRVAR(values_doc,
-    "values($self)\n--\n\n"
-    "Return the read-only views of all array fields.\n\n"
-    "Returns\n-------\n"
-    "tuple of numpy.ndarray\n"
-    "    In the producer's order.\n\n"
-    "Raises\n------\n"
-    "BusClosedError, TypeError\n"
-    "    As for `get`.");
-
-PyDoc_STRVAR(copy_doc,
-    "copy($self)\n--\n\n"
-    "Copy it out of the ring.\n\n"
-    "Returns\n-------\n"
-    "TrajectoryCopy\n"
-    "    It is read in the same way, owns its arrays, and can be pickled.\n\n"
-    "Raises\n------\n"
-    "BusClosedError, TypeError\n"
-    "    As for `get`.");
-
-PyDoc_STRVAR(to_dict_doc,
-    "to_dict($self)\n--\n\n"
-    "Return the keywords of `Producer.put` that put it again, with owned arrays.\n\n"
-    "Returns\n-------\n"
-    "dict\n"
-    "    \"instance_id\", \"group_size\", \"index\", \"score\", \"policy_version\", \"round\", \"split\",\n"
-    "    \"need\", \"meta\", and each array field by its name.\n\n"
-    "Raises\n------\n"
-    "BusClosedError, TypeError\n"
-    "    As for `get`.");
-
 static PyMethodDef methods[] = {
-    {"items", (PyCFunction)(void (*)(void))py_trajectory_items, METH_NOARGS, items_doc},
-    {"values", (PyCFunction)(void (*)(void))py_trajectory_values, METH_NOARGS, values_doc},
-    {"copy", (PyCFunction)(void (*)(void))py_trajectory_copy, METH_NOARGS, copy_doc},
-    {"to_dict", (PyCFunction)(void (*)(void))py_trajectory_to_dict, METH_NOARGS, to_dict_doc},
+    {"items", (PyCFunction)(void (*)(void))py_trajectory_items, METH_NOARGS, DOC_Trajectory_items},
+    {"values", (PyCFunction)(void (*)(void))py_trajectory_values, METH_NOARGS, DOC_Trajectory_values},
+    {"copy", (PyCFunction)(void (*)(void))py_trajectory_copy, METH_NOARGS, DOC_Trajectory_copy},
+    {"to_dict", (PyCFunction)(void (*)(void))py_trajectory_to_dict, METH_NOARGS, DOC_Trajectory_to_dict},
     {"__reduce__", (PyCFunction)(void (*)(void))py_trajectory_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
