@@ -66,7 +66,7 @@ STUBS = sorted(glob("shmbus_ext/_public*.pyi"))
 
 
 def documentation() -> str:
-    """A C header of the stubs' docstrings: DOC_Writer, DOC_Writer_put and so on."""
+    """Return a C header of the stubs' docstrings: DOC_Writer, DOC_Writer_put and so on."""
     lines = []
     for stub in STUBS:
         for kind in ast.parse(Path(stub).read_text()).body:

@@ -87,10 +87,7 @@ static bool add_types(PyObject *module) {
 }
 
 static bool add_constants(PyObject *module) {
-    struct {
-        const char *name;
-        long value;
-    } constants[] = {
+    const struct named_value constants[] = {
         {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
         {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
         {"NO_ROUND", (long)SHMBUS_NO_ROUND},
@@ -132,12 +129,7 @@ static bool add_constants(PyObject *module) {
         {"LEASE_HELD", LEASE_HELD},
         {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
     };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
-            return false;
-        }
-    }
-    return true;
+    return ADD_CONSTANTS(module, constants);
 }
 
 static bool add_functions(PyObject *module) {

@@ -265,10 +265,7 @@ PyTypeObject ChannelType = {
 };
 
 bool py_channel_add_constants(PyObject *module) {
-    struct {
-        const char *name;
-        long value;
-    } constants[] = {
+    const struct named_value constants[] = {
         {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
         {"CHANNEL_MAX_SLOTS", CHANNEL_MAX_SLOTS},
         {"CHANNEL_MAX_BYTES", (long)CHANNEL_MAX_BYTES},
@@ -296,12 +293,7 @@ bool py_channel_add_constants(PyObject *module) {
         {"CHANNEL_DEAD", CHANNEL_DEAD},
         {"CHANNEL_LEFT", CHANNEL_LEFT},
     };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
-            return false;
-        }
-    }
-    return true;
+    return ADD_CONSTANTS(module, constants);
 }
 
 /* ---- ChannelMemory: a message's payload as a buffer, in place.

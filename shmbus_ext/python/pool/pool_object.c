@@ -275,10 +275,7 @@ PyTypeObject PoolType = {
 };
 
 bool py_pool_add_constants(PyObject *module) {
-    struct {
-        const char *name;
-        long value;
-    } constants[] = {
+    const struct named_value constants[] = {
         {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
         {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
         {"POOL_MAX_RANKS", POOL_MAX_RANKS},
@@ -313,12 +310,7 @@ bool py_pool_add_constants(PyObject *module) {
         {"ROW_ALIVE", ROW_ALIVE},
         {"ROW_DEAD", ROW_DEAD},
     };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
-            return false;
-        }
-    }
-    return true;
+    return ADD_CONSTANTS(module, constants);
 }
 
 /* ---- The tables of a pool as dictionaries. Nothing here is a bound for anything. */
