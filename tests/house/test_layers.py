@@ -67,8 +67,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "a whole bus": ("shmbus", "shmbus.daemon", "shmbus.store"),
     "tensors and weights": (
-        "shmbus.device_calls",
-        "shmbus.tensor_forms",
         "shmbus.tensors",
         "shmbus.weights",
     ),
@@ -111,9 +109,7 @@ OPEN_TO_TRAINERS = (
     "shmbus._programs.",
     "shmbus.batch.",
     "shmbus.channel.",
-    "shmbus.device_calls.",
     "shmbus.inspect.stall_report.wait_sentence",
-    "shmbus.tensor_forms.",
     "shmbus.peers.",
     "shmbus.pool.",
     "shmbus.segment.names.",
