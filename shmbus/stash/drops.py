@@ -1,8 +1,8 @@
 """DropLog: nothing is dropped without a line in the log.
 
 The first drop of each reason is told in full: group, samples, producer, and what to do. Those that
-follow within LOG_INTERVAL_S are summed up. A message is made before the space of its samples is
-released, and logged after it: what a handler of the log does must not come between.
+follow within LOG_INTERVAL_S are summed up. A message is logged after its samples were released:
+what a handler of the log does must not come between.
 """
 
 from __future__ import annotations
@@ -55,13 +55,7 @@ _REMEDIES = {
 
 
 class DropLog:
-    """Tells what a collector drops.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus.
-    """
+    """Tells what a collector drops."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
@@ -78,7 +72,7 @@ class DropLog:
         *,
         superseded: bool = False,
     ) -> None:
-        """Note samples of one group that are about to be released for a reason."""
+        """Note samples of one group that are released; reports of failures while they are held."""
         if self.told is not None and not superseded:
             self.told(reason, samples)
         if superseded:

@@ -17,16 +17,12 @@
 /* Producer, after it has published. Whether it woke a reader. */
 bool doorbell_ring(struct bus_header *header);
 
-/* What the bell says; a producer rings it in either case. */
-enum doorbell_state { BELL_AWAKE = 0, BELL_ANNOUNCED = 1, BELL_ASLEEP = 2 };
+/* What the bell says. */
+enum doorbell_state { BELL_AWAKE = 0, BELL_ANNOUNCED = 1 };
 
 /* Reader: announce sleep, look again, then doorbell_sleep or doorbell_stay. */
 void doorbell_announce(struct bus_header *header);
 void doorbell_stay(struct bus_header *header);
 enum bell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns);
-/* The same, for a reader that others may find asleep: then nothing that was published before they
- * looked is unread, and nothing that was read waits for anybody. */
-enum bell_wait doorbell_sleep_openly(struct bus_header *header, int64_t timeout_ns);
-bool doorbell_is_asleep(const struct bus_header *header);
 
 #endif

@@ -23,7 +23,7 @@ ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Feeder",
     "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
-    "ProducerRequests", "ProducerStats", "ProtocolError", "RecordHead", "RecordReader",
+    "ProducerRequests", "ProducerStats", "ProtocolError",
     "RecordTooLargeError", "Request", "RequestCounts", "Reservation", "RestoredRequests",
     "ShmbusError", "Slot", "StallError", "StallReport", "Trajectory", "TrajectoryCopy",
     "UnscoredError", "WantedSample", "__version__", "unlink",

@@ -21,7 +21,6 @@ from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.relay.sockets import SocketMailbox
 from shmbus.segment.names import companion_name, shm_path
-from shmbus.weights.bridge import FILE, BridgeFile, read_bridge
 from shmbus.weights.errors import WeightsError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.shared_file import SharedFile, open_file, shared_state
@@ -45,14 +44,6 @@ OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "shared weights, replaced": (
         lambda bus, _: companion("shared", bus),
         lambda bus, _: SharedFile(bus).made(Manifest(tensors=()), 1).__enter__(),
-    ),
-    "bridge, read": (
-        lambda _, folder: str(folder / FILE),
-        lambda _, folder: read_bridge(folder / FILE),
-    ),
-    "bridge, replaced": (
-        lambda _, folder: str(folder / FILE),
-        lambda bus, folder: BridgeFile(folder, bus=bus, manifest=Manifest(tensors=())),
     ),
 }
 MADE: dict[str, tuple[Callable[[str, Path], str], Use]] = {

@@ -62,8 +62,6 @@ SHMBUS_ALL = [
     "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
-    "RecordHead",
-    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",

@@ -353,7 +353,7 @@ bool py_request_add_functions(PyObject *module) {
            PyModule_AddFunctions(module, functions) == 0;
 }
 
-/* ---- The admission table for shmbus.stash.lead, the collector's side, and for what others say of it. */
+/* ---- The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
 /* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 for no bound,
  * max_groups 0 and max_versions -1 for none of that kind. */
 static PyObject *py_lead_state(PyObject *module, PyObject *object) {
