@@ -26,6 +26,7 @@ from shmbus._arguments import (
     check_timeout,
     check_wait,
     clamp_request,
+    names_options,
 )
 from shmbus._format import show_wait
 from shmbus._schema import Schema
@@ -152,6 +153,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         consumer.ack(groups)
     """
 
+    @names_options
     def __init__(
         self,
         name: str,

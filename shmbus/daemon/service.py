@@ -89,6 +89,8 @@ class Service:
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
         #: Received while frozen, too.
         self._deferred_trained: list[tuple[Session, messages.EndTrained]] = []
+        #: Received before the clients of the previous daemon have said what they trained.
+        self._deferred_asks: list[tuple[Session, messages.GetTrained]] = []
         #: What each rank, or -1 for a client without one, counts as trained.
         self._trained: dict[int, set[bytes]] = {}
         self._next_forget_s = 0.0
@@ -235,6 +237,10 @@ class Service:
         self._in_doubt.withheld.begin(rest, expected)
         for session, claimed in answers.items():
             session.send(claimed)
+        asks, self._deferred_asks = self._deferred_asks, []
+        for session, ask in asks:
+            if self.sessions.get(session.client) is session:
+                session.send(self._what_was_trained(ask))
         self.serve(now)
 
     def _locked(self, client: int) -> bool:
@@ -367,7 +373,10 @@ class Service:
                 if number in session.leases:
                     session.leases[number].trained_at = request.step
         elif isinstance(request, messages.GetTrained):
-            session.send(self._what_was_trained(request))
+            if self._claims is None:
+                session.send(self._what_was_trained(request))
+            else:
+                self._deferred_asks.append((session, request))
         elif isinstance(request, messages.EndTrained):
             if session.observer:
                 raise errors.ProtocolError("EndTrained from an observer")

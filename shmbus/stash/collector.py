@@ -87,6 +87,7 @@ class Collector:
         #: Whether nothing may be released now: a snapshot is being written.
         self.frozen = False
         self.stash.failures.in_lane = self._requests.is_open
+        self.stash.failures.has_open = self._requests.has_open
         #: Groups that others hold from an earlier collector, and the stash never had; None while
         #: some of them are not known.
         self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list

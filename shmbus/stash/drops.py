@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from shmbus import errors, limits
-from shmbus._format import printable
+from shmbus._format import printable, several
 from shmbus._keys import split_key
 from shmbus._throttle import Throttle
 from shmbus_ext import _core
@@ -85,7 +85,7 @@ class DropLog:
     def note_corrupt(self, count: int, now_s: float) -> None:
         """Note records that the reader has quarantined."""
         if self._throttle.first("corrupt", now_s, count):
-            what = f"dropped {count} records as corrupt: {_REMEDIES['corrupt']}"
+            what = f"dropped {several(count, 'record')} as corrupt: {_REMEDIES['corrupt']}"
             self._messages.append((logging.WARNING, self._line(what)))
 
     def flush(self) -> None:
@@ -97,7 +97,9 @@ class DropLog:
     def sum_up(self, now_s: float = math.inf) -> None:
         """Log the sums of intervals that are over; all of them without a time."""
         for reason, count in self._throttle.sums(now_s):
-            what = f"dropped {count:,} more trajectories as {reason} since the last such line"
+            what = (
+                f"dropped {several(count, 'more trajectory')} as {reason} since the last such line"
+            )
             logger.log(_level(reason), "%s", self._line(what))
 
     def _line(self, what: str) -> str:

@@ -50,6 +50,10 @@ class Requests:
         """Whether a group was offered through the lane, and has not ended."""
         return self.used and self._find(key) is not None
 
+    def has_open(self) -> bool:
+        """Whether there are samples that nobody has taken yet."""
+        return _core.request_totals(self._segment)[1] > 0
+
     def _key(self, id_: str, round: int | None, split: str) -> Hashable:
         return make_key(id_, round, _core.split_number(self._segment, split))
 

@@ -376,7 +376,8 @@ class Stash(Generic[S]):
             self._discard_group(reason, key, samples)
             self._discard("failed", key, reports)
         if has_round(key):
-            self.table.recent[key] = None
+            # Where nobody has asked for it on this bus, whoever does so begins it anew.
+            self.table.recent[key] = None if self.failures.in_lane(key) else 0
         self._cancel(key)
         self._note_failing()
 
@@ -439,8 +440,7 @@ class Stash(Generic[S]):
     def follow_lane(self, now_s: float) -> None:
         """Open the request lane once a sample has come, and note which requests are due."""
         lane = self.failures.lane
-        if lane.paused:
-            lane.look(self.table.accepted)
+        lane.look(self.table.accepted)
         if lane.changed:
             lane.changed = False
             self.failures.dirty = True

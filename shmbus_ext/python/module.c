@@ -6,7 +6,6 @@
 #include "python/channel/channel.h"
 #include "python/uninterrupted.h"
 #include "python/companion.h"
-#include "python/gateway/answer_functions.h"
 #include "python/gateway/lift_numbers.h"
 #include "python/group/group.h"
 #include "python/hooks.h"
@@ -142,7 +141,7 @@ static bool add_functions(PyObject *module) {
         py_origin_head_add_functions,
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
-        py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
+        py_arguments_add_constants,    py_lift_add_functions,
         py_convert_add_functions,      py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {

@@ -40,6 +40,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus._version",
         "shmbus.copies",
         "shmbus.errors",
+        "shmbus.http",
         "shmbus.inspect.types",
         "shmbus.inspect.view_types",
         "shmbus.ledger",
@@ -81,7 +82,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "parts of a trainer": (
         "trainer_adapter._arguments",
         "trainer_adapter._masked",
-        "trainer_adapter._near_names",
         "trainer_adapter.advantages",
         "trainer_adapter.attention",
         "trainer_adapter.balance",
@@ -102,10 +102,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room in rooms}
 
-# What a trainer may use of shmbus: its public names, these rooms, how files are called, and how
-# programs are started.
+# What a trainer may use of shmbus: its public names, these rooms, how files are called, how
+# programs are started, and words of messages.
 OPEN_TO_TRAINERS = (
     "shmbus._checks.",
+    "shmbus._format.several",
+    "shmbus._near_names.unknown_option",
     "shmbus._programs.",
     "shmbus.batch.",
     "shmbus.channel.",
@@ -126,6 +128,7 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.cli._show.take_seconds",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
+    "shmbus.http.",
     "shmbus.inspect.dump.inspect",
     "shmbus_ext._core",
 )

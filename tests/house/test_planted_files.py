@@ -16,7 +16,7 @@ import pytest
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
 from shmbus.channel.lifecycle import channel_path, open_handle
 from shmbus.engines.pause_note import PauseNote, paused_by
-from shmbus.gateway.handover import Handover
+from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.relay.sockets import SocketMailbox
@@ -48,7 +48,7 @@ OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
 }
 MADE: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "pause note": (lambda bus, _: companion("fleet", bus), lambda bus, _: PauseNote(bus)),
-    "gateway": (lambda bus, _: companion("gateway", bus), lambda bus, _: Handover(Bus.open(bus))),
+    "gateway": (lambda bus, _: companion("gateway", bus), lambda bus, _: Journal(Bus.open(bus))),
 }
 
 
@@ -163,7 +163,7 @@ def test_a_gateway_without_memory_names_its_file(bus: Bus, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CapacityError, match=companion("gateway", bus.name)):
-        Handover(bus)
+        Journal(bus)
     os.unlink(companion("gateway", bus.name))
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 
 __all__ = ["BusReader"]
 
@@ -25,15 +25,7 @@ _MOST = 32 * settings.TAKE_GROUPS
 
 
 class BusReader:
-    """Reads one bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    daemon : bool or None
-        As for `shmbus.Consumer`.
-    """
+    """Reads one bus."""
 
     def __init__(self, name: str, daemon: bool | None) -> None:
         self._name = name
@@ -56,13 +48,7 @@ class BusReader:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
     async def attach(self) -> None:
-        """Become a consumer of the bus.
-
-        Raises
-        ------
-        Refusal
-            Another process reads it, or its daemon does not answer.
-        """
+        """Become a consumer of the bus, unless another process reads it."""
         async with self._attaching:
             if self._consumer is not None:
                 return

@@ -6,14 +6,11 @@ Invariants:
 - The state is in one of two places, whole, with a checksum; the other is written next.
 - An entry of the journal is one write below a page, which no death parts.
 - A file of an earlier bus of the same name counts as none.
-- The number in the file is that of the last answer whose last byte was sent: it is stored in the
-  same instant.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 import zlib
@@ -24,31 +21,24 @@ import msgspec
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
-from shmbus_ext import _core
 
-__all__ = ["PUT", "PUTTING", "BodyKey", "Handover", "JournalEntry"]
+__all__ = ["BodyKey", "Journal", "JournalEntry"]
 
-_MAGIC: Final = b"SHMGATE2"
+_MAGIC: Final = b"SHMGATE3"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")
-_ENTRY = struct.Struct("<BxHIIIQQH6xQ")
-_ENTRY_BYTES: Final = 64
+#: Groups that a body has, its key, what they are called, how many were put, and the mark.
+_ENTRY = struct.Struct("<H2xIIIQQH6xQ16x")
 _PAGE: Final = 4096
-#: Where the first page has the number of the last answer.
-_ANSWER_AT: Final = 1024
 #: Bytes of the state: all environments that may register, with the longest names.
 _STATE_BYTES: Final = 16 << 20
 #: Bytes of it that are allocated from the start: hundreds of environments with usual names.
 _STATE_NOW: Final = 64 << 10
 _PLACES: Final = (_PAGE, _PAGE + _STATE_BYTES)
 _JOURNAL: Final = _PAGE + 2 * _STATE_BYTES
-
-#: States of an entry: its records are being put, or all of them are.
-PUTTING: Final = 1
-PUT: Final = 2
 
 
 class BodyKey(NamedTuple):
@@ -64,8 +54,6 @@ class JournalEntry(NamedTuple):
 
     Attributes
     ----------
-    state : int
-        PUTTING or PUT.
     groups : int
         How many groups it had.
     key : BodyKey
@@ -75,11 +63,10 @@ class JournalEntry(NamedTuple):
     done : int
         How many of them were in the bus, whole, at least.
     mark : int
-        How many records its producer's slot had committed by then, and 1; 0 where others may have
-        been committed since that are not of this body.
+        How many records its producer's slot has committed at least once the group behind those is
+        in the bus; 0 where others may have been committed since that are not of this body.
     """
 
-    state: int
     groups: int
     key: BodyKey
     producer_id: int
@@ -88,37 +75,13 @@ class JournalEntry(NamedTuple):
     mark: int = 0
 
 
-class Handover:
-    """The file, held by this process.
-
-    Parameters
-    ----------
-    bus : Bus
-        The bus.
-
-    Attributes
-    ----------
-    state : bytes or None
-        What the predecessor stored last.
-    entries : list of (int, JournalEntry)
-        Its journal, with the number of each entry; they stay until `close_entry`.
-    answer : int
-        The number of the last answer whose last byte was sent.
-
-    Raises
-    ------
-    RuntimeError
-        Another gateway serves this bus.
-    PermissionError, LayoutMismatchError
-        What lies in its place is another user's, or no regular file.
-    CapacityError
-        /dev/shm has no room for it.
-    """
+class Journal:
+    """The file, held by this process."""
 
     def __init__(self, bus: shmbus.Bus) -> None:
         self.path = "/dev/shm" + companion_name("gateway", bus.name)
         self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT, f"the gateway of bus {bus.name!r}")
-        entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY_BYTES
+        entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY.size
         try:
             self._lock(bus.name)
             head = os.pread(self._fd, _HEAD.size, 0)
@@ -132,9 +95,11 @@ class Handover:
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, bus.created_unix_ns, os.getpid()), 0)
             self.state, self._version = self._newest()
             journal = os.pread(self._fd, entries_bytes, _JOURNAL)
-            found = enumerate(map(_unpack, _cut(journal)))
-            self.entries = [(number, entry) for number, entry in found if entry is not None]
-            self._notes = mmap.mmap(self._fd, _PAGE)
+            self.entries = [
+                (number, JournalEntry(groups, BodyKey(*numbers[:3]), *numbers[3:]))
+                for number, (groups, *numbers) in enumerate(_ENTRY.iter_unpack(journal))
+                if groups
+            ]
         except BaseException:
             os.close(self._fd)
             raise
@@ -181,13 +146,7 @@ class Handover:
         return found
 
     def store(self, state: msgspec.Struct) -> None:
-        """Store the state for a successor.
-
-        Raises
-        ------
-        Refusal
-            It is larger than any state may be, or shared memory is full.
-        """
+        """Store the state for a successor."""
         data = msgspec.json.encode(state)
         start = _PLACES[(self._version + 1) % 2]
         head = _PLACE.pack(self._version + 1, len(data), zlib.crc32(data))
@@ -203,21 +162,6 @@ class Handover:
             ) from error
         self._version += 1
 
-    @property
-    def answer(self) -> int:
-        """The number of the last answer whose last byte was sent."""
-        return int.from_bytes(self._notes[_ANSWER_AT : _ANSWER_AT + 8], "little")
-
-    def send_last(self, socket: int, byte: bytes, number: int) -> bool:
-        """Send the last byte of an answer, and note its number; False where there is no room now.
-
-        Raises
-        ------
-        OSError
-            The client has gone. Nothing was sent, nor noted.
-        """
-        return _core.send_last_byte(socket, byte, self._notes, _ANSWER_AT, number)
-
     def open_entry(self, entry: JournalEntry) -> int | None:
         """Note a body that is being put; None where the journal is full."""
         if not self._free:
@@ -228,32 +172,16 @@ class Handover:
 
     def write_entry(self, number: int, entry: JournalEntry) -> None:
         """Replace an entry."""
-        numbers = (entry.producer_id, entry.first, entry.done, entry.mark)
-        packed = _ENTRY.pack(entry.state, entry.groups, *entry.key, *numbers)
-        os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY_BYTES)
+        packed = _ENTRY.pack(entry.groups, *entry.key, *entry[2:])
+        os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY.size)
 
     def close_entry(self, number: int) -> None:
         """Forget a body: its answer was delivered, or nobody will ask again."""
-        os.pwrite(self._fd, bytes(_ENTRY.size), _JOURNAL + number * _ENTRY_BYTES)
+        os.pwrite(self._fd, bytes(_ENTRY.size), _JOURNAL + number * _ENTRY.size)
         self._free.append(number)
 
     def close(self, *, remove: bool = False) -> None:
         """Leave the file to a successor, or remove it."""
         if remove:
             os.unlink(self.path)
-        self._notes.close()
         os.close(self._fd)
-
-
-def _cut(journal: bytes) -> list[bytes]:
-    return [
-        journal[at : at + _ENTRY.size]
-        for at in range(0, len(journal) - _ENTRY_BYTES + 1, _ENTRY_BYTES)
-    ]
-
-
-def _unpack(packed: bytes) -> JournalEntry | None:
-    state, groups, length, crc, adler, producer_id, first, done, mark = _ENTRY.unpack(packed)
-    if state not in (PUTTING, PUT):
-        return None
-    return JournalEntry(state, groups, BodyKey(length, crc, adler), producer_id, first, done, mark)

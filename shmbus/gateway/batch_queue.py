@@ -1,12 +1,16 @@
 """Groups from the bus to trainers: the queue that batches are made of, and what was given.
 
+The protocols of Atropos and slime have no acknowledgement, so a request for the next batch is taken
+as one for those before it, and a registration as the word of a trainer that was started again.
+
 Invariants:
 
 - Every group that was taken is in one place: the queue, a batch, or acknowledged.
 - A group that cannot be answered is dropped, and named; those around it go on.
 - `drain` returns after everything that was in the bus when it was called is in the queue.
-- What is given is stored before the last byte of its answer leaves, and a successor learns whether
-  that left: it neither gives a batch again to a trainer that has it, nor forgets one.
+- A batch is ready, being answered, given or ended; it is acknowledged only after its answer was
+  delivered whole, and another one asked for. One that was not is the next to be answered.
+- What is given is stored once its answer has left: a gateway that is killed before gives it again.
 """
 
 from __future__ import annotations
@@ -15,23 +19,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
-from typing import Any, Final
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 import shmbus
-from shmbus.gateway.deliveries import Batch, Deliveries
-from shmbus.gateway.handover import Handover
-from shmbus.gateway.reader import BusReader
-from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.registry import Ending, Registry
+from shmbus.gateway.bus_reader import BusReader
+from shmbus.gateway.registry import Registry
 from shmbus.gateway.settings import DRAIN_S, STALE_S
+from shmbus.http.access import Refusal
 from shmbus.peers import atropos, slime
 from shmbus.peers.atropos_queue import Availability, GroupQueue, Waiting
 
-__all__ = ["ATROPOS", "SLIME", "Supply"]
+__all__ = ["Batch", "BatchQueue", "Deliveries"]
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -40,26 +42,123 @@ ATROPOS: Final = "atropos"
 SLIME: Final = "slime"
 
 
-class Supply:
-    """What trainers are given.
+class Leased(Protocol):
+    """What a batch is made of."""
 
-    Parameters
-    ----------
-    bus : Bus
-        The bus.
-    reader : BusReader
-        Takes its groups.
-    registry : Registry
-        Whose group sizes and shares apply.
-    keep_batches, group_size : int
-        As in the settings.
-    store : callable
-        Stores the registry's state for a successor.
-    handover : Handover
-        Notes with which answer that state is out of date.
-    on_seen : callable
-        Called with the key of each group that was taken.
-    """
+    @property
+    def group(self) -> Any:
+        """The bus group, leased."""
+
+
+T = TypeVar("T", bound=Leased)
+
+
+class Batch(Generic[T]):
+    """Groups that go to a trainer together."""
+
+    def __init__(self, parts: list[T], ids: list[str] | None = None) -> None:
+        self.parts = parts
+        self.ids = [part.group.instance_id for part in parts] if ids is None else ids
+        self.times = 0
+        self.acknowledged = False
+        #: Ends the answer that it is being given by.
+        self.abort: Callable[[], None] = lambda: None
+
+
+class Deliveries(Generic[T]):
+    """Batches of one kind, of which `keep` stay given: one for each trainer process."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._ready: deque[Batch[T]] = deque()
+        self._answering: list[Batch[T]] = []
+        self._given: deque[Batch[T]] = deque()
+        #: Whether one was given since the last registration.
+        self.answered = False
+        #: How often what is ready has changed.
+        self.changes = 0
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._answering) + len(self._given)
+
+    def given_ids(self) -> list[list[str]]:
+        """Return the keys of what was given, for a successor."""
+        return [batch.ids for batch in self._given]
+
+    def ready_parts(self) -> list[T]:
+        """Return what waits to be answered again: no trainer has it."""
+        return [part for batch in self._ready for part in batch.parts]
+
+    def due(self) -> list[Batch[T]]:
+        """Take out what a request for the next batch acknowledges."""
+        found = []
+        while len(self._given) >= self._keep:
+            found.append(self._given.popleft())
+        return found
+
+    def next_ready(self) -> Batch[T] | None:
+        """Return a batch that has to be answered again, if there is one."""
+        return self._ready[0] if self._ready else None
+
+    def begin(self, batch: Batch[T]) -> None:
+        """Note that a batch is being answered."""
+        if self._ready and self._ready[0] is batch:
+            self._ready.popleft()
+            self.changes += 1
+        batch.times += 1
+        self._answering.append(batch)
+
+    def delivered(self, batch: Batch[T]) -> bool:
+        """Note that all of its answer was written; False where it was forgotten meanwhile."""
+        if batch not in self._answering:
+            return False
+        self._answering.remove(batch)
+        self._given.append(batch)
+        self.answered = True
+        return True
+
+    def lost(self, batch: Batch[T]) -> bool:
+        """Note that its answer did not reach its trainer; returns whether it comes again."""
+        for held in (self._answering, self._given):
+            if batch in held:
+                held.remove(batch)
+                self._ready.appendleft(batch)
+                self.changes += 1
+                return True
+        return False
+
+    def restarted(self) -> int:
+        """Have all that was given answered again: the trainer was started anew."""
+        count = len(self._given)
+        self._ready.extendleft(reversed(self._given))
+        self._given.clear()
+        self.changes += 1
+        self.answered = False
+        return count
+
+    def restore(self, ids: list[str]) -> Batch[T]:
+        """Take over a batch that a predecessor gave; its parts follow."""
+        batch: Batch[T] = Batch([], ids)
+        self._given.append(batch)
+        self.answered = True
+        return batch
+
+    def clear(self) -> list[T]:
+        """Forget everything, and return it; answers under way end, since others get the groups."""
+        for batch in self._answering:
+            batch.abort()
+        batches: Iterable[Batch[T]] = [*self._ready, *self._given, *self._answering]
+        found = [part for batch in batches for part in batch.parts]
+        self._ready.clear()
+        self._given.clear()
+        self._answering.clear()
+        self.changes += 1
+        self.answered = False
+        return found
+
+
+class BatchQueue:
+    """What trainers are given; `store` stores the registry's state for a successor."""
 
     def __init__(
         self,
@@ -70,15 +169,11 @@ class Supply:
         keep_batches: int,
         group_size: int,
         store: Callable[[], None],
-        handover: Handover,
-        on_seen: Callable[[str], None],
     ) -> None:
         self._bus = bus
         self._reader = reader
         self._registry = registry
         self._store = store
-        self._handover = handover
-        self._on_seen = on_seen
         self.queue = GroupQueue()
         self.samples = slime.SampleGroups(group_size)
         self.batches: Deliveries[Waiting] = Deliveries(keep_batches)
@@ -114,7 +209,6 @@ class Supply:
             unusable: list[shmbus.Group] = []
             acknowledged: list[shmbus.Group] = []
             for group in await self._reader.take():
-                self._on_seen(group.instance_id)
                 if not self._sort(group, acknowledged):
                     unusable.append(group)
             self._drained_s = time.monotonic()
@@ -270,37 +364,13 @@ class Supply:
             await self._reader.ack(groups)
             self._note()
 
-    def finish(
-        self, deliveries: Deliveries[Any], batch: Batch[Any], socket: int, byte: bytes
-    ) -> bool:
-        """Send the last byte of an answer, and note that; False where there is no room now.
-
-        Raises
-        ------
-        ConnectionResetError
-            The client has gone, or the batch, or a successor could not be told.
-        """
-        if not deliveries.is_answering(batch):
-            raise ConnectionResetError("its groups were given to others meanwhile")
-        state = self._registry.state
-        first = batch.times == 1 and deliveries is self.batches
-        kind = ATROPOS if deliveries is self.batches else SLIME
-        number = self._handover.answer + 1
-        state.ending = Ending(number=number, kind=kind, ids=batch.ids, step=state.step + first)
-        try:
-            self._store()
-            sent = self._handover.send_last(socket, byte, number)
-        except (OSError, Refusal) as error:
-            raise ConnectionResetError(f"an answer could not be ended: {error}") from error
-        finally:
-            ending, state.ending = state.ending, None
-        if sent:
-            if deliveries.delivered(batch):
-                state.step = ending.step
-            # What was stored before says the same, with the number that is noted now.
+    def given(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
+        """Note that all of its answer has left."""
+        if deliveries.delivered(batch):
+            if batch.times == 1 and deliveries is self.batches:
+                self._registry.state.step += 1
             with contextlib.suppress(Refusal):
                 self._note()
-        return sent
 
     def lost(self, deliveries: Deliveries[Any], batch: Batch[Any]) -> None:
         """Note that the answer did not reach its trainer."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 from shmbus.peers.atropos import KEYS
 from shmbus_ext import _core
 
@@ -134,13 +134,7 @@ def _as_numbers(value: Any) -> Any:
 
 
 def decode(body: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
-    """Return a body as `kind`.
-
-    Raises
-    ------
-    Refusal
-        It is no JSON, or lacks something, or has it in another type.
-    """
+    """Return a body as `kind`."""
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -157,13 +151,7 @@ def decode_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> list[ScoredGroup]:
-    """Return the groups of a body: one, or a list of them.
-
-    Raises
-    ------
-    Refusal
-        As for `decode`, or a message has no role or content.
-    """
+    """Return the groups of a body: one, or a list of them."""
     groups = _decode_plain(body, several)
     if groups is None:
         try:
