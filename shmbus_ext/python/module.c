@@ -2,26 +2,21 @@
 #define SHMBUS_IMPORTS_NUMPY
 #include "python/binding.h"
 
+#include "base/checksum.h"
+#include "base/clock.h"
 #include "python/batch/batch.h"
 #include "python/channel/channel.h"
-#include "python/uninterrupted.h"
 #include "python/companion.h"
 #include "python/gateway/lift_numbers.h"
 #include "python/group/group.h"
 #include "python/hooks.h"
 #include "python/pool/pool.h"
-#include "python/record/record.h"
 #include "python/put/put.h"
-#include "python/read/borrower.h"
-#include "python/read/consumer_base.h"
-#include "python/read/end_lease.h"
-#include "python/read/reader_object.h"
-#include "python/read/recursive_lock.h"
-#include "python/read/take.h"
+#include "python/read/read.h"
+#include "python/record/record.h"
 #include "python/requests/requests.h"
 #include "python/segment/segment.h"
-#include "base/checksum.h"
-#include "base/clock.h"
+#include "python/uninterrupted.h"
 
 static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     (void)module;

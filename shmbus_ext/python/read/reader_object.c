@@ -3,7 +3,7 @@
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
  * serialises its calls; it is released only while the reader sleeps. */
 #define _GNU_SOURCE
-#include "python/read/reader_object.h"
+#include "python/read/read.h"
 
 #include <sched.h>
 

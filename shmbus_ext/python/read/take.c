@@ -9,13 +9,11 @@
  *   owner.
  * - A group is under lease in its table before an object is made of it.
  * - After a wake-up, deliver first; run maintenance on the next pass. */
-#include "python/read/take.h"
+#include "python/read/read.h"
 
 #include <math.h>
 
 #include "python/group/group.h"
-#include "python/read/reader_object.h"
-#include "python/read/recursive_lock.h"
 #include "python/uninterrupted.h"
 #include "python/hooks.h"
 #include "base/clock.h"
