@@ -146,7 +146,7 @@ class Prompt:
     Parameters
     ----------
     raw : bytes
-        What `encode_prompt` made, from `start` on.
+        What `encode_prompt` made, from `start` on; empty where there is no prompt.
     start : int
         Where it begins.
     """
@@ -156,7 +156,7 @@ class Prompt:
     def __init__(self, raw: bytes, start: int) -> None:
         self._raw = raw
         self._start = start
-        self._fields: dict[str, NDArray[Any]] | None = None
+        self._fields: dict[str, NDArray[Any]] | None = None if raw else {}
         self._meta: bytes | None = None
 
     @property
@@ -210,7 +210,7 @@ class Request:
     split : str
         What the group is for.
     group_size : int
-        Samples of the group.
+        Samples of the group; 0 where that is not known, of a sample that `requests.retries` gave.
     need : int
         How many of them make it complete.
     index : int

@@ -161,7 +161,7 @@ def test_a_reason_with_surrogates_is_still_a_reason(bus: Bus) -> None:
     ):
         producer.fail("a", 0, "no utf-8: \udcff", group_size=2)
         assert consumer.take(timeout=0) == []
-        (wanted,) = producer.wanted()
+        (wanted,) = producer.requests.retries()
         assert wanted.reason == "no utf-8: ?"
 
 

@@ -84,7 +84,7 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
 
         producing = [
             work(fail, over),
-            work(lambda i: producer.wanted(), over),
+            work(lambda i: producer.requests.retries(), over),
             work(lambda i: producer.put(f"g{i}", group_size=1, index=0, timeout=60, x=data), over),
         ]
         reading = [

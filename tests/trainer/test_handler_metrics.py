@@ -203,7 +203,7 @@ def test_a_filter_drops_useless_groups_and_says_how_many_to_sample(
         assert set(batch.instance_ids) == {"long"}
         handler.ack(batch)
         assert handler.stats().dropped == {"filtered": 2, "zero_variance": 4}
-        assert handler.refill == producer.groups_useless == 2
+        assert handler.refill == producer.groups_dropped == 2
         assert handler.metrics()["refill/groups"] == 2
         assert handler.metrics()["refill/groups"] == 0
         put(producer, "cut", [1.0, 0.0, 0.0], meta={"finish_reason": "length"})

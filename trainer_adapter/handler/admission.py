@@ -211,7 +211,7 @@ class Admission:
         pairs = [(group, [*islice(left, len(group.trajectories))]) for group in groups]
         useless = [group for group, own in pairs if not self._keeps(group, own)]
         if useless:
-            self._consumer.drop(useless, useless=True)
+            self._consumer.drop(useless, reason="filtered")
         return [(group, sum(own)) for group, own in pairs if group.state == "leased"]
 
     def _keeps(self, group: shmbus.Group, lengths: list[int]) -> bool:

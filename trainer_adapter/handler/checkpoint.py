@@ -37,7 +37,7 @@ class HandlerState(msgspec.Struct, frozen=True):
         Lasting names of the samples of all batches that were yielded, on any rank, and that may
         come again.
     requests : dict | None
-        Requests that were offered and not trained, as `shmbus.Consumer.requests_state` has them.
+        Requests that were offered and not trained, as `shmbus.Consumer.state_dict` has them.
     offer : dict | None
         Where it stands in the prompts of `OnlineDataHandler.offer`.
     """

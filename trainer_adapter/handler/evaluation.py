@@ -66,7 +66,7 @@ class EvaluatingHandler:
         """
         if split == "train":
             raise ValueError("split: expected another than 'train', whose groups come as batches")
-        if not self._consumer.served:
+        if not self._consumer.has_daemon:
             return self._scored_now(self._consumer.take(max_groups, timeout, split=split))
         if split not in self._evaluators:
             self._evaluators[split] = shmbus.Consumer(self._consumer.name, split=split)

@@ -164,7 +164,7 @@ class BatchMeter:
 
     def __init__(self, ledger: shmbus.Ledger, now_s: float) -> None:
         self._dropped: Mapping[str, int] = dict(ledger.dropped)
-        self._useless = ledger.groups_useless
+        self._useless = ledger.groups_dropped
         self._since_s = now_s
         self._begin()
 
@@ -246,7 +246,7 @@ class BatchMeter:
             **self._of_bus(ledger),
         }
         self._dropped = dict(ledger.dropped)
-        self._useless = ledger.groups_useless
+        self._useless = ledger.groups_dropped
         self._since_s = now_s
         self._begin()
         return found
@@ -285,7 +285,7 @@ class BatchMeter:
         return {
             "drops/total": sum(drops.values()),
             **{f"drops/{reason}": count for reason, count in drops.items()},
-            "refill/groups": float(ledger.groups_useless - self._useless),
+            "refill/groups": float(ledger.groups_dropped - self._useless),
             "bus/fill": 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0,
             "bus/groups_open": float(ledger.groups_open),
             "bus/groups_ready": float(ledger.groups_ready),
@@ -306,7 +306,7 @@ class MeteredHandler:
 
     def _begin_metrics(self) -> None:
         now_s, ledger = time.monotonic(), self._consumer.stats()
-        self._useless_before = ledger.groups_useless
+        self._useless_before = ledger.groups_dropped
         self._meter = BatchMeter(ledger, now_s)
         self._told = None if self._on_metrics is None else BatchMeter(ledger, now_s)
         # Looking for truncated samples costs a search of each meta.
@@ -319,9 +319,9 @@ class MeteredHandler:
 
         For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
         without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
-        workers that choose their prompts read the same count by `Producer.groups_useless`.
+        workers that choose their prompts read the same count by `Producer.groups_dropped`.
         """
-        return self._consumer.stats().groups_useless - self._useless_before
+        return self._consumer.stats().groups_dropped - self._useless_before
 
     def stats(self) -> shmbus.Ledger:
         """Return the ledger of the bus.

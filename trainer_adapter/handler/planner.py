@@ -441,7 +441,7 @@ class BatchPlanner(Generic[BatchT]):
     # -- steps of several ranks -----------------------------------------------------------------
 
     def step_options(self) -> dict[str, Any]:
-        """Return this budget as options of `Consumer.take_step`.
+        """Return this budget as options of `Consumer.take_shard`.
 
         Returns
         -------

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
 from shmbus._checks import checked_int
+from shmbus.open_requests import RestoredRequests
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prompt_source import PromptSource, check_state, rank_state
 
@@ -93,7 +94,7 @@ class RequestingHandler:
         self._requested = False
         #: Whether this run offers prompts itself, and so goes over its data again by itself.
         self._offers = False
-        self._restored_requests: shmbus.RestoredRequests | None = None
+        self._restored_requests: RestoredRequests | None = None
         #: Offered by an earlier life of this run, beyond where it stands in its data.
         self._ahead: Counter[_Key] = Counter()
         #: Trained by an earlier life, and not acknowledged yet.
@@ -392,7 +393,7 @@ class RequestingHandler:
         """
         if not self._saves_requests:
             return None
-        state: Any = self._consumer.requests_state()
+        state: Any = self._consumer.state_dict()
         trained = self._trained_open + (
             on_ranks
             | _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
@@ -422,10 +423,10 @@ class RequestingHandler:
             return  # whoever saved the state: two ranks would offer twice
         state: Any = saved
         if saved is None:
-            state = {**self._consumer.requests_state(), "open": []}
+            state = {**self._consumer.state_dict(), "open": []}
             # Of this bus it means that nothing had been offered; of another one, nothing is known.
             state["number"] = 0 if here else None
-        restored = self._consumer.load_requests_state(state)
+        restored = self._consumer.load_state_dict(state)
         self._restored_requests = restored
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
         self._trained_open = Counter(restored.trained)
@@ -443,6 +444,6 @@ class RequestingHandler:
             )
 
     @property
-    def restored_requests(self) -> shmbus.RestoredRequests | None:
+    def restored_requests(self) -> RestoredRequests | None:
         """What `load_state_dict` did with requests; None before, and on ranks other than 0."""
         return self._restored_requests

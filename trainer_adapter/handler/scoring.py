@@ -164,7 +164,7 @@ class ScoringHandler:
         _check_score_group(score_group)
         self._scoring = None
         if score_group is not None:
-            drop = functools.partial(self._consumer.drop, useless=True)
+            drop = functools.partial(self._consumer.drop, reason="filtered")
             self._scoring = GroupScoring(
                 score_group,
                 drop if world_size == 1 else None,

@@ -56,7 +56,7 @@ def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
     ----------
     consumer : shmbus.Consumer
     options : dict
-        Of `Consumer.take_step`: groups, tokens, max_wait, field.
+        Of `Consumer.take_shard`: groups, tokens, max_wait, field.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
     """
 
     def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
-        return consumer.take_step(**options, timeout=seconds, only_full=not awaited)
+        return consumer.take_shard(**options, timeout=seconds, only_full=not awaited)
 
     return take
 
