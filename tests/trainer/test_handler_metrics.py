@@ -292,7 +292,7 @@ def test_figures_whose_count_was_interrupted_are_added_up_nevertheless(
         for _ in groups:
             handler.ack(handler.next_batch(10))
         # As an exception between noting a batch and counting its samples leaves it.
-        handler._meter._pending_samples -= 1
+        handler._metrics._meter._pending_samples -= 1
         found = handler.metrics()
         scores = [s["score"] for group in groups.values() for s in group]
         assert found["batches"] == 3

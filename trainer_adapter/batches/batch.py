@@ -20,7 +20,7 @@ import shmbus
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
-__all__ = ["Batch", "Layout", "UnseenBatch", "copy_to_device", "pad_batch"]
+__all__ = ["Batch", "Layout", "copy_to_device", "pad_batch"]
 
 Layout = Literal["packed", "padded"]
 
@@ -265,24 +265,6 @@ def _shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"list [{len(value)}]"
-
-
-class UnseenBatch(Batch):
-    """A batch on its way to the trainer, at which nobody has looked; then it is a `Batch`."""
-
-    def __getattribute__(self, name: str) -> Any:
-        self.__class__ = Batch  # type: ignore[assignment]
-        return getattr(self, name)
-
-    @classmethod
-    def of(cls, batch: Batch) -> UnseenBatch:
-        """Return a batch of the same content, to which nothing else refers.
-
-        Frames that worked with the one before may live on, in the traceback of an exception.
-        """
-        made = object.__new__(cls)
-        object.__getattribute__(made, "__dict__").update(vars(batch))
-        return made
 
 
 def pad_batch(batch: Batch) -> None:

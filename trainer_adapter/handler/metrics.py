@@ -23,15 +23,14 @@ import shmbus
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
-from trainer_adapter.handler.admission import Admission
-from trainer_adapter.handler.drops import REASONS_IN_WORDS
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
+from trainer_adapter.handler.progress import REASONS_IN_WORDS
 
 __all__ = [
     "KINDS",
     "BatchFigures",
     "BatchMeter",
-    "MeteredHandler",
+    "HandlerMetrics",
     "Moments",
     "OnMetrics",
     "checked_on_metrics",
@@ -294,78 +293,40 @@ class BatchMeter:
         }
 
 
-class MeteredHandler:
-    """What of a handler counts its batches; the rest of it is `OnlineDataHandler`."""
+class HandlerMetrics:
+    """Counts the batches of a handler, for those who read figures and those who are called."""
 
-    tokens_per_batch: int | None
-    groups_per_batch: int | None
-    _consumer: shmbus.Consumer
-    _admission: Admission
-    _planner: BatchPlanner[Batch]
-    _on_metrics: OnMetrics | None
-
-    def _begin_metrics(self) -> None:
-        now_s, ledger = time.monotonic(), self._consumer.stats()
-        self._useless_before = ledger.groups_dropped
+    def __init__(
+        self,
+        consumer: shmbus.Consumer,
+        planner: BatchPlanner[Batch],
+        on_metrics: OnMetrics | None,
+        *,
+        tokens_per_batch: int | None,
+        groups_per_batch: int | None,
+    ) -> None:
+        self._consumer, self._planner, self._on_metrics = consumer, planner, on_metrics
+        self._tokens_per_batch, self._groups_per_batch = tokens_per_batch, groups_per_batch
+        now_s, ledger = time.monotonic(), consumer.stats()
+        self._dropped_before = ledger.groups_dropped
         self._meter = BatchMeter(ledger, now_s)
-        self._told = None if self._on_metrics is None else BatchMeter(ledger, now_s)
-        # Looking for truncated samples costs a search of each meta.
-        self._metered = self._on_metrics is not None
+        self._told = None if on_metrics is None else BatchMeter(ledger, now_s)
+        # Finding truncated samples costs a search of each meta.
+        self._counts_truncated = on_metrics is not None
         self._measured: MadeBatch[Batch] | None = None
 
     @property
     def refill(self) -> int:
-        """Groups for training that were dropped since the handler was made: so many to replace.
+        """Groups for training that were dropped since the handler was made."""
+        return self._consumer.stats().groups_dropped - self._dropped_before
 
-        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
-        without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
-        workers that choose their prompts read the same count by `Producer.groups_dropped`.
-        """
-        return self._consumer.stats().groups_dropped - self._useless_before
-
-    def stats(self) -> shmbus.Ledger:
-        """Return the ledger of the bus.
-
-        Returns
-        -------
-        shmbus.Ledger
-        """
-        return self._consumer.stats()
-
-    @property
-    def truncated_groups(self) -> int:
-        """Groups that were dropped under ``truncated="drop"``."""
-        return self._admission.truncated_groups
-
-    def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return figures of the batches since the last call, for a logger of experiments.
-
-        Parameters
-        ----------
-        prefix : str
-            Put before each name, such as "rollout/".
-
-        Returns
-        -------
-        dict[str, float]
-            The names are in docs/trainer.md. Those of batches are left out where there was none
-            since the last call. Truncated samples are counted from the first call on.
-
-        Raises
-        ------
-        BusClosedError
-            The handler is closed.
-
-        Examples
-        --------
-        ``wandb.log(handler.metrics())``, ``mlflow.log_metrics(handler.metrics(), step=batch.step)``
-        or ``for name, value in handler.metrics().items(): writer.add_scalar(name, value, step)``.
-        """
-        self._metered = True
+    def read(self, prefix: str) -> Metrics:
+        """Return the figures since the last call, their names behind a prefix."""
+        self._counts_truncated = True
         found = self._meter.read(self._consumer.stats(), self._planner.step, time.monotonic())
         return {prefix + name: value for name, value in found.items()} if prefix else found
 
-    def _measure(self, waited_s: float) -> None:
+    def measure(self, waited_s: float) -> None:
         """Count the first batch that is ready, once, and call `on_metrics`."""
         ready = self._planner.ready
         if not ready or ready[0] is self._measured or not isinstance(ready[0], MadeBatch):
@@ -373,7 +334,7 @@ class MeteredHandler:
         self._measured = first = ready[0]
         facts = first.batch.facts
         assert facts is not None, "a handler's batch has them"
-        truncated = count_truncated(first.batch.groups) if self._metered else 0
+        truncated = count_truncated(first.batch.groups) if self._counts_truncated else 0
         fill = self._fill(len(first.planned), facts.tokens)
         version = self._consumer.policy_version
         figures = BatchFigures(facts, version, truncated, fill, waited_s, first.packed_s)
@@ -393,6 +354,6 @@ class MeteredHandler:
             callback({"step": found["step"], **own})
 
     def _fill(self, groups: int, tokens: int) -> float:
-        if self.tokens_per_batch is not None:
-            return tokens / self.tokens_per_batch
-        return groups / (self.groups_per_batch or 1)
+        if self._tokens_per_batch is not None:
+            return tokens / self._tokens_per_batch
+        return groups / (self._groups_per_batch or 1)

@@ -366,7 +366,6 @@ class BatchPlanner(Generic[BatchT]):
         self._places = _Places(
             places.inbox, places.waiting, tuple(ready), out, places.since_s, step + 1
         )
-        # Through no other call, whose frame would have it: see `OnlineDataHandler._hand_out`.
         return made.batch
 
     def take_back(self) -> None:

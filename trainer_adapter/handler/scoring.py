@@ -24,19 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.take import Take
 
-__all__ = ["GroupScoring", "ScoreGroup", "ScoringHandler"]
+__all__ = ["GroupScoring", "ScoreGroup", "group_scoring"]
 
 #: Scores a group: a number for each sample, or None to drop it. It may be a coroutine function.
 ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
-
-
-def _check_score_group(value: object) -> None:
-    """Raise TypeError unless it is None or a callable."""
-    if value is not None and not callable(value):
-        raise TypeError(f"score_group: expected a callable, got {type(value).__name__}")
 
 
 class GroupScoring:
@@ -152,31 +145,16 @@ class GroupScoring:
             self._loop.close()
 
 
-class ScoringHandler:
-    """What of a handler scores groups; the rest of it is `OnlineDataHandler`."""
-
-    _consumer: shmbus.Consumer
-    _scoring: GroupScoring | None
-
-    def _begin_scoring(
-        self, score_group: ScoreGroup | None, world_size: int, options: ConsumerOptions
-    ) -> None:
-        _check_score_group(score_group)
-        self._scoring = None
-        if score_group is not None:
-            drop = functools.partial(self._consumer.drop, reason="filtered")
-            self._scoring = GroupScoring(
-                score_group,
-                drop if world_size == 1 else None,
-                drop_equal=bool(options.get("skip_zero_variance")),
-            )
-
-    def _scored(self, take: Take) -> Take:
-        return take if self._scoring is None else self._scoring.before(take)
-
-    def _end_scoring(self) -> None:
-        if self._scoring is not None:
-            self._scoring.close()
+def group_scoring(
+    score_group: ScoreGroup | None, consumer: shmbus.Consumer, world_size: int, *, drop_equal: bool
+) -> GroupScoring | None:
+    """Return what scores groups by a callable; None for None, TypeError for what is neither."""
+    if score_group is None:
+        return None
+    if not callable(score_group):
+        raise TypeError(f"score_group: expected a callable, got {type(score_group).__name__}")
+    drop = functools.partial(consumer.drop, reason="filtered")
+    return GroupScoring(score_group, drop if world_size == 1 else None, drop_equal=drop_equal)
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
