@@ -56,10 +56,10 @@ class _RetryRow(NamedTuple):
 
 
 class _Backoff:
-    """How long a worker waits whose samples all fail, or that gives all of them back.
+    """How long a worker waits whose samples all fail, or that gives all of them back."""
 
-    Only what was taken after a wait makes the next one longer: of many under way, all fail at once.
-    """
+    # Only what was taken after a wait makes the next one longer: of many under way, all fail at
+    # once.
 
     __slots__ = ("_waits", "failed", "until_s")
 

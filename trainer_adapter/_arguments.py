@@ -136,10 +136,8 @@ def check_pack_threads(value: object) -> None:
 
 
 def checked_pack_threads(value: int | None, world_size: int) -> int:
-    """Return `pack_threads`, or without it a fourth of a rank's share of the processors, up to 4.
-
-    Threads take processors from inference and environments, and memory bandwidth ends at a few.
-    """
+    """Return `pack_threads`, or without it a fourth of a rank's share of the processors, up to 4."""
+    # Threads take processors from inference and environments, and memory bandwidth ends at a few.
     if value is None:
         share = len(os.sched_getaffinity(0)) // (4 * world_size)
         return max(1, min(share, USUAL_PACK_THREADS))
@@ -199,15 +197,7 @@ _CHOICES: Final = {
 
 
 def check_consumer_options(options: Mapping[str, object], handler: type) -> None:
-    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest.
-
-    Parameters
-    ----------
-    options : mapping
-        What was given to the handler beside its own.
-    handler : type
-        Has the others, as parameters.
-    """
+    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest."""
     bus = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - bus:
         own = [
@@ -245,13 +235,7 @@ def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) 
 
 
 def check_loader(caller: FrameType) -> None:
-    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate.
-
-    Parameters
-    ----------
-    caller : frame
-        That asks for the iterator.
-    """
+    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate."""
     fetcher = caller.f_locals.get("self")
     if (
         getattr(fetcher, "auto_collation", False)

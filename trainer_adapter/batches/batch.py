@@ -268,13 +268,7 @@ def _shape(value: Any) -> str:
 
 
 def pad_batch(batch: Batch) -> None:
-    """Turn a packed batch into a padded one, in place, on its device.
-
-    Parameters
-    ----------
-    batch : Batch
-        Packed. Its tensors [T, ...] become [S, L, ...]; the filler is 0 and False.
-    """
+    """Turn a packed batch into a padded one, in place, on its device."""
     device = batch.tokens.device
     borders = batch.cu_seqlens.to(torch.int64)
     total = len(batch.tokens)
@@ -300,18 +294,7 @@ def pad_batch(batch: Batch) -> None:
 
 
 def copy_to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch on another device, with the same groups.
-
-    Parameters
-    ----------
-    batch : Batch
-    device : torch.device
-
-    Returns
-    -------
-    Batch
-        Its `transport` is "copy".
-    """
+    """Return a copy of a batch on another device, with the same groups."""
     copied = batch.to(device)
     copied.transport = "copy"
     return copied

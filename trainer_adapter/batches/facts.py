@@ -14,24 +14,16 @@ __all__ = ["BatchFacts"]
 
 
 class BatchFacts(NamedTuple):
-    """Figures of the N samples, S sequences and G groups of a batch; N is S unless some have rows.
+    """Figures of the N samples, S sequences and G groups of a batch; N is S unless some have rows."""
 
-    Attributes
-    ----------
-    samples : int64 [4, N]
-        Of each sample its score, the bits of a float64, its policy version, the newest one, and its
-        tokens.
-    group_sizes : int64 [G]
-        Samples of each group.
-    tokens : int
-        Of all sequences.
-    row_lengths : int64 [S] or None
-        Tokens of each sequence, where samples have several.
-    """
-
+    #: int64 [4, N]. Of each sample its score, the bits of a float64, its policy version, the newest
+    #: one, and its tokens.
     samples: NDArray[np.int64]
+    #: int64 [G]. Samples of each group.
     group_sizes: NDArray[np.int64]
+    #: Of all sequences.
     tokens: int
+    #: int64 [S] or None. Tokens of each sequence, where samples have several.
     row_lengths: NDArray[np.int64] | None = None
 
     @property

@@ -44,23 +44,7 @@ FieldNames = bus_gather.FieldNames
 
 
 class HostPacker:
-    """Packs leased groups into batches by the processor, with options that are checked once.
-
-    Parameters
-    ----------
-    advantages, layout, device, fields, truncated, extra_fields
-        As for `pack`.
-    memory : BatchMemory, optional
-        The pool for batches' memory; new memory for each without it.
-    pack_threads : int
-        Threads that copy, the caller's among them. They start with the first batch, and wait,
-        parked, from batch to batch.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Arguments that do not fit.
-    """
+    """Packs leased groups into batches by the processor, with options that are checked once."""
 
     def __init__(
         self,
@@ -89,26 +73,7 @@ class HostPacker:
         self._threads = bus_gather.GatherThreads(pack_threads) if pack_threads > 1 else None
 
     def pack(self, groups: list[shmbus.Group], memory: BatchMemory | None = None) -> Batch:
-        """Gather leased groups into one batch.
-
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased, of one Consumer; at least one.
-        memory : BatchMemory, optional
-            Another pool for this batch's memory.
-
-        Returns
-        -------
-        Batch
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `pack`.
-        OSError
-            So many threads cannot be started.
-        """
+        """Gather leased groups into one batch."""
         if memory is None:
             memory = self._memory
         elif not isinstance(memory, BatchMemory):

@@ -27,49 +27,22 @@ __all__ = ["RowSplit", "split_rows"]
 
 
 class RowSplit(NamedTuple):
-    """How N samples are S sequences.
+    """How N samples are S sequences."""
 
-    Attributes
-    ----------
-    lengths : int64 [S]
-        Tokens of each sequence.
-    sample_of : int64 [S]
-        The sample of each.
-    starts : int64 [S]
-        Where each begins within its sample.
-    cut_fields : list
-        Of each sample, the names of the fields of its rows; None where it was put without rows.
-    """
-
+    #: int64 [S]. Tokens of each sequence.
     lengths: NDArray[np.int64]
+    #: int64 [S]. The sample of each.
     sample_of: NDArray[np.int64]
+    #: int64 [S]. Where each begins within its sample.
     starts: NDArray[np.int64]
+    #: Of each sample, the names of the fields of its rows; None where it was put without rows.
     cut_fields: list[frozenset[str] | None]
 
     @classmethod
     def of(
         cls, trajectories: list[shmbus.Trajectory], lengths: NDArray[np.int64], tokens: str
     ) -> RowSplit:
-        """Find the rows of samples, after their checks.
-
-        Parameters
-        ----------
-        trajectories : list[shmbus.Trajectory]
-            Leased; N of them.
-        lengths : int64 [N]
-            Tokens of each.
-        tokens : str
-            The producers' name of the tokens.
-
-        Returns
-        -------
-        RowSplit
-
-        Raises
-        ------
-        ValueError
-            A sample was put with rows that have no tokens.
-        """
+        """Find the rows of samples, after their checks."""
         every: list[NDArray[np.int64]] = []
         cut_fields: list[frozenset[str] | None] = []
         for t, length in zip(trajectories, lengths, strict=True):
@@ -102,17 +75,7 @@ class RowSplit(NamedTuple):
 
 
 def split_rows(batch: Batch, split: RowSplit, ragged: dict[str, str]) -> None:
-    """Make sequences of the rows of a batch's samples, in place.
-
-    Parameters
-    ----------
-    batch : Batch
-        Packed, on the host, with a sequence a sample.
-    split : RowSplit
-        Of its samples.
-    ragged : dict of str to str
-        The producers' names of its "ragged" extra fields, by the batch's.
-    """
+    """Make sequences of the rows of a batch's samples, in place."""
     borders = split.borders
     sample_of = torch.from_numpy(split.sample_of)
     positions = np.arange(len(batch.tokens)) - np.repeat(

@@ -35,32 +35,7 @@ def copy_extras(
     blocks: list[StagingBlock],
     staging: Staging,
 ) -> dict[str, Any]:
-    """Start the copies of extra fields, on the current stream.
-
-    Parameters
-    ----------
-    groups : list[shmbus.Group]
-        Leased, of one Consumer whose ring the device can read.
-    lengths : list[int]
-        Tokens of each sequence.
-    wanted : mapping, ExtraFields or None
-    device : torch.device
-    shift : int
-        The device's address of the ring, minus this process's.
-    blocks : list[StagingBlock]
-        Gets what the kernel reads, to be kept until it is done.
-    staging : Staging
-
-    Returns
-    -------
-    dict
-        `Batch.extra`, `extra_offsets` and `extra_kinds`, which are being filled.
-
-    Raises
-    ------
-    ValueError
-        As for `pack`.
-    """
+    """Start the copies of extra fields, on the current stream."""
     fields = ExtraFields.of(wanted)
     if fields is None:
         return {}

@@ -69,25 +69,7 @@ class SeveralRowsError(ValueError):
 
 
 class Pending:
-    """A batch in flight to the device.
-
-    Parameters
-    ----------
-    batch : Batch
-        Its tensors are being filled.
-    stream : torch.cuda.Stream or None
-        The stream that fills them; None if they are filled already.
-    keep : object
-        An object that must live until then.
-    check : callable, optional
-        Called once the batch is on the device; raises if the batch cannot be used. It is called
-        again if it raised.
-    done : torch.cuda.Event, optional
-        To be recorded behind what fills them, and recorded again by nobody until then; a new one
-        without it.
-    soon : bool
-        Whether they take no longer than to be woken up.
-    """
+    """A batch in flight to the device."""
 
     def __init__(
         self,
@@ -114,17 +96,7 @@ class Pending:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> Batch:
-        """Wait until the batch is on the device, and return it.
-
-        Returns
-        -------
-        Batch
-
-        Raises
-        ------
-        ValueError
-            A logprob or an advantage is not finite where the loss mask is True.
-        """
+        """Wait until the batch is on the device, and return it."""
         self._wait()
         if self._check is not None:
             self._check()
@@ -157,33 +129,7 @@ def begin_gather(
     truncated: Truncated = "keep",
     extra_fields: GivenExtraFields | ExtraFields | None = None,
 ) -> Pending:
-    """Pack leased groups by the kernel, on the current stream.
-
-    Parameters
-    ----------
-    groups : list[shmbus.Group]
-        Leased, of one Consumer whose ring the device can read; at least one.
-    device : torch.device
-    stream : torch.cuda.Stream or None
-        The current stream; None on a device that has none.
-    device_shift : int
-        The device's address of the ring, minus this process's.
-    staging : Staging, optional
-        The pool for tables; new memory without it.
-    advantages, layout, fields, truncated, extra_fields
-        As for `pack`.
-
-    Returns
-    -------
-    Pending
-
-    Raises
-    ------
-    ValueError
-        As for `pack`; for a value that is not finite, only from `Pending.finish`.
-    SeveralRowsError
-        A sample was put with ``rows=``.
-    """
+    """Pack leased groups by the kernel, on the current stream."""
     names = fields or FieldNames()
     staging = staging or Staging(device)
     baseline: Any = baseline_of(advantages)
@@ -286,13 +232,7 @@ def _plan(
 
 
 class _Block:
-    """Memory of a device that a batch lies in: what the table says as it is, and its tokens.
-
-    Parameters
-    ----------
-    table : GatherTable
-    device : torch.device
-    """
+    """Memory of a device that a batch lies in: what the table says as it is, and its tokens."""
 
     def __init__(self, table: GatherTable, device: torch.device) -> None:
         self._table = table

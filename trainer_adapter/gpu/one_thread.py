@@ -11,18 +11,7 @@ __all__ = ["OneThread"]
 
 
 class OneThread:
-    """Guards an object that one thread at a time may use; to enter by ``with``.
-
-    Parameters
-    ----------
-    name, remedy : str
-        Of the object, and what to do instead, for the message.
-
-    Raises
-    ------
-    RuntimeError
-        On entering, if another thread is inside, or this one already.
-    """
+    """Guards an object that one thread at a time may use; to enter by ``with``."""
 
     def __init__(self, name: str, remedy: str) -> None:
         self._name = name

@@ -52,51 +52,14 @@ TRANSPORTS: Final = ("gather", "pinned", "copy")
 
 
 def packer_on(device: torch.device, **options: Any) -> HostPacker | GpuPacker:
-    """Make what packs batches for a device: by the GPU itself, or by the processor.
-
-    Parameters
-    ----------
-    device : torch.device
-    **options
-        Of `HostPacker`.
-
-    Returns
-    -------
-    HostPacker or GpuPacker
-    """
+    """Make what packs batches for a device: by the GPU itself, or by the processor."""
     if device.type == "cuda":
         return GpuPacker(device, **options)
     return HostPacker(device=device, memory=BatchMemory(), **options)
 
 
 class GpuPacker:
-    """Packs leased groups into batches on one CUDA device.
-
-    Parameters
-    ----------
-    device : torch.device or str
-        A CUDA device.
-    transport : "auto" | "gather" | "pinned" | "copy"
-        "auto" takes the first that works, in this order.
-    advantages, layout, fields, truncated, extra_fields
-        As for `pack`.
-    pack_threads : int
-        Threads that copy where the host packs: "pinned" and "copy".
-
-    Attributes
-    ----------
-    transport : "gather" | "pinned" | "copy"
-        The transport of the next batch.
-    reason : str
-        Why it is not a faster one; empty for "gather".
-
-    Raises
-    ------
-    ValueError
-        For another transport, and for a device that is not CUDA's.
-    RuntimeError
-        From `pack`: a transport that was asked for by name does not work here.
-    """
+    """Packs leased groups into batches on one CUDA device."""
 
     def __init__(
         self,
@@ -138,43 +101,11 @@ class GpuPacker:
         self.transport: Transport = "gather" if transport == "auto" else transport
 
     def pack(self, groups: list[shmbus.Group]) -> Batch:
-        """Pack leased groups into one batch on the device, and wait until it is there.
-
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased, of one Consumer, which may be another one's than before; at least one.
-
-        Returns
-        -------
-        Batch
-            Its ``transport`` is the one that was used.
-
-        Raises
-        ------
-        ValueError
-            As for `trainer_adapter.pack`.
-        """
+        """Pack leased groups into one batch on the device, and wait until it is there."""
         return self.begin(groups).finish()
 
     def begin(self, groups: list[shmbus.Group]) -> Pending:
-        """Start packing leased groups into one batch on the device, without waiting.
-
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased, of one Consumer; at least one. They stay leased until `Pending.finish`.
-
-        Returns
-        -------
-        Pending
-
-        Raises
-        ------
-        ValueError
-            As for `trainer_adapter.pack`; for a value that is not finite, only from
-            `Pending.finish`.
-        """
+        """Start packing leased groups into one batch on the device, without waiting."""
         with self._one_thread:
             return self._begin(groups)
 
@@ -209,21 +140,9 @@ class GpuPacker:
             return Pending(batch, self._stream, keep=packed)
 
     def deliver(self, batch: Batch) -> Batch:
-        """Record that the calling thread's current stream uses a batch; call it once a batch.
-
-        Its memory belongs to the packer's stream: without this, it could be used again there while
-        kernels of the current stream still read it.
-
-        Parameters
-        ----------
-        batch : Batch
-            From this packer.
-
-        Returns
-        -------
-        Batch
-            The same.
-        """
+        """Record that the calling thread's current stream uses a batch; call it once a batch."""
+        # Its memory belongs to the packer's stream: without this, it could be used again there
+        # while kernels of the current stream still read it.
         stream = torch.cuda.current_stream(self.device)
         if batch.block is not None:
             batch.block.memory.record_stream(stream)

@@ -79,17 +79,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: NDArray[np.float64]) -> list[Moments]:
-        """Take those of each row of an array, in a few calls for all of them.
-
-        Parameters
-        ----------
-        rows : float64 [m, n]
-            At least one column.
-
-        Returns
-        -------
-        list[Moments], [m]
-        """
+        """Take those of each row of an array, in a few calls for all of them."""
         count = rows.shape[1]
         means = np.add.reduce(rows, axis=1) / count
         rest = rows - means[:, None]
@@ -99,16 +89,7 @@ class Moments(NamedTuple):
         return [cls(count, *each) for each in zip(*columns, strict=True)]
 
     def joined(self, other: Moments) -> Moments:
-        """Return those of both sets of values (Chan, Golub and LeVeque 1979).
-
-        Parameters
-        ----------
-        other : Moments
-
-        Returns
-        -------
-        Moments
-        """
+        """Return those of both sets of values (Chan, Golub and LeVeque 1979)."""
         total = self.size + other.size
         step = other.mean - self.mean
         return Moments(
@@ -126,40 +107,23 @@ class Moments(NamedTuple):
 
 
 class BatchFigures(NamedTuple):
-    """What a meter is told of one batch.
-
-    Attributes
-    ----------
-    facts : BatchFacts
-    policy_version : int
-        Of the trainer, when it got the batch.
-    truncated : int
-        Its truncated sequences.
-    fill : float
-        The share of its budget that it uses.
-    waited_s : float
-        Seconds that the trainer waited for it.
-    packed_s : float
-        Seconds that packing took, and the way to the device.
-    """
+    """What a meter is told of one batch."""
 
     facts: BatchFacts
+    #: Of the trainer, when it got the batch.
     policy_version: int
+    #: Its truncated sequences.
     truncated: int
+    #: The share of its budget that it uses.
     fill: float
+    #: Seconds that the trainer waited for it.
     waited_s: float
+    #: Seconds that packing took, and the way to the device.
     packed_s: float
 
 
 class BatchMeter:
-    """Adds up the batches between two readings.
-
-    Parameters
-    ----------
-    ledger : shmbus.Ledger
-        The bus now: drops are counted from here on.
-    now_s : float
-    """
+    """Adds up the batches between two readings."""
 
     def __init__(self, ledger: shmbus.Ledger, now_s: float) -> None:
         self._dropped: Mapping[str, int] = dict(ledger.dropped)
@@ -175,12 +139,7 @@ class BatchMeter:
         self._fill = self._waited_s = self._packed_s = 0.0
 
     def note(self, figures: BatchFigures) -> None:
-        """Count a batch.
-
-        Parameters
-        ----------
-        figures : BatchFigures
-        """
+        """Count a batch."""
         self._pending.append(figures)
         self._pending_samples += figures.facts.samples.shape[1]
         if len(self._pending) >= PENDING_BATCHES or self._pending_samples >= PENDING_SAMPLES:
@@ -222,20 +181,7 @@ class BatchMeter:
             self._packed_s += one.packed_s
 
     def read(self, ledger: shmbus.Ledger, step: int, now_s: float) -> Metrics:
-        """Return the figures since the last reading, and begin anew.
-
-        Parameters
-        ----------
-        ledger : shmbus.Ledger
-            The bus now.
-        step : int
-            The handler's.
-        now_s : float
-
-        Returns
-        -------
-        dict[str, float]
-        """
+        """Return the figures since the last reading, and begin anew."""
         self._add_up()
         found: Metrics = {
             "step": float(step),

@@ -38,18 +38,7 @@ class _Last(NamedTuple):
 
 
 class Progress:
-    """Counts the batches of a handler, and describes them in one line.
-
-    Parameters
-    ----------
-    stream : file or None
-        Target of the lines; on a terminal each overwrites the last. None writes nothing.
-
-    Attributes
-    ----------
-    waited_s : float
-        Seconds for which the trainer has waited for batches, in total.
-    """
+    """Counts the batches of a handler, and describes them in one line."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -69,21 +58,7 @@ class Progress:
 
     @classmethod
     def of(cls, wanted: bool | TextIO) -> Progress:
-        """Make one for True (stderr), False (no output) or a stream.
-
-        Parameters
-        ----------
-        wanted : bool or file
-
-        Returns
-        -------
-        Progress
-
-        Raises
-        ------
-        TypeError
-            It is neither.
-        """
+        """Make one for True (stderr), False (no output) or a stream."""
         if isinstance(wanted, bool):
             return cls(sys.stderr if wanted else None)
         if not (hasattr(wanted, "write") and hasattr(wanted, "isatty")):
@@ -91,15 +66,7 @@ class Progress:
         return cls(wanted)
 
     def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:
-        """Count a batch that is about to be yielded; write a line if the period is over.
-
-        Parameters
-        ----------
-        batch : Batch
-        waited_s : float
-            Seconds for which the trainer waited for it.
-        consumer : shmbus.Consumer
-        """
+        """Count a batch that is about to be yielded; write a line if the period is over."""
         self.waited_s += waited_s
         now_s = time.monotonic()
         tokens = _tokens(batch)
@@ -143,23 +110,7 @@ def describe_wait(
     dropped: str = "",
     prompts: str = "",
 ) -> str:
-    """Describe for a message what the bus holds while no batch is due.
-
-    Parameters
-    ----------
-    name : str
-        Of the bus.
-    ledger : shmbus.Ledger
-    planner : BatchPlanner
-    dropped : str
-        What was dropped lately.
-    prompts : str
-        What is open of prompts.
-
-    Returns
-    -------
-    str
-    """
+    """Describe for a message what the bus holds while no batch is due."""
     held, wanted = len(planner.waiting), planner.wanted_text
     text = (
         f"bus {name!r} has {ledger.groups_open} incomplete groups with "
@@ -209,14 +160,7 @@ REASONS_IN_WORDS: Final[dict[str, str]] = {
 
 
 class DropNotes:
-    """Says once what was dropped.
-
-    Parameters
-    ----------
-    ledger : shmbus.Ledger
-        Of now: what was dropped before is no news.
-    max_policy_lag : int or None
-    """
+    """Says once what was dropped."""
 
     def __init__(self, ledger: shmbus.Ledger, max_policy_lag: int | None) -> None:
         self._before: Mapping[str, int] = dict(ledger.dropped)
@@ -224,19 +168,7 @@ class DropNotes:
         self._max_policy_lag = max_policy_lag
 
     def news(self, ledger: shmbus.Ledger, step: int) -> str:
-        """Describe what was dropped since the last call.
-
-        Parameters
-        ----------
-        ledger : shmbus.Ledger
-        step : int
-            The step that is waited for.
-
-        Returns
-        -------
-        str
-            Empty if nothing was.
-        """
+        """Describe what was dropped since the last call."""
         counts = {
             reason: count - self._before.get(reason, 0)
             for reason, count in ledger.dropped.items()

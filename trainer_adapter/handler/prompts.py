@@ -300,13 +300,7 @@ class PromptOffers:
         self._planner.last = False
 
     def requests_to_save(self, on_ranks: Counter[_Key]) -> Any:
-        """Return the requests that are not trained, and what a restart must know of others.
-
-        Parameters
-        ----------
-        on_ranks : Counter of (str, int or None, str)
-            Groups that the ranks have trained, those of this one too; empty without ranks.
-        """
+        """Return the requests that are not trained, and what a restart must know of others."""
         if self._rank:
             return None
         state: Any = self._consumer.state_dict()

@@ -33,18 +33,7 @@ ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
 class GroupScoring:
-    """Has a callable score what producers left open.
-
-    Parameters
-    ----------
-    score_group : callable
-        Of one group. Of a coroutine function the groups of a take are scored at the same time, in a
-        thread that has one event loop for all of them.
-    drop : callable or None
-        Ends groups that cannot be scored, or teach nothing; None where a rank must keep each group.
-    drop_equal : bool
-        Whether a group that was scored here and has equal scores is dropped.
-    """
+    """Has a callable score what producers left open."""
 
     def __init__(
         self,
@@ -61,17 +50,7 @@ class GroupScoring:
         self._loop = _LoopThread() if is_async else None
 
     def before(self, take: Take) -> Take:
-        """Return a `Take` whose groups are scored.
-
-        Parameters
-        ----------
-        take : Take
-
-        Returns
-        -------
-        Take
-            Where scoring raises, the groups wait, and its next call goes on with them.
-        """
+        """Return a `Take` whose groups are scored."""
         waiting: list[shmbus.Group] = []
 
         def take_scored(seconds: float, awaited: bool) -> list[shmbus.Group]:
@@ -84,27 +63,7 @@ class GroupScoring:
         return take_scored
 
     def score(self, groups: list[shmbus.Group], *, trained: bool = True) -> list[shmbus.Group]:
-        """Score the samples of groups that have no score yet.
-
-        Parameters
-        ----------
-        groups : list of shmbus.Group
-            Leased. Those that have ended are passed over.
-        trained : bool
-            Whether they are trained on; of others equal scores are no reason to drop them.
-
-        Returns
-        -------
-        list of shmbus.Group
-            Those that are leased still.
-
-        Raises
-        ------
-        TypeError, ValueError
-            The callable returned neither None nor a finite number for each sample.
-        Exception
-            Whatever the callable raises; the groups stay leased.
-        """
+        """Score the samples of groups that have no score yet."""
         leased = [group for group in groups if group.state == "leased"]
         unscored = [g for g in leased if not all([t.scored for t in g.trajectories])]
         if not unscored:
@@ -174,11 +133,10 @@ def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
 
 
 class _LoopThread:
-    """One event loop in a thread of its own, begun by the first use.
+    """One event loop in a thread of its own, begun by the first use."""
 
-    Clients of servers belong to the loop in which they were first used, so there is one for all
-    calls; and the caller's thread may have a loop that runs, as in a notebook.
-    """
+    # Clients of servers belong to the loop in which they were first used, so there is one for all
+    # calls; and the caller's thread may have a loop that runs, as in a notebook.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
