@@ -307,7 +307,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     def _take(
         self, max_groups: int = 64, timeout: float | None = 0.1, *, split: str | None = None
     ) -> list[Group]:
-        """Do what `ConsumerBase.take` leaves to Python: with a daemon, or other kinds of numbers."""
+        """Do what C leaves of `take` to Python: with a daemon, or other kinds of numbers."""
         # `ConsumerBase` is C; it takes plain numbers, from the ring, and documents `take`.
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)

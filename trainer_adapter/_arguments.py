@@ -136,7 +136,7 @@ def check_pack_threads(value: object) -> None:
 
 
 def checked_pack_threads(value: int | None, world_size: int) -> int:
-    """Return `pack_threads`, or without it a fourth of a rank's share of the processors, up to 4."""
+    """Return `pack_threads`, or without it a fourth of a rank's share of processors, up to 4."""
     # Threads take processors from inference and environments, and memory bandwidth ends at a few.
     if value is None:
         share = len(os.sched_getaffinity(0)) // (4 * world_size)

@@ -14,7 +14,7 @@ __all__ = ["BatchFacts"]
 
 
 class BatchFacts(NamedTuple):
-    """Figures of the N samples, S sequences and G groups of a batch; N is S unless some have rows."""
+    """Figures of the N samples, S sequences and G groups of a batch; N is S without rows."""
 
     #: int64 [4, N]. Of each sample its score, the bits of a float64, its policy version, the newest
     #: one, and its tokens.

@@ -231,7 +231,7 @@ class BatchPlanner(Generic[BatchT]):
 
     @property
     def batch_groups(self) -> int:
-        """How many groups make a batch of each rank, all together; an estimate from their tokens."""
+        """How many groups make a batch of each rank, all together; estimated from their tokens."""
         # A budget of tokens is divided by the mean of the last 64 groups; before the first group it
         # is taken to hold 8.
         if self._groups is not None:
