@@ -9,10 +9,10 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from types import FrameType
-from typing import Final
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 from torch.utils.data import default_collate
@@ -24,6 +24,7 @@ from trainer_adapter._near_names import near_options
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
+    "ConsumerOptions",
     "check_choices",
     "check_consumer_options",
     "check_count",
@@ -246,3 +247,26 @@ def check_loader(caller: FrameType) -> None:
             "batches already, got one that collates items; pass DataLoader(handler, "
             "batch_size=None)"
         )
+
+
+class ConsumerOptions(TypedDict, total=False):
+    """Keyword arguments of `shmbus.Consumer`, which documents them; each may be left out."""
+
+    group_timeout: float | None
+    on_timeout: Literal["wait", "drop", "partial"]
+    max_policy_lag: int | None
+    skip_zero_variance: bool
+    duplicate: Literal["drop", "error"]
+    max_stash_bytes: int | None
+    on_overflow: Literal["wait", "drop", "partial"]
+    sample_retries: int
+    retry_timeout: float
+    retry_backoff: tuple[float, float]
+    on_failure: Literal["drop", "partial"]
+    label: str | None
+    daemon: bool | None
+    split: str
+    on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
+    stall_timeout: float
+    wait: float | None
+    prompt_schema: Mapping[str, Any] | None

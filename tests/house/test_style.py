@@ -83,8 +83,6 @@ TRAINER_ADAPTER_ALL = [
     "ScoredGroup",
     "group_advantages",
     "pack",
-    "pad_input",
-    "unpad_input",
     "varlen_attention",
 ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shmbus
-from trainer_adapter.handler.consumer_options import ConsumerOptions
+from trainer_adapter._arguments import ConsumerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,11 +24,12 @@ import torch
 
 import shmbus
 from trainer_adapter import (
-    Batch, ExtraField, FieldNames, OnlineDataHandler, group_advantages, pack, pad_input,
-    unpad_input, varlen_attention,
+    Batch, ExtraField, FieldNames, OnlineDataHandler, group_advantages, pack,
+    varlen_attention,
 )
 from trainer_adapter.attention import attention_backend, register_with_transformers
 from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.compat import pad_input, unpad_input
 from trainer_adapter.corrections import (
     cispo_loss, gspo_loss, importance_correction, overlong_penalty,
 )

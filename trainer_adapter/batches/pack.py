@@ -24,14 +24,13 @@ from trainer_adapter._arguments import (
     check_pack_threads,
 )
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of, check_kind
-from trainer_adapter.batches.batch import Batch, Layout, copy_to_device, pad_batch
+from trainer_adapter.batches.batch import Batch, BatchFacts, Layout, copy_to_device, pad_batch
 from trainer_adapter.batches.extra_fields import (
     ExtraField,
     ExtraFields,
     GivenExtraFields,
     MeasuredExtras,
 )
-from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.rows import RowSplit, split_rows

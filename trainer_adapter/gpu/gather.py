@@ -25,21 +25,20 @@ from torch import Tensor
 
 import shmbus
 from shmbus.batch.baseline import Baseline
+from shmbus.batch.extra_fields import COPY_WORDS, plan_extras
 from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from shmbus.device_calls import device_await
 from shmbus.tensors.device.driver import address, missing
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
-from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, pad_batch
-from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
-from trainer_adapter.batches.facts import BatchFacts
+from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
+from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields, MeasuredExtras
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
-from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 from trainer_adapter.scored_group import ScoredGroup, groups_of
 
-__all__ = ["Pending", "SeveralRowsError", "begin_gather"]
+__all__ = ["Pending", "SeveralRowsError", "begin_gather", "copy_extras"]
 
 #: Tokens that the parts of a block are rounded up to: they begin on multiples of as many bytes,
 #: more than vector loads need.
@@ -315,3 +314,63 @@ def _raise_not_finite(
             token = int(torch.isfinite(values).logical_not().nonzero()[0])
             found_in = members(groups)[0]
             raise not_finite(name, token, float(values[token]), borders.tolist(), found_in)
+
+
+#: Bytes of a program's copy: enough for some warps, and few enough for many programs.
+CHUNK_BYTES: Final = 16_384
+CHUNK_ENTRY_BYTES: Final = COPY_WORDS * 8
+
+
+def copy_extras(
+    groups: list[shmbus.Group],
+    lengths: list[int],
+    wanted: GivenExtraFields | ExtraFields | None,
+    device: torch.device,
+    shift: int,
+    blocks: list[StagingBlock],
+    staging: Staging,
+) -> dict[str, Any]:
+    """Start the copies of extra fields, on the current stream."""
+    fields = ExtraFields.of(wanted)
+    if fields is None:
+        return {}
+    trajectories = members(groups)[0]
+    measured = fields.measure(trajectories, lengths)
+    # Rows of a sample that lacks an optional field are not copied.
+    make = torch.zeros if measured.lacking else torch.empty
+    there = make(measured.nbytes, dtype=torch.uint8, device=device)
+    if measured.columns:
+        _copy(measured, trajectories, lengths, there, shift, blocks, staging)
+    extra, offsets, kinds = measured.values(there)
+    return {"extra": extra, "extra_offsets": offsets, "extra_kinds": kinds}
+
+
+def _copy(
+    measured: MeasuredExtras,
+    trajectories: list[shmbus.Trajectory],
+    lengths: list[int],
+    there: torch.Tensor,
+    shift: int,
+    blocks: list[StagingBlock],
+    staging: Staging,
+) -> None:
+    from trainer_adapter.gpu.kernel import launch_copy
+
+    # At most one chunk a sample and field that is not full.
+    most = measured.nbytes // CHUNK_BYTES + len(trajectories) * len(measured.columns)
+    block = staging.take(most * CHUNK_ENTRY_BYTES)
+    blocks.append(block)
+    places = measured.places()
+    chunks, launches = plan_extras(
+        trajectories,
+        lengths,
+        measured.specs(),
+        places,
+        block.array[: most * CHUNK_ENTRY_BYTES].view(np.int64),
+        shift=shift,
+        chunk_bytes=CHUNK_BYTES,
+    )
+    assert chunks <= most, f"{chunks} chunks of extra fields, at most {most} expected"
+    for (first, count), (_, width) in zip(launches, places, strict=True):
+        if count:
+            launch_copy(block.host, first * CHUNK_ENTRY_BYTES, count, width, there)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import threading
 from typing import Any, Final, Literal
 
 import torch
@@ -41,9 +42,8 @@ from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
-from trainer_adapter.gpu.one_thread import OneThread
 
-__all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]
+__all__ = ["GpuPacker", "OneThread", "Pending", "Transport", "begin_gather"]
 
 logger = logging.getLogger(__name__)
 
@@ -199,3 +199,28 @@ def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
     """Make a stream the current one, by its own context manager if it has one, which is faster."""
     itself: Any = stream
     return itself if hasattr(itself, "__enter__") else torch.cuda.stream(itself)
+
+
+class OneThread:
+    """Guards an object that one thread at a time may use; to enter by ``with``."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._name = name
+        self._remedy = remedy
+        self._lock = threading.Lock()
+        self._inside = ""
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._name}: expected one thread at a time, got {_this_thread()} while "
+                f"{self._inside} is in it; {self._remedy}, or let them take turns"
+            )
+        self._inside = _this_thread()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def _this_thread() -> str:
+    return f"thread {threading.current_thread().name!r}"

@@ -30,6 +30,7 @@ from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.inspect.stall_report import wait_sentence
 from shmbus.open_requests import RestoredRequests
 from trainer_adapter._arguments import (
+    ConsumerOptions,
     check_choices,
     check_consumer_options,
     check_for_ranks,
@@ -49,7 +50,6 @@ from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.packer import GpuPacker, packer_on
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState
-from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
 from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.batches.batch import Batch
-from trainer_adapter.batches.facts import BatchFacts
+from trainer_adapter.batches.batch import Batch, BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.progress import REASONS_IN_WORDS
