@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from shmbus.ledger import Ledger, RequestCounts
     from shmbus.producer import Producer, ProducerStats
     from shmbus.producer_requests import ProducerRequests, Request
-    from shmbus.record_reader import RecordHead, RecordReader
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
 
@@ -71,8 +70,6 @@ __all__ = [
     "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
-    "RecordHead",
-    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",
@@ -97,8 +94,6 @@ _HOMES = {
     "ProducerInfo": "shmbus.segment.bus",
     "ProducerRequests": "shmbus.producer_requests",
     "ProducerStats": "shmbus.producer",
-    "RecordHead": "shmbus.record_reader",
-    "RecordReader": "shmbus.record_reader",
     "Request": "shmbus.producer_requests",
     "RequestCounts": "shmbus.ledger",
     "StallReport": "shmbus.inspect.stall_report",

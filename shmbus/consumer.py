@@ -40,6 +40,7 @@ from shmbus._arguments import (
     check_timeout,
     check_wait,
     clamp_request,
+    names_options,
 )
 from shmbus._closing import ClosedByWith
 from shmbus._format import show_wait
@@ -177,6 +178,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
 
     # -- attaching ---------------------------------------------------------------------------------
 
+    @names_options
     def __init__(
         self,
         name: str,

@@ -38,6 +38,7 @@ from shmbus._arguments import (
     check_split,
     check_timeout,
     check_wait,
+    names_options,
 )
 from shmbus._closing import ClosedByWith
 from shmbus._fields import FieldSpec, check_sizes, parse_field
@@ -154,6 +155,7 @@ class Producer(_core.Writer, ClosedByWith):
 
     # -- attaching ---------------------------------------------------------------------------------
 
+    @names_options
     def __init__(
         self,
         name: str,

@@ -26,7 +26,6 @@ from shmbus.channel.errors import (
 from shmbus.channel.lifecycle import living_statement, unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
 from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
-from shmbus_ext._core import ChannelForm
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -35,7 +34,6 @@ __all__ = [
     "ChannelClosedError",
     "ChannelDamagedError",
     "ChannelError",
-    "ChannelForm",
     "ChannelReceiver",
     "ChannelSender",
     "ChannelTimeoutError",

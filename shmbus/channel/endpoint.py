@@ -256,12 +256,8 @@ class Endpoint:
         ready: Callable[[], _T | None],
         timeout: float | None,
         what: Callable[[], str],
-        doze: Callable[[float], _T | None] | None = None,
     ) -> _T:
-        """Call `ready` until it has something; `what` says for a message what that would be.
-
-        `doze` sleeps for at most so many seconds, and may have what is waited for.
-        """
+        """Call `ready` until it has something; `what` says for a message what that would be."""
         if timeout is not None:
             self.require_timeout(timeout)
         self.on_wake()
@@ -293,12 +289,7 @@ class Endpoint:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ChannelTimeoutError(self._stall(limit, what()))
-            if doze is None:
-                self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
-                continue
-            got = doze(min(left, SLICE_S))
-            if got is not None:
-                return got
+            self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
 
     def _end_of_other(self) -> Exception | None:
         life, pid, claims, label, reason = self._handle.look(self.OTHER)

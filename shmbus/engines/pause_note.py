@@ -29,23 +29,7 @@ ASKED_S = 0.1
 
 
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
-    """What the note says.
-
-    Attributes
-    ----------
-    pid : int
-        Who paused, as numbered in its own pid namespace.
-    servers : list[tuple[str, str]]
-        Kind and address of each, such as ("vllm", "http://127.0.0.1:8000").
-    version : int
-        What they are to run.
-    previous : int or None
-        What they ran.
-    shared : bool
-        Whether they and the trainer have one copy of the model, which a step was to change.
-    directory : str
-        Where the checkpoint lies that they were to read; empty where they take other weights.
-    """
+    """What the note says."""
 
     pid: int
     servers: list[tuple[str, str]]
@@ -56,18 +40,7 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class PauseNote:
-    """The note of one bus, held by this process, for a ``with`` block.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-
-    Raises
-    ------
-    BlockingIOError
-        Another living process has servers of this bus paused.
-    """
+    """The note of one bus, held by this process, for a ``with`` block."""
 
     def __init__(self, bus: str) -> None:
         self._path = SHM_DIRECTORY + companion_name(KIND, bus)
@@ -129,20 +102,7 @@ class PauseNote:
 
 
 def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
-    """Return what a bus's note says, and whether its process lives; None where nothing is paused.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-
-    Raises
-    ------
-    LayoutMismatchError
-        The note is none of this version.
-    PermissionError
-        It belongs to another user.
-    """
+    """Return what a bus's note says, and whether its process lives; None without a pause."""
     try:
         file = open_own(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR, _title(bus))
     except FileNotFoundError:

@@ -9,7 +9,7 @@ import os
 from typing import Final
 
 from shmbus import errors
-from shmbus._format import show_size
+from shmbus._format import several, show_size
 from shmbus.pool.status import PoolStatus, read_pool
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion
 
@@ -94,7 +94,8 @@ def describe_pool(status: PoolStatus) -> str:
         who = f"publisher pid {publisher.pid}"
         who += "" if publisher.state == "alive" else " (died)"
     readers = [reader for reader in status.readers if reader.state == "alive"]
-    parts = [f"{status.kind}: {newest}, {show_size(status.size)}", who, _count(len(readers))]
+    read = several(len(readers), "reader") if readers else "no readers"
+    parts = [f"{status.kind}: {newest}, {show_size(status.size)}", who, read]
     behind = sum(reader.applied_version != status.version for reader in readers)
     if readers and status.version is not None:
         parts[-1] += f", {behind} without that version" if behind else ", all run it"
@@ -104,7 +105,3 @@ def describe_pool(status: PoolStatus) -> str:
         if reader.refused_version is not None
     ]
     return "; ".join(parts)
-
-
-def _count(readers: int) -> str:
-    return f"{readers or 'no'} reader{'' if readers == 1 else 's'}"

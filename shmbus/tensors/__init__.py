@@ -17,12 +17,12 @@ from shmbus.channel import (
     StepOrderError,
     StepSkippedError,
 )
+from shmbus.tensors.agreement import SpecMismatchError
 from shmbus.tensors.channel import TensorChannel
 from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
 from shmbus.tensors.device.handles import DeviceMismatchError
 from shmbus.tensors.receiver import StepItem, TensorReceiver
 from shmbus.tensors.sender import TensorSender
-from shmbus.tensors.specs import SpecMismatchError, TensorSpec
 
 __all__ = [
     "ChannelBusyError",
@@ -43,5 +43,4 @@ __all__ = [
     "TensorChannel",
     "TensorReceiver",
     "TensorSender",
-    "TensorSpec",
 ]

@@ -11,7 +11,6 @@
           +-- PeerGoneError          another rank of the publisher has ended
           +-- VersionOrderError      a number that this publisher has used, or one below
           +-- WeightsBusyError       a second publisher, or no place for another reader
-          +-- StaleBridgeError       a bridge file whose writer has ended
           +-- WeightsTimeoutError    a deadline passed; a TimeoutError too
 """
 
@@ -33,7 +32,6 @@ __all__ = [
     "ManifestError",
     "PatchBaseError",
     "PeerGoneError",
-    "StaleBridgeError",
     "TornWeightsError",
     "VersionOrderError",
     "WeightsBusyError",
@@ -125,10 +123,6 @@ class VersionOrderError(WeightsError):
 
 class WeightsBusyError(WeightsError):
     """Another process publishes these weights, or all places of readers are taken."""
-
-
-class StaleBridgeError(WeightsError):
-    """A bridge file whose writer has ended: what it leads to may be somebody else's memory."""
 
 
 class WeightsTimeoutError(WeightsError, TimeoutError):

@@ -28,18 +28,7 @@ class OwnedFile:
     forked = False
 
     def open(self, path: str, flags: int, what: str = "") -> None:
-        """Open it; links are not followed.
-
-        Parameters
-        ----------
-        path : str
-            The file, made with mode 0600 where the flags say so.
-        flags : int
-            Of `os.open`.
-        what : str
-            Whose file it is, for messages, where others may write to its folder: then it has to be
-            this user's (`shmbus.segment.own_file`).
-        """
+        """Open it; links are not followed."""
         _all.add(self)
         if what:
             self.fd = open_own(path, flags, what)

@@ -41,6 +41,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus._version",
         "shmbus.copies",
         "shmbus.errors",
+        "shmbus.http",
         "shmbus.inspect.types",
         "shmbus.inspect.view_types",
         "shmbus.ledger",
@@ -60,18 +61,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus.consumer",
         "shmbus.feeder",
         "shmbus.group",
-        "shmbus.origin_reader",
         "shmbus.open_requests",
         "shmbus.producer",
         "shmbus.producer_requests",
-        "shmbus.record_reader",
         "shmbus.source",
         "shmbus.stash",
     ),
     "a whole bus": ("shmbus", "shmbus.daemon", "shmbus.store"),
     "tensors and weights": (
-        "shmbus.device_calls",
-        "shmbus.tensor_forms",
         "shmbus.tensors",
         "shmbus.weights",
     ),
@@ -86,7 +83,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "parts of a trainer": (
         "trainer_adapter._arguments",
         "trainer_adapter._masked",
-        "trainer_adapter._near_names",
         "trainer_adapter.advantages",
         "trainer_adapter.attention",
         "trainer_adapter.balance",
@@ -107,17 +103,17 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room in rooms}
 
-# What a trainer may use of shmbus: its public names, these rooms, how files are called, and how
-# programs are started.
+# What a trainer may use of shmbus: its public names, these rooms, how files are called, how
+# programs are started, and words of messages.
 OPEN_TO_TRAINERS = (
     "shmbus._checks.",
+    "shmbus._format.several",
+    "shmbus._near_names.unknown_option",
     "shmbus._programs.",
     "shmbus.batch.",
     "shmbus.channel.",
-    "shmbus.device_calls.",
     "shmbus.inspect.stall_report.wait_sentence",
     "shmbus.open_requests.",
-    "shmbus.tensor_forms.",
     "shmbus.peers.",
     "shmbus.pool.",
     "shmbus.segment.names.",
@@ -134,6 +130,7 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.cli._show.take_seconds",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
+    "shmbus.http.",
     "shmbus.inspect.dump.inspect",
     "shmbus_ext._core",
 )

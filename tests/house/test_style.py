@@ -61,8 +61,6 @@ SHMBUS_ALL = [
     "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
-    "RecordHead",
-    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",

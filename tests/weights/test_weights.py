@@ -219,7 +219,7 @@ def test_a_copy_that_fails_says_that_the_model_is_torn(
     transposed = torch.zeros(replica["p2"].t().shape, dtype=torch.bfloat16).t()
     replica["p2"] = transposed.as_subclass(Unwritable)
     with subscriber.latest(timeout=5) as weights:
-        with pytest.raises(TornWeightsError, match=r"copying 'p2' failed .* The model is torn"):
+        with pytest.raises(TornWeightsError, match=r"copying it failed: .* The model is torn"):
             weights.load_into(replica)
         (row,) = read_pool(bus_name, "weights").readers
         assert row.refused_version == 4
@@ -312,6 +312,18 @@ def test_weights_can_be_kept_and_taken_over(
     assert subscriber.wait(timeout=5) == 1
     with pytest.raises(WeightsBusyError, match="is rank 0 already"):
         publishers(many(2))
+
+
+def test_a_cell_of_a_notebook_that_makes_its_publisher_again_is_told_what_to_do(
+    bus_name: str,
+) -> None:
+    make = "publisher = WeightPublisher(name, source, carrier='shm')"
+    scope = {"WeightPublisher": WeightPublisher, "name": bus_name, "source": ModuleSource(many(2))}
+    exec(make, scope)
+    with pytest.raises(WeightsBusyError, match=r"have its first line close\(\) the one before"):
+        exec(make, scope)
+    exec(f"publisher.close()\n{make}", scope)
+    exec("publisher.publish(version=1)\npublisher.close()", scope)
 
 
 def test_a_killed_publisher_leaves_the_last_whole_version(

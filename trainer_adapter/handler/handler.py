@@ -859,6 +859,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             trained,
             self._prompts.requests_to_save(Counter(known.groups)),
             self._prompts.position(),
+            self._prompts.groups_to_save(),
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
