@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import time
@@ -108,8 +109,8 @@ class IdempotentPut:
                 body.done += 1
             else:
                 keys = _keys_in(self._bus.name) if keys is None else keys
-                while not body.whole and body.id_of(body.done) in keys:
-                    body.done += 1
+                there = (body.id_of(at) in keys for at in range(body.done, body.count))
+                body.done += sum(itertools.takewhile(bool, there))
             # The next successor must know it too: by then the group may be gone.
             self._write(body)
 
