@@ -51,13 +51,6 @@ Transport = Literal["gather", "pinned", "copy"]
 TRANSPORTS: Final = ("gather", "pinned", "copy")
 
 
-def packer_on(device: torch.device, **options: Any) -> HostPacker | GpuPacker:
-    """Make what packs batches for a device: by the GPU itself, or by the processor."""
-    if device.type == "cuda":
-        return GpuPacker(device, **options)
-    return HostPacker(device=device, memory=BatchMemory(), **options)
-
-
 class GpuPacker:
     """Packs leased groups into batches on one CUDA device."""
 

@@ -45,9 +45,10 @@ from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
-from trainer_adapter.batches.pack import FieldNames
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import FieldNames, HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
-from trainer_adapter.gpu.packer import GpuPacker, packer_on
+from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState
 from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
@@ -203,8 +204,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             "extra_fields": ExtraFields.of(extra_fields),
             "pack_threads": checked_pack_threads(pack_threads, world_size),
         }
-        self._packer = packer_on(on_device, **options)
-        self._gpu = self._packer if isinstance(self._packer, GpuPacker) else None
+        self._gpu = GpuPacker(on_device, **options) if on_device.type == "cuda" else None
+        self._packer = self._gpu or HostPacker(device=on_device, memory=BatchMemory(), **options)
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
