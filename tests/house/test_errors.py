@@ -22,11 +22,11 @@ from shmbus_ext import _core
 ALL = [
     "Bus", "BusBusyError", "BusClosedError", "BusExistsError", "BusFullError", "BusNotFoundError",
     "BusRemovedError", "BusStats", "CapacityError", "Consumer", "DaemonUnavailableError", "Feeder",
-    "Group", "GroupCopy", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
-    "ProducerRequests", "ProducerStats", "ProtocolError",
-    "RecordTooLargeError", "Request", "RequestCounts", "Reservation", "RestoredRequests",
-    "ShmbusError", "Slot", "StallError", "StallReport", "Trajectory", "TrajectoryCopy",
-    "UnscoredError", "WantedSample", "__version__", "unlink",
+    "Group", "LayoutMismatchError", "Ledger", "Producer", "ProducerInfo",
+    "ProducerRequests", "ProducerStats", "ProtocolError", 
+    "RecordTooLargeError", "Request", "RequestCounts", "Reservation",
+    "ShmbusError", "StallError", "StallReport", "Trajectory",
+    "UnscoredError", "__version__", "unlink",
 ]  # fmt: skip
 
 TREE = {
@@ -48,7 +48,7 @@ class Ends(SimpleNamespace):
     producer: Producer
     consumer: Consumer
     group: Group
-    slot: shmbus.Slot
+    slot: shmbus.Reservation
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ SHMBUS_ALL = [
     "DaemonUnavailableError",
     "Feeder",
     "Group",
-    "GroupCopy",
     "LayoutMismatchError",
     "Ledger",
     "Producer",
@@ -66,15 +65,11 @@ SHMBUS_ALL = [
     "Request",
     "RequestCounts",
     "Reservation",
-    "RestoredRequests",
     "ShmbusError",
-    "Slot",
     "StallError",
     "StallReport",
     "Trajectory",
-    "TrajectoryCopy",
     "UnscoredError",
-    "WantedSample",
     "__version__",
     "unlink",
 ]
@@ -86,8 +81,6 @@ TRAINER_ADAPTER_ALL = [
     "ScoredGroup",
     "group_advantages",
     "pack",
-    "pad_input",
-    "unpad_input",
     "varlen_attention",
 ]
 

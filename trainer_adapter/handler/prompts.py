@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import shmbus
 from shmbus._checks import checked_int
 from shmbus._format import several
+from shmbus.open_requests import RestoredRequests
 from trainer_adapter.handler.checkpoint import Key as _Key
 from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -29,7 +30,7 @@ from trainer_adapter.handler.prompt_source import PromptSource, check_state, ran
 if TYPE_CHECKING:
     from trainer_adapter.batches.batch import Batch
 
-__all__ = ["PromptsEndedError", "RequestingHandler"]
+__all__ = ["PromptOffers", "PromptsEndedError"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,22 +66,22 @@ def _keys(state: Any, name: str) -> Counter[_Key]:
     return Counter((id_, round, split) for id_, round, split in (state or {}).get(name, ()))
 
 
-class RequestingHandler:
-    """What of a handler offers prompts; the rest of it is `OnlineDataHandler`."""
+class PromptOffers:
+    """Offers a handler's prompts, keeps enough of them open, and restores a checkpoint's."""
 
-    _saves_requests: bool
-    _consumer: shmbus.Consumer
-    _planner: BatchPlanner[Batch]
-    _split: str
-    _rank: int
-    _world_size: int
-
-    def _begin_requests(
-        self, *, rank: int, world_size: int, split: str, prompt_schema: Iterable[str] | None
+    def __init__(
+        self,
+        consumer: shmbus.Consumer,
+        planner: BatchPlanner[Batch],
+        *,
+        rank: int,
+        world_size: int,
+        split: str,
+        prompt_schema: Iterable[str] | None,
     ) -> None:
+        self._consumer, self._planner = consumer, planner
         self._rank, self._world_size, self._split = rank, world_size, split
         self._prompt_fields = frozenset(name.rstrip("?") for name in prompt_schema or ())
-        self._saves_requests = rank == 0  # the lane is one for all ranks
         self._source: PromptSource | None = None
         self._ahead_batches = 0
         #: Where a loaded state stands in the prompts, until they are offered.
@@ -92,7 +93,8 @@ class RequestingHandler:
         self._requested = False
         #: Whether this run offers prompts itself, and so goes over its data again by itself.
         self._offers = False
-        self._restored_requests: shmbus.RestoredRequests | None = None
+        #: What the last `restore_requests` did.
+        self.restored: RestoredRequests | None = None
         #: Offered by an earlier life of this run, beyond where it stands in its data.
         self._ahead: Counter[_Key] = Counter()
         #: Such, of which the bus has a complete group and no request: it is another bus since.
@@ -103,27 +105,7 @@ class RequestingHandler:
     def request(
         self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
     ) -> int:
-        """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how.
-
-        After `load_state_dict` a trainer goes over its data again, from where the checkpoint stood.
-        What it had offered after that and the bus has still is not offered twice.
-
-        Parameters
-        ----------
-        instance_id : str or int
-            The prompt's key.
-        round : int, optional
-            Which repetition of the prompt this is.
-        split : str, default "train"
-            What the group is for.
-        **more
-            All others of `shmbus.Consumer.request`, the prompt's fields too.
-
-        Returns
-        -------
-        int
-            The request's number; 0 where it was offered before the restart.
-        """
+        """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how."""
         self._offers = True
         self._requested = self._requested or split == self._split
         key = (str(instance_id), round, split)
@@ -138,56 +120,7 @@ class RequestingHandler:
     # -- prompts that are kept open ---------------------------------------------------------------
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
-        """Keep prompts open for the workers, whatever becomes of each, from now to their end.
-
-        `next_batch` goes on offering, before it waits and while it does. What counts is what is
-        open or on its way to a batch, so a group that fails, is late, stale, malformed or filtered
-        is replaced. Prompts from others, such as a `Feeder`, count too.
-
-        `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
-        with the same data from their start in the same order, goes on at the exact prompt: each is
-        trained at most once, and none is left out but those that were given up. A prompt's round,
-        `round` of a `Request`, is its place in all that was offered, so an id may come again.
-
-        With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
-        others.
-
-        Parameters
-        ----------
-        prompts : iterable, or data set with a length and ``__getitem__``
-            Of dicts, or of (id, prompt) pairs. A dict may have ``instance_id`` (its place by
-            default), ``group_size``, ``need``, ``priority`` and ``meta``. Of the others, arrays, a
-            list ``prompt`` of token ids, and what ``prompt_schema`` has are the request's fields;
-            all else, such as text, is put into its meta. An iterator's `next` is called by
-            `next_batch`, which waits for it; give a DataLoader (``batch_size=None``) to have that
-            done ahead. One with `load_state_dict`, as torchdata's StatefulDataLoader, goes on by
-            that; another is gone through again.
-        ahead : int, default 2
-            How many batches' worth of prompts are kept open when a batch is waited for, so one less
-            while it is trained; those of ready batches, of `prefetch`, are not counted. A batch is
-            `groups_per_batch` of each rank; or `tokens_per_batch` by the mean of the last 64
-            groups' tokens, and 8 groups until the first has come.
-        group_size : int, default 8
-            Samples of each group that does not say it itself.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is wrong, or the data are others than those of the checkpoint. A prompt that
-            is wrong is left out, and its error is raised once, here or by `next_batch`, which goes
-            on behind it.
-        Exception
-            What the iterator raises, here or by `next_batch`, which goes on at the same prompt.
-
-        Notes
-        -----
-        When there are no more prompts, and nothing is open or on its way, ``for batch in handler``
-        ends, and `next_batch` raises EOFError. The last batch has the groups that are left, with
-        `groups_per_batch` too; with several ranks, those that do not fill a step stay on the bus,
-        and rank 0 alone is told.
-
-        Called again, it goes on at the same position, or, where all had been offered, begins anew.
-        """
+        """Keep prompts open for the workers, whatever becomes of each, from now to their end."""
         ahead, group_size = checked_int("ahead", ahead), checked_int("group_size", group_size)
         for name, value in (("ahead", ahead), ("group_size", group_size)):
             if value < 1:
@@ -198,7 +131,7 @@ class RequestingHandler:
         if self._rank:
             self._source = source  # for its state
             return
-        self._settle_offer()
+        self.settle()
         before = self._source
         if before is None:
             if self._source_state is not None:
@@ -213,7 +146,7 @@ class RequestingHandler:
         self._planner.last = False
         self._refill(source, time.monotonic())
 
-    def _settle_offer(self) -> None:
+    def settle(self) -> None:
         """Find out whether a prompt was offered when an exception came between."""
         source, offering = self._source, self._offering
         if source is not None and offering is not None:
@@ -222,25 +155,10 @@ class RequestingHandler:
                 source.passed()
         self._offering = None
 
-    def _look_at_prompts(self, asked: bool, deadline_s: float | None) -> float | None:
-        """Offer what is lacking, and say after how many seconds to look again; None for never.
-
-        Parameters
-        ----------
-        asked : bool
-            Whether the bus was asked since and has given nothing.
-        deadline_s : float or None
-            Until when the caller waits.
-
-        Raises
-        ------
-        PromptsEndedError, TimeoutError
-            Nothing comes any more.
-        """
+    def look(self, asked: bool, deadline_s: float | None) -> float | None:
+        """Offer what is lacking, and say after how many seconds to look again; None for never."""
         source = self._source if self._rank == 0 else None
         if source is None:
-            if self._requested and asked and self._is_hopeless():
-                raise TimeoutError(self._hopeless_text())
             return LOOK_S if self._requested else None
         if not source.ended:
             self._refill(source, deadline_s)
@@ -252,7 +170,7 @@ class RequestingHandler:
         return LOOK_S
 
     def _refill(self, source: PromptSource, deadline_s: float | None) -> None:
-        self._settle_offer()
+        self.settle()
         if source.unchecked:
             source.next()
         lacking = self._ahead_batches * self._planner.batch_groups - self._count_coming()
@@ -320,9 +238,9 @@ class RequestingHandler:
         """Return the groups of batches that were yielded, and not acknowledged yet."""
         return _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
 
-    def _groups_to_save(self) -> list[_Key]:
+    def groups_to_save(self) -> list[_Key]:
         """Return what rank 0 may not know of, where this is another: it may save before."""
-        return [] if self._saves_requests else list(self._keys_out().elements())
+        return [] if self._rank == 0 else list(self._keys_out().elements())
 
     def _count_coming(self) -> int:
         """Count the requests whose groups are open or on their way, and in no batch."""
@@ -360,8 +278,10 @@ class RequestingHandler:
             return False
         return seen.is_empty and seen.ready < planner.least_groups
 
-    def _is_hopeless(self) -> bool:
-        """Whether nobody is there who could put, and nothing on the bus completes a batch."""
+    def is_hopeless(self) -> bool:
+        """Whether what was requested has ended, and nobody is there who could complete a batch."""
+        if not self._requested or (self._source is not None and self._rank == 0):
+            return False
         planner = self._planner
         if planner.ready or planner.inbox or planner.left_s(time.monotonic()) is not None:
             return False
@@ -370,10 +290,7 @@ class RequestingHandler:
         seen = self._see()
         return seen.is_empty and not seen.ready and not seen.producers
 
-    def _hopeless_text(self) -> str:
-        raise NotImplementedError
-
-    def _open_prompts(self) -> str:
+    def open_text(self) -> str:
         """Say how many prompts are open, for a message; nothing where this run uses none."""
         if not (self._offers or self._consumer.stats().requests.offered):
             return ""
@@ -386,13 +303,13 @@ class RequestingHandler:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def _offer_to_save(self) -> Any:
+    def position(self) -> Any:
         """Return the position in the prompts; None where none are offered by `offer`."""
         if self._source is None:
             return self._source_state
         return self._source.state() if self._rank == 0 else rank_state(self._rank)
 
-    def _restore_offer(self, saved: Any) -> None:
+    def restore_position(self, saved: Any) -> None:
         """Stand where a state does; raises ValueError, and changes nothing, for one of others."""
         if self._rank:
             return
@@ -409,17 +326,11 @@ class RequestingHandler:
         self._offering = None
         self._planner.last = False
 
-    def _requests_to_save(self, on_ranks: Counter[_Key]) -> Any:
-        """Return the requests that are not trained, and what a restart must know of others.
-
-        Parameters
-        ----------
-        on_ranks : Counter of (str, int or None, str)
-            Groups that the ranks have trained, those of this one too; empty without ranks.
-        """
-        if not self._saves_requests:
+    def requests_to_save(self, on_ranks: Counter[_Key]) -> Any:
+        """Return the requests that are not trained, and what a restart must know of others."""
+        if self._rank:
             return None
-        state: Any = self._consumer.requests_state()
+        state: Any = self._consumer.state_dict()
         trained = self._trained_open + (on_ranks | self._keys_out())
         found, opened = part_trained(state["open"], trained)
         self._trained_open &= Counter(found)  # the others have ended
@@ -432,17 +343,17 @@ class RequestingHandler:
         # The number says to feeders where the data stood, also where nothing is open.
         return {**state, **saved} if any(saved.values()) or state["number"] else None
 
-    def _restore_requests(self, saved: Any, here: bool) -> None:
+    def restore_requests(self, saved: Any, here: bool) -> None:
         """Offer again what is not trained; a state without requests has none of them open."""
-        if not self._saves_requests:
+        if self._rank:
             return  # whoever saved the state: two ranks would offer twice
         state: Any = saved
         if saved is None:
-            state = {**self._consumer.requests_state(), "open": []}
+            state = {**self._consumer.state_dict(), "open": []}
             # Of this bus it means that nothing had been offered; of another one, nothing is known.
             state["number"] = 0 if here else None
-        restored = self._consumer.load_requests_state(state)
-        self._restored_requests = restored
+        restored = self._consumer.load_state_dict(state)
+        self.restored = restored
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
         self._whole = {each for each in restored.whole if each[2] == self._split}
         self._whole -= self._ahead.keys()
@@ -459,8 +370,3 @@ class RequestingHandler:
                 restored.ended,
                 restored.number,
             )
-
-    @property
-    def restored_requests(self) -> shmbus.RestoredRequests | None:
-        """What `load_state_dict` did with requests; None before, and on ranks other than 0."""
-        return self._restored_requests

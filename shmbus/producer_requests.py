@@ -4,7 +4,8 @@ Invariants
 ----------
 - A sample is in the hands of one producer at a time. It comes back when that one gives it back,
   closes, or dies; and it is answered once, whatever dies when (shmbus_ext/ring/requests.h).
-- A retry request of a group that came by the lane is handed out here too, with its prompt.
+- A retry request of a group that came by the lane is handed out by `next` too, with its prompt.
+- What this producer was asked for and has not done is asked of others once it closes.
 """
 
 from __future__ import annotations
@@ -13,35 +14,52 @@ import functools
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
 from shmbus import limits
-from shmbus._arguments import check_timeout, clamp_request
+from shmbus._arguments import check_count, check_timeout, clamp_request
 from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, check_request
-from shmbus.put.retries import RetryPuts, WantedSample
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
+    from shmbus.stall import Watch
     from shmbus_ext._values import FieldValue, SupportsItem
 
-__all__ = ["ProducerRequests", "Request", "RequestState"]
+__all__ = ["ProducerRequests", "Request", "RequestState", "checked_reason"]
 
 #: What a worker waits for, in a report of a stall.
-_WAITS_FOR = "a prompt to sample"
+_WAITS_FOR: Final = "a prompt to sample"
 
 
-#: A row of the retry table, as `_core.retry_requests` gives it.
-_RetryRow: TypeAlias = "tuple[int, int, int, str, int | None, int, int, int, int, int, str, int]"
+class _RetryRow(NamedTuple):
+    """A row of the retry table, as `_core.retry_requests` gives it."""
+
+    row: int
+    number: int
+    claimant: int
+    instance_id: str
+    round: int | None
+    split: int
+    size: int
+    need: int
+    sample_index: int
+    attempt: int
+    why: str
+    due_ns: int
+
+    @property
+    def sample(self) -> tuple[Hashable, int]:
+        return make_key(self.instance_id, self.round, self.split), self.sample_index
 
 
 class _Backoff:
-    """How long a worker waits whose samples all fail, or that gives all of them back.
+    """How long a worker waits whose samples all fail, or that gives all of them back."""
 
-    Only what was taken after a wait makes the next one longer: of many under way, all fail at once.
-    """
+    # Only what was taken after a wait makes the next one longer: of many under way, all fail at
+    # once.
 
     __slots__ = ("_waits", "failed", "until_s")
 
@@ -72,18 +90,22 @@ class _Backoff:
 class RequestState:
     """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
 
-    __slots__ = ("backoff", "last_request", "next_recovery_s", "work")
+    __slots__ = ("backoff", "last_request", "lock", "next_recovery_s", "taken", "work")
 
     def __init__(self) -> None:
         self.backoff = _Backoff()
         self.work = LoopWaits()
         self.next_recovery_s = 0.0
+        #: Failed samples that this producer has claimed, until they are answered.
+        self.taken: dict[tuple[Hashable, int], Request] = {}
+        self.lock = _core.RecursiveLock()
         #: Of the request that a sample was last taken of: number, text and prompt.
         self.last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
 
     def forget(self) -> None:
         """Forget what is of a bus that another has taken the place of."""
         self.last_request = (0, None, None)
+        self.taken.clear()
         self.backoff.success()
 
     def slice_s(self, timeout: float | None, waited_s: float) -> float:
@@ -94,6 +116,28 @@ class RequestState:
         if (rest_s := self.backoff.until_s - time.monotonic()) > 0:
             slice_s = min(slice_s, rest_s)
         return slice_s
+
+
+class _Worker(Protocol):
+    """What the requests need of their Producer."""
+
+    _watch: Watch
+
+    @property
+    def producer_id(self) -> int: ...
+    @property
+    def _segment(self) -> _core.Segment: ...
+    def _here(self) -> _core.Segment: ...
+    def put(self, *arguments: Any, **more: Any) -> None: ...
+    def fail(self, *arguments: Any, **more: Any) -> None: ...
+    def _answer(self, *arguments: Any, **more: Any) -> None: ...
+    def _go_on(self, *arguments: Any) -> object: ...
+    def _recover_dead(self) -> object: ...
+    def _take_requests(self, *arguments: Any) -> list[Any]: ...
+    def _holds_request(self, *arguments: Any) -> bool: ...
+    def _give_back_request(self, *arguments: Any) -> bool: ...
+    async def _retry(self, *arguments: Any) -> None: ...
+    async def _check_stall(self, *arguments: Any) -> None: ...
 
 
 class ProducerRequests:
@@ -112,7 +156,7 @@ class ProducerRequests:
 
     __slots__ = ("_producer", "_state")
 
-    def __init__(self, producer: RetryPuts, state: RequestState) -> None:
+    def __init__(self, producer: _Worker, state: RequestState) -> None:
         self._producer = producer
         self._state = state
 
@@ -275,12 +319,10 @@ class ProducerRequests:
         segment = self._producer._here()
         if segment.paused() is not None:
             return []
-        rows: list[_RetryRow] = []
-        if _core.retry_noted(segment)[0] and _core.request_number(segment):
-            rows = sorted(_core.retry_requests(segment), key=lambda row: row[1])
-        for row, number, *_, attempt, _, _ in rows:
-            if attempt == _core.RETRY_PAUSE:
-                return self._probe(segment, (row, number), rows)
+        rows = _retry_rows(segment) if _core.request_number(segment) else []
+        for row in rows:
+            if row.attempt == _core.RETRY_PAUSE:
+                return self._probe(segment, row, rows)
         if time.monotonic() < self._state.backoff.until_s:
             return []
         if self._state.backoff.failed:
@@ -291,15 +333,15 @@ class ProducerRequests:
         return found + self._take_new(limit - len(found))
 
     def _probe(
-        self, segment: _core.Segment, pause: tuple[int, int], rows: list[_RetryRow]
+        self, segment: _core.Segment, pause: _RetryRow, rows: list[_RetryRow]
     ) -> list[Request]:
         """Take one sample, if it is this worker's turn: the lane is paused."""
         mine = self._producer.producer_id
-        if not _core.retry_claim(segment, *pause, mine):
+        if not _core.retry_claim(segment, pause.row, pause.number, mine):
             return []
         found = self._take_new(1) or self._take_failed(segment, rows, 1)
         if not found:
-            _core.retry_unclaim(segment, pause[0], mine)
+            _core.retry_unclaim(segment, pause.row, mine)
         return found
 
     def _take_new(self, limit: int) -> list[Request]:
@@ -315,45 +357,84 @@ class ProducerRequests:
         return found
 
     def _take_failed(
-        self, segment: _core.Segment, rows: list[_RetryRow], limit: int
+        self,
+        segment: _core.Segment,
+        rows: list[_RetryRow],
+        limit: int,
+        *,
+        without_prompt: bool = False,
     ) -> list[Request]:
-        """Claim failed samples whose prompt is in the lane; others are for `Producer.wanted`."""
+        """Claim failed samples; those whose prompt the lane has not only where that is said."""
         found: list[Request] = []
         mine = self._producer.producer_id
-        with self._producer._taking:
-            for (
-                row,
-                number,
-                claimant,
-                id_,
-                round,
-                split,
-                size,
-                need,
-                index,
-                attempt,
-                why,
-                _,
-            ) in rows:
+        with self._state.lock:
+            for each in rows:
                 if len(found) == limit:
                     break
-                if claimant or attempt == _core.RETRY_PAUSE:
+                if each.claimant or each.attempt == _core.RETRY_PAUSE:
                     continue
-                text = _core.request_find(segment, id_, round, split)
-                if text is None or not _core.retry_claim(segment, row, number, mine):
+                text = _core.request_find(segment, each.instance_id, each.round, each.split)
+                if text is None and not without_prompt:
                     continue
-                label = _core.split_label(segment, split)
-                sample = WantedSample(
-                    id_, round, index, size or None, attempt, why, label, need or None
-                )
-                self._producer._taken[make_key(id_, round, split), index] = sample
-                found.append(
-                    Request._of(text, Prompt(text[8], text[7]), index, retry=(row, attempt, why))
-                )
+                if not _core.retry_claim(segment, each.row, each.number, mine):
+                    continue
+                prompt = Prompt(text[8], text[7]) if text is not None else Prompt(b"", 0)
+                text = text or _text_of(segment, each)
+                retry = (each.row, each.attempt, each.why)
+                found.append(Request._of(text, prompt, each.sample_index, retry=retry))
+                self._state.taken[each.sample] = found[-1]
         return found
 
+    def retries(self, limit: int | None = None) -> list[Request]:
+        """Take failed samples of prompts that this worker chooses itself; waits for nothing.
+
+        It is for workers that put samples which nobody offered: `next` hands out failed samples of
+        the lane, with their prompts. Each is handed to one worker at a time, and is asked of others
+        when this producer closes without an answer; it counts as failed once more when the producer
+        dies, or does not answer within the consumer's `retry_timeout`. Where nothing is asked for,
+        this reads one word of shared memory.
+
+        Parameters
+        ----------
+        limit : int, optional
+            How many at the most; None for all. Workers that share the work take few at a time.
+
+        Returns
+        -------
+        list of Request
+            In the order of asking, for `answer`, `fail` and `release`. Those of the lane have their
+            prompt, others no fields. `group_size` is 0 where nobody has said it; give it to
+            `answer`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `limit` is no int of 1 or more.
+        BusClosedError
+            The Producer is closed, or was made before a fork.
+        """
+        if limit is not None:
+            limit = check_count("limit", limit, 1)
+        segment = self._producer._here()
+        rows = _retry_rows(segment)
+        mine = self._producer.producer_id + 1
+        with self._state.lock:
+            kept = {each.sample for each in rows if each.claimant == mine}
+            for at in self._state.taken.keys() - kept:
+                del self._state.taken[at]  # answered, or asked of another
+            most = len(rows) if limit is None else limit
+            return self._take_failed(segment, rows, most, without_prompt=True)
+
+    def _return_failed(self) -> None:
+        """Have others make the failed samples that this producer has claimed; it closes."""
+        if self._state.taken:
+            mine = self._producer.producer_id
+            for each in _retry_rows(self._producer._segment):
+                if each.claimant == mine + 1:
+                    _core.retry_unclaim(self._producer._segment, each.row, mine)
+
     def _at(self, request: Request) -> tuple[Hashable, int]:
-        """Return what `_taken` has a sample by."""
+        """Return what `taken` has a sample by."""
         split = _core.split_number(self._producer._segment, request.split)
         return make_key(request.instance_id, request.round, split), request.index
 
@@ -373,7 +454,7 @@ class ProducerRequests:
         """
         if (claim := check_request(request)._claim) is not None:
             return self._producer._holds_request(claim)
-        return self._at(request) in self._producer._taken
+        return self._at(request) in self._state.taken
 
     def release(self, request: Request) -> bool:
         """Give a sample back unmade, for what is not its fault: others may take it.
@@ -400,8 +481,7 @@ class ProducerRequests:
         if (claim := request._claim) is not None:
             return self._producer._give_back_request(claim)
         assert request._retry is not None
-        with self._producer._taking:
-            self._producer._taken.pop(self._at(request), None)
+        self._forget(request)
         producer = self._producer
         return _core.retry_unclaim(producer._segment, request._retry[0], producer.producer_id)
 
@@ -446,7 +526,7 @@ class ProducerRequests:
         if not self.is_wanted(request):
             return False
         for name in ("instance_id", "group_size", "index", "round", "need", "split"):
-            if name in arrays:
+            if name in arrays and (name != "group_size" or request.group_size):
                 raise TypeError(f"requests.answer: {name} is the request's; leave it out")
         given: dict[str, Any] = {
             **request._group(),
@@ -503,39 +583,24 @@ class ProducerRequests:
         BusFullError, BusClosedError, BusRemovedError, StallError
             As for `put`; the request is still this producer's.
         """
-        if not isinstance(reason, str):
-            raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+        reason = checked_reason(reason)
         if not self.is_wanted(request):
             return False
+        report: dict[str, Any] = {"policy_version": policy_version, "timeout": timeout}
+        report |= request._group()
         if request._claim is None:
-            self._producer.fail(
-                request.instance_id,
-                request.index,
-                reason,
-                **request._group(),
-                policy_version=policy_version,
-                timeout=timeout,
-            )
+            report["group_size"] = request.group_size or None
+            self._producer.fail(request.instance_id, request.index, reason, **report)
             self._forget(request)
-            self._state.backoff.failure(time.monotonic())
-            return True
-        self._producer._answer(
-            request._claim,
-            True,
-            request.instance_id,
-            **request._group(),
-            index=request.index,
-            score=0.0,
-            policy_version=policy_version,
-            meta=reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode(),
-            timeout=timeout,
-        )
+        else:
+            report |= {"index": request.index, "score": 0.0, "meta": reason}
+            self._producer._answer(request._claim, True, request.instance_id, **report)
         self._state.backoff.failure(time.monotonic())
         return True
 
     def _forget(self, request: Request) -> None:
-        with self._producer._taking:
-            self._producer._taken.pop(self._at(request), None)
+        with self._state.lock:
+            self._state.taken.pop(self._at(request), None)
 
     async def aanswer(
         self,
@@ -623,3 +688,26 @@ class ProducerRequests:
 
         await self._producer._retry(attempt, timeout)
         return done
+
+
+def checked_reason(reason: object) -> str:
+    """Return why a sample failed as the report of it says it: text of a bounded length."""
+    if not isinstance(reason, str):
+        raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+    return reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
+
+
+def _retry_rows(segment: _core.Segment) -> list[_RetryRow]:
+    """Return what is asked for again, in the order of asking; of none by one word of memory."""
+    if not _core.retry_noted(segment)[0]:
+        return []
+    return sorted(
+        (_RetryRow(*row) for row in _core.retry_requests(segment)), key=lambda each: each.number
+    )
+
+
+def _text_of(segment: _core.Segment, row: _RetryRow) -> RequestText:
+    """Return what the lane would say of a sample that did not come by it."""
+    need = row.need or row.size
+    split = _core.split_label(segment, row.split)
+    return row.instance_id, row.round, split, row.size, need, 0, 0, 0, b""

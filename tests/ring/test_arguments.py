@@ -29,43 +29,6 @@ def sample(index: int = 0, **more: Any) -> dict[str, Any]:
     return {"instance_id": "a", "group_size": 2, "index": index, "x": np.arange(3), **more}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"skip_zero_variance": "no"}, TypeError, "skip_zero_variance: expected True or False"),
-        ({"daemon": "yes"}, TypeError, "daemon: expected True or False"),
-        ({"max_policy_lag": -1}, ValueError, "max_policy_lag: expected 0 or more, got -1"),
-        ({"sample_retries": None}, TypeError, "sample_retries: expected an int"),
-        ({"retry_timeout": None}, TypeError, "retry_timeout: expected seconds"),
-        ({"label": 3}, TypeError, "label: expected a str or None, got int"),
-        ({"label": "a\0b"}, ValueError, "label: expected text without NUL"),
-        ({"world_size": 2, "daemon": False}, ValueError, "daemon=False: .* leave daemon out"),
-    ],
-)
-def test_a_consumer_names_the_argument_that_is_wrong(
-    bus: Bus, options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        Consumer(bus.name, **options)
-    assert bus.stats().collector_pid == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"checksum": "no"}, TypeError, "checksum: expected True or False, got str"),
-        ({"label": b"x"}, TypeError, "label: expected a str or None, got bytes"),
-        ({"label": "a\0b"}, ValueError, "label: expected text without NUL"),
-    ],
-)
-def test_a_producer_names_the_argument_that_is_wrong(
-    bus: Bus, options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        Producer(bus.name, **options)
-    assert bus.stats().producers == []
-
-
 def test_integers_of_numpy_are_integers(bus_name: str) -> None:
     with (
         Bus.create(bus_name, np.int64(1 << 20), max_producers=np.int32(3)) as bus,  # type: ignore[arg-type]
@@ -161,7 +124,7 @@ def test_a_reason_with_surrogates_is_still_a_reason(bus: Bus) -> None:
     ):
         producer.fail("a", 0, "no utf-8: \udcff", group_size=2)
         assert consumer.take(timeout=0) == []
-        (wanted,) = producer.wanted()
+        (wanted,) = producer.requests.retries()
         assert wanted.reason == "no utf-8: ?"
 
 
@@ -252,3 +215,24 @@ def test_a_process_of_ray_is_named_by_its_actor(
         finally:
             child.communicate()
     assert [row.label.rpartition("@")[0] for row in rows] == [label]
+
+
+def test_a_copy_takes_finite_scores_and_names_what_it_refuses(
+    bus: Bus,
+) -> None:
+    with Producer(bus.name) as producer:
+        producer.put("a", group_size=1, index=0, tokens=np.arange(4))
+    with Consumer(bus.name) as consumer:
+        [group] = consumer.take(timeout=30.0)
+        [copy] = group.copy()
+        group.ack()
+    for value, error in ((10**400, ValueError), (float("nan"), ValueError), ((), TypeError)):
+        with pytest.raises(error, match="score: expected"):
+            copy.score = value
+    copy.score = np.float32(0.5)  # type: ignore[assignment]
+    assert copy.score == 0.5
+
+
+def test_a_request_is_made_by_the_bus_only() -> None:
+    with pytest.raises(TypeError, match=r"requests\.next"):
+        shmbus.Request()
