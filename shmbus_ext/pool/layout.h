@@ -59,11 +59,11 @@
  *    128     8  latest           publisher       readers    release / acquire: newest whole version
  *    136     8  writing          publisher       ranks      seq_cst: version that ranks may write
  *    144     8  next_sequence    publisher       publisher  relaxed
- *    192     4  bell             publisher       readers    futex word, bumped by each version
+ *    192     4  bell             publisher       readers    futex word, rung by each version
  *    196     4  bell_wanted      readers         publisher  seq_cst: 1 while a reader may sleep
- *    256     4  space_bell       readers         publisher  futex word, bumped by each slot let go
+ *    256     4  space_bell       readers         publisher  futex word, rung by each slot let go
  *    260     4  space_wanted     publisher       readers    seq_cst
- *    320     4  ranks_bell       ranks           ranks      futex word, bumped by each change
+ *    320     4  ranks_bell       ranks           ranks      futex word, rung by each change
  *    324     4  ranks_wanted     ranks           ranks      seq_cst
  *    384     4  slots_open       publisher       publisher  release / acquire: slots with memory
  *    392     8  published        publisher       all        relaxed, for messages

@@ -121,23 +121,19 @@ static bool add_constants(PyObject *module) {
 
 static bool add_functions(PyObject *module) {
     bool (*const add[])(PyObject *) = {
-        py_hooks_add_functions,        py_inspect_add_functions,     py_retry_add_functions,
-        py_group_table_add_constants,  py_group_add_functions,       py_client_lease_add_functions,
-        py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
-        py_measure_add_functions,      py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
-        py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
-        py_plan_add_functions,         py_copies_add_methods,         py_score_add_attributes,
-        py_extra_fields_add_functions, py_delivery_add_functions,    py_begun_add_functions,
-        py_splits_add_functions,
-        py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
-        py_pool_rows_add_functions, py_pool_copy_add_functions, py_pool_patch_add_functions,    py_lead_add_functions,        py_request_add_functions,
-        py_request_layout_add_functions,
-        py_declared_add_functions,     py_plan_fields_add_constants,
-        py_origin_head_add_functions,
-        py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
-        py_channel_add_constants,      py_channel_messages_add_functions,
-        py_arguments_add_constants,    py_lift_add_functions,
-        py_convert_add_functions,      py_gather_threads_add_constants,
+        py_hooks_add_functions, py_inspect_add_functions, py_retry_add_functions,
+        py_group_table_add_constants, py_group_add_functions, py_client_lease_add_functions,
+        py_arrays_add_functions, py_measure_add_functions, py_pack_add_functions,
+        py_gather_plan_add_functions, py_baseline_add_functions, py_uninterrupted_add_functions,
+        py_end_lease_add_functions, py_rounds_add_functions, py_copies_add_methods,
+        py_score_add_attributes, py_extra_fields_add_functions, py_delivery_add_functions,
+        py_begun_add_functions, py_splits_add_functions, py_pool_add_constants,
+        py_pool_lease_add_functions, py_pool_rows_add_functions, py_pool_patch_add_functions,
+        py_request_add_functions,
+        py_declared_add_functions, py_plan_fields_add_constants, py_origin_head_add_functions,
+        py_export_add_functions, py_import_add_functions, py_relay_add_functions,
+        py_channel_add_constants, py_channel_messages_add_functions, py_arguments_add_constants,
+        py_lift_add_functions, py_convert_add_functions, py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -17,12 +17,10 @@ uint64_t py_array_elements(PyObject *object);
  * where its data is; false with an exception that names it. */
 bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
                     void *data);
-bool py_arrays_add_functions(PyObject *module);
 
 /* ---- Baselines for Python: rules as tuples, and whole batches of groups. */
 /* What (kind, bessel, eps) says; false with an exception. */
 bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule);
-bool py_baseline_add_functions(PyObject *module);
 
 /* ---- Further fields of a batch, of any dtype and shape: copied as they are.
  *
@@ -82,8 +80,6 @@ void py_extras_clear(struct extras *self);
 /* Copies of sequence i the rows of n tokens, and with its first ones what has no row a token: without
  * the interpreter, and from several threads. */
 void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint64_t n);
-
-bool py_extra_fields_add_functions(PyObject *module);
 
 /* ---- Where the fields of trajectories lie: found and checked in one place, for all that reads them.
  *
@@ -161,8 +157,6 @@ bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *na
                      struct source *sources);
 void py_prefetch_trajectory(const PyObject *item);
 
-bool py_field_lookup_add_functions(PyObject *module);
-
 /* ---- Copying sequences into the columns of a batch, in pieces that several threads may share.
  *
  * Invariant: what is copied does not depend on the number of threads: each element is written once,
@@ -190,9 +184,6 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
 bool py_copy_job_run(struct copy_job *job, struct threads *helpers);
 void py_copy_job_clear(struct copy_job *job);
 
-/* ---- The table that a kernel gathers a batch by. */
-bool py_gather_plan_add_functions(PyObject *module);
-
 /* ---- GatherThreads: the threads that copy batches, for Python. */
 extern PyTypeObject GatherThreadsType;
 
@@ -204,11 +195,6 @@ bool py_gather_threads_check(PyObject *object);
 bool py_gather_threads_begin(PyObject *object, struct threads **threads);
 void py_gather_threads_finish(PyObject *object);
 
-bool py_gather_threads_add_constants(PyObject *module);
-
-/* ---- What trajectories have: for Python, before a batch is made of them. */
-bool py_measure_add_functions(PyObject *module);
-
 /* ---- Which trajectories mention a word in their encoded meta. */
 /* Whether it is a tuple of bytes; false with an exception. */
 bool py_check_words(PyObject *words);
@@ -216,9 +202,14 @@ bool py_check_words(PyObject *words);
 bool py_meta_mentions(const TrajectoryObject *t, PyObject *words);
 /* False with an exception. */
 bool py_append_number(PyObject *list, Py_ssize_t number);
-bool py_meta_search_add_functions(PyObject *module);
 
-/* ---- Batches: many trajectories gathered into arrays that the caller owns. */
+/* What module.c adds. */
+bool py_arrays_add_functions(PyObject *module);
+bool py_baseline_add_functions(PyObject *module);
+bool py_extra_fields_add_functions(PyObject *module);
+bool py_gather_plan_add_functions(PyObject *module);
+bool py_gather_threads_add_constants(PyObject *module);
+bool py_measure_add_functions(PyObject *module);
 bool py_pack_add_functions(PyObject *module);
 
 #endif

@@ -191,15 +191,6 @@ static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
                          (unsigned long long)segment->c.bytes, (PyObject *)segment);
 }
 
-static PyMethodDef functions[] = {
-    {"mapping_of", py_mapping_of, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_field_lookup_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
-
 /* ---- Which trajectories mention a word in their encoded meta, without decoding it: apart from the
  * lookup of fields, since it reads bytes that no schema describes.
  *
@@ -268,15 +259,6 @@ static PyObject *py_mentioning(PyObject *module, PyObject *args) {
     return found;
 }
 
-static PyMethodDef meta_search_functions[] = {
-    {"mentioning", py_mentioning, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_meta_search_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, meta_search_functions) == 0;
-}
-
 /* ---- Arrays of the caller's. */
 uint64_t py_array_elements(PyObject *object) {
     return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
@@ -319,11 +301,13 @@ static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
     return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
 }
 
-static PyMethodDef arrays_functions[] = {
+static PyMethodDef functions[] = {
+    {"mapping_of", py_mapping_of, METH_O, NULL},
+    {"mentioning", py_mentioning, METH_VARARGS, NULL},
     {"find_not_finite", py_find_not_finite, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 bool py_arrays_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, arrays_functions) == 0;
+    return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -44,12 +44,13 @@ extern PyTypeObject ChannelType;
 /* False with an exception where this handle is not that side. */
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 
-bool py_channel_add_constants(PyObject *module);
-
 /* ---- What a Channel does with messages: methods as functions of the module. */
 /* Ends the memory of the message that is being written or read, if any; views that are left keep a
  * copy. False with an exception where there is no memory for one. */
 bool py_channel_end_memory(ChannelObject *self);
+
+/* What module.c adds. */
+bool py_channel_add_constants(PyObject *module);
 bool py_channel_messages_add_functions(PyObject *module);
 
 #endif

@@ -145,12 +145,10 @@ static inline Py_ssize_t py_client_lease_records(const ClientLeaseObject *self) 
 /* Of what a message grants, read no further than its places; NULL with an exception, or without one
  * where they do not lie in this segment. */
 ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step);
-bool py_client_lease_add_functions(PyObject *module);
 
 /* ---- What the segment says of deliveries, counted where groups are leased. */
 /* Counts leased entries that were never leased before; anything else in the list is passed over. */
 void py_delivery_count(SegmentObject *segment, PyObject *entries);
-bool py_delivery_add_functions(PyObject *module);
 
 /* ---- GroupBase: what shmbus.Group is made of. */
 extern PyTypeObject GroupBaseType;
@@ -166,7 +164,6 @@ PyObject *py_group_samples(PyObject *group);
 /* A new list of the trajectories of all groups of a list, one behind the other, and how many are of
  * each: int64 [G]. NULL with an exception; the sizes may be there nevertheless. */
 PyObject *py_group_members(PyObject *groups, PyObject **sizes);
-bool py_group_add_functions(PyObject *module);
 
 /* ---- GroupTable: samples in cells by key, until their group is complete. */
 /* Samples read together, so that the cache misses of one overlap with those of the others; few
@@ -202,6 +199,11 @@ extern PyTypeObject GroupTableType;
  * `left`. False with an exception. */
 bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count,
                                 double now_s, PyObject *left);
+
+/* What module.c adds. */
+bool py_client_lease_add_functions(PyObject *module);
+bool py_delivery_add_functions(PyObject *module);
+bool py_group_add_functions(PyObject *module);
 bool py_group_table_add_constants(PyObject *module);
 
 #endif

@@ -7,9 +7,6 @@
 #include "pool/pool.h"
 #include "python/companion.h"
 
-/* ---- Copying large pieces between buffers, past the caches. */
-bool py_pool_copy_add_functions(PyObject *module);
-
 /* ---- SlotPool: one mapping of a slot pool, and what happens to it at fork and at close. */
 typedef struct {
     CompanionObject base;
@@ -17,8 +14,6 @@ typedef struct {
 } PoolObject;
 
 extern PyTypeObject PoolType;
-
-bool py_pool_add_constants(PyObject *module);
 
 /* ---- PoolLease: one version of a slot pool, readable for as long as the object lives. */
 typedef struct {
@@ -32,14 +27,6 @@ typedef struct {
 bool py_pool_lease_is_readable(const PoolLeaseObject *self);
 
 extern PyTypeObject PoolLeaseType;
-
-bool py_pool_lease_add_functions(PyObject *module);
-
-/* ---- Patches of versions: made by a PoolWrite, found and applied by a PoolLease. */
-bool py_pool_patch_add_functions(PyObject *module);
-
-/* ---- What a pool's tables say, for messages and for `shmbus weights`. */
-bool py_pool_rows_add_functions(PyObject *module);
 
 /* ---- PoolWrite: a version of a slot pool while it is being written. */
 typedef struct {
@@ -65,6 +52,10 @@ void py_pool_write_leave(PoolWriteObject *self);
 
 extern PyTypeObject PoolWriteType;
 
-bool py_pool_write_add_functions(PyObject *module);
+/* What module.c adds. */
+bool py_pool_add_constants(PyObject *module);
+bool py_pool_lease_add_functions(PyObject *module);
+bool py_pool_patch_add_functions(PyObject *module);
+bool py_pool_rows_add_functions(PyObject *module);
 
 #endif

@@ -278,16 +278,6 @@ PyTypeObject PoolWriteType = {
     .tp_as_buffer = &write_buffer,
 };
 
-static PyMethodDef functions[] = {
-    {"pool_begin", py_pool_begin, METH_VARARGS, NULL},
-    {"pool_join", py_pool_join, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_pool_write_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
-
 /* ---- A set of weights is far larger than any cache: by ordinary stores each line that is written would
  * be fetched first, which is a third of the traffic. */
 /* pool_copy(target, source): two buffers of the same length that do not overlap. */
@@ -313,15 +303,6 @@ static PyObject *py_pool_copy(PyObject *module, PyObject *args) {
         return NULL;
     }
     Py_RETURN_NONE;
-}
-
-static PyMethodDef pool_copy_functions[] = {
-    {"pool_copy", py_pool_copy, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_pool_copy_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, pool_copy_functions) == 0;
 }
 
 /* ---- Functions over patches. They run without the interpreter's lock; the slot is kept meanwhile by
@@ -544,7 +525,10 @@ static PyObject *py_pool_same(PyObject *module, PyObject *args) {
     return PyBool_FromLong(same);
 }
 
-static PyMethodDef pool_patch_functions[] = {
+static PyMethodDef functions[] = {
+    {"pool_begin", py_pool_begin, METH_VARARGS, NULL},
+    {"pool_join", py_pool_join, METH_VARARGS, NULL},
+    {"pool_copy", py_pool_copy, METH_VARARGS, NULL},
     {"pool_patch_put", py_pool_patch_put, METH_VARARGS, NULL},
     {"pool_patch_give_up", py_pool_patch_give_up, METH_VARARGS, NULL},
     {"pool_patch_is_made", py_pool_patch_is_made, METH_VARARGS, NULL},
@@ -555,5 +539,5 @@ static PyMethodDef pool_patch_functions[] = {
 };
 
 bool py_pool_patch_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, pool_patch_functions) == 0;
+    return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -60,7 +60,6 @@ bool py_parse_score(PyObject *value, double *score);
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);
 bool py_arguments_init(void);
 /* ROW_LENGTHS: the field's name. */
-bool py_arguments_add_constants(PyObject *module);
 
 /* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and planned. */
 /* After all arguments were taken: checks the fields, by the declared schema where there is one, and
@@ -79,7 +78,6 @@ bool py_arguments_convert_lists(struct put_arguments *self);
 
 bool py_plan_fields_init(void);
 /* STANDARD_DTYPES: the dtypes that fields have without a declaration. */
-bool py_plan_fields_add_constants(PyObject *module);
 
 /* ---- A producer's lane, and room for a record in it: what put, put_many and reserve share. */
 /* A wait for space is cut into slices of this, for signals and for a close during it. */
@@ -166,8 +164,6 @@ void py_writer_tell_reader(WriterObject *self);
 PyObject *py_writer_begin(WriterObject *self, PyObject *args);
 PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args);
 
-bool py_begun_add_functions(PyObject *module);
-
 /* ---- The careful way from lists, numbers and arrays of another dtype into an array of the field's. */
 /* Whether it is converted element by element: a list or a tuple. */
 static inline bool py_is_list(PyObject *value) {
@@ -187,19 +183,11 @@ PyArrayObject *py_convert_list(PyObject *name, PyObject *value, PyArray_Descr *d
 PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_Descr *dtype,
                                 enum stored_kind kind);
 
-bool py_convert_add_functions(PyObject *module);
-
 /* ---- The quick way from lists into a record: exact ints and floats, in one pass, into the ring. */
 /* Writes a nested list or tuple of these sizes, or one number where ndim is 0, to `to`. False, and
  * no exception, where anything in it is not plain: another size, another type, out of range. */
 bool py_fill_list(uint8_t *to, enum stored_kind kind, PyObject *value, int ndim,
                   const uint64_t *sizes);
-
-/* ---- Records of a block into a producer's lane. */
-bool py_import_add_functions(PyObject *module);
-
-/* ---- Functions of the module over a bus's relay journal. */
-bool py_relay_add_functions(PyObject *module);
 
 /* ---- What a reservation is to have room for: its arguments and fields, checked and planned. */
 struct field_list {
@@ -278,5 +266,13 @@ PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout);
 
 /* ---- Writer: what shmbus.Producer is made of. */
 extern PyTypeObject WriterType;
+
+/* What module.c adds. */
+bool py_arguments_add_constants(PyObject *module);
+bool py_plan_fields_add_constants(PyObject *module);
+bool py_begun_add_functions(PyObject *module);
+bool py_convert_add_functions(PyObject *module);
+bool py_import_add_functions(PyObject *module);
+bool py_relay_add_functions(PyObject *module);
 
 #endif

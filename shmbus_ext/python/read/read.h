@@ -50,9 +50,6 @@ void py_borrower_take_back(HolderObject *holder, PyObject *lease);
 extern PyTypeObject ConsumerBaseType;
 bool py_take_add_words(void);
 
-/* ---- What ends leases of an embedded consumer in one step. */
-bool py_end_lease_add_functions(PyObject *module);
-
 /* ---- Reader: what shmbus.Consumer reads the ring with. */
 typedef struct {
     HOLDER_HEAD
@@ -115,5 +112,8 @@ extern PyTypeObject IntakeType;
 PyObject *py_intake_take(PyObject *intake, const struct take_request *request);
 /* The bus of an Intake, borrowed; NULL, without an exception, once it is closed. */
 SegmentObject *py_intake_segment(PyObject *intake);
+
+/* What module.c adds. */
+bool py_end_lease_add_functions(PyObject *module);
 
 #endif

@@ -164,7 +164,6 @@ static inline const uint8_t *py_trajectory_bytes(const TrajectoryObject *self) {
 
 /* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring. */
 /* Once the type is ready. */
-bool py_copies_add_methods(PyObject *module);
 
 /* ---- A declared schema, as what is put is checked against it. */
 /* What numbers are stored as in arrays of a dtype. */
@@ -254,11 +253,6 @@ int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int n
 bool py_declared_has_dtype(const DeclaredSchemaObject *self, uint32_t field,
                            PyArray_Descr *dtype);
 
-bool py_declared_add_functions(PyObject *module);
-
-/* ---- Records of a reader as a block, for another bus. */
-bool py_export_add_functions(PyObject *module);
-
 /* ---- OriginHead: what a relay knows of a record that lies elsewhere, and heads as bytes. */
 typedef struct {
     PyObject_HEAD
@@ -277,8 +271,6 @@ typedef struct {
 } OriginHeadObject;
 extern PyTypeObject OriginHeadType;
 
-bool py_origin_head_add_functions(PyObject *module);
-
 /* ---- The score of a trajectory: what its producer gave, or, where that left it open, what its reader sets.
  *
  * Invariant: what is set is of one object in one process. The record keeps what its producer said,
@@ -286,6 +278,12 @@ bool py_origin_head_add_functions(PyObject *module);
 /* False with an exception for a sample that was put without a score, and has none since. */
 bool py_trajectory_require_score(const TrajectoryObject *self);
 /* Adds `score` and `scored` to Trajectory. */
+
+/* What module.c adds. */
+bool py_copies_add_methods(PyObject *module);
+bool py_declared_add_functions(PyObject *module);
+bool py_export_add_functions(PyObject *module);
+bool py_origin_head_add_functions(PyObject *module);
 bool py_score_add_attributes(PyObject *module);
 
 #endif

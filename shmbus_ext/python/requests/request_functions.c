@@ -327,32 +327,6 @@ static PyObject *py_request_bytes(PyObject *module, PyObject *object) {
     return PyLong_FromSsize_t(segment->c.data - (const uint8_t *)segment->c.requests.lane);
 }
 
-static PyMethodDef functions[] = {
-    {"request_offer", py_request_offer, METH_VARARGS, NULL},
-    {"request_want", py_request_want, METH_VARARGS, NULL},
-    {"request_await", py_request_await, METH_VARARGS, NULL},
-    {"request_close", py_request_close, METH_VARARGS, NULL},
-    {"request_end", py_request_end, METH_VARARGS, NULL},
-    {"request_text", py_request_text, METH_VARARGS, NULL},
-    {"request_rows", py_request_rows, METH_O, NULL},
-    {"request_find", py_request_find, METH_VARARGS, NULL},
-    {"request_since", py_request_since, METH_VARARGS, NULL},
-    {"request_bytes", py_request_bytes, METH_O, NULL},
-    {"request_number", py_request_number, METH_O, NULL},
-    {"request_totals", py_request_totals, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_request_add_functions(PyObject *module) {
-    return PyModule_AddIntConstant(module, "REQUEST_LEVELS", SHMBUS_REQUEST_LEVELS) == 0 &&
-           PyModule_AddIntConstant(module, "REQUEST_UNIT", SHMBUS_REQUEST_UNIT) == 0 &&
-           PyModule_AddIntConstant(module, "REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES) ==
-               0 &&
-           PyModule_AddIntConstant(module, "REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES) ==
-               0 &&
-           PyModule_AddFunctions(module, functions) == 0;
-}
-
 /* ---- The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
 /* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 for no bound,
  * max_groups 0 and max_versions -1 for none of that kind. */
@@ -465,22 +439,6 @@ static PyObject *py_lead_free(PyObject *module, PyObject *args) {
     }
     lead_free(&segment->c, row, word);
     Py_RETURN_NONE;
-}
-
-static PyMethodDef lead_functions_functions[] = {
-    {"lead_state", py_lead_state, METH_O, NULL},
-    {"lead_leave", py_lead_leave, METH_VARARGS, NULL},
-    {"lead_knows", py_lead_knows, METH_VARARGS, NULL},
-    {"lead_key", py_lead_key, METH_VARARGS, NULL},
-    {"lead_follow", py_lead_follow, METH_VARARGS, NULL},
-    {"lead_settled", py_lead_settled, METH_O, NULL},
-    {"lead_free", py_lead_free, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_lead_add_functions(PyObject *module) {
-    return PyModule_AddIntConstant(module, "LEAD_ROWS", SHMBUS_LEAD_ROWS) == 0 &&
-           PyModule_AddFunctions(module, lead_functions_functions) == 0;
 }
 
 /* ---- Arguments. */
@@ -638,12 +596,38 @@ static PyObject *py_request_divide(PyObject *module, PyObject *argument) {
                          parts.unit_count);
 }
 
-static PyMethodDef request_layout_functions[] = {
+static PyMethodDef functions[] = {
+    {"request_offer", py_request_offer, METH_VARARGS, NULL},
+    {"request_want", py_request_want, METH_VARARGS, NULL},
+    {"request_await", py_request_await, METH_VARARGS, NULL},
+    {"request_close", py_request_close, METH_VARARGS, NULL},
+    {"request_end", py_request_end, METH_VARARGS, NULL},
+    {"request_text", py_request_text, METH_VARARGS, NULL},
+    {"request_rows", py_request_rows, METH_O, NULL},
+    {"request_find", py_request_find, METH_VARARGS, NULL},
+    {"request_since", py_request_since, METH_VARARGS, NULL},
+    {"request_bytes", py_request_bytes, METH_O, NULL},
+    {"request_number", py_request_number, METH_O, NULL},
+    {"request_totals", py_request_totals, METH_O, NULL},
+    {"lead_state", py_lead_state, METH_O, NULL},
+    {"lead_leave", py_lead_leave, METH_VARARGS, NULL},
+    {"lead_knows", py_lead_knows, METH_VARARGS, NULL},
+    {"lead_key", py_lead_key, METH_VARARGS, NULL},
+    {"lead_follow", py_lead_follow, METH_VARARGS, NULL},
+    {"lead_settled", py_lead_settled, METH_O, NULL},
+    {"lead_free", py_lead_free, METH_VARARGS, NULL},
     {"request_layout", py_request_layout, METH_NOARGS, NULL},
     {"request_divide", py_request_divide, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_request_layout_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, request_layout_functions) == 0;
+bool py_request_add_functions(PyObject *module) {
+    static const struct named_value constants[] = {
+        {"REQUEST_LEVELS", SHMBUS_REQUEST_LEVELS},
+        {"REQUEST_UNIT", SHMBUS_REQUEST_UNIT},
+        {"REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES},
+        {"REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES},
+        {"LEAD_ROWS", SHMBUS_LEAD_ROWS},
+    };
+    return ADD_CONSTANTS(module, constants) && PyModule_AddFunctions(module, functions) == 0;
 }

@@ -552,15 +552,6 @@ static PyObject *py_segment_plan(PyObject *module, PyObject *args) {
                          plan.extent_count - reserved_extents(plan.extent_count));
 }
 
-static PyMethodDef plan_functions[] = {
-    {"segment_plan", py_segment_plan, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-bool py_plan_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, plan_functions) == 0;
-}
-
 /* ---- next_round, for shmbus.Producer. */
 /* next_round(segment): a number that this bus has handed out to nobody else. */
 static PyObject *py_next_round(PyObject *module, PyObject *object) {
@@ -580,11 +571,12 @@ static PyObject *py_next_round(PyObject *module, PyObject *object) {
     return PyLong_FromLongLong(shmbus_next_round(segment->c.header));
 }
 
-static PyMethodDef rounds_function_functions[] = {
+static PyMethodDef segment_functions[] = {
+    {"segment_plan", py_segment_plan, METH_VARARGS, NULL},
     {"next_round", py_next_round, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 bool py_rounds_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, rounds_function_functions) == 0;
+    return PyModule_AddFunctions(module, segment_functions) == 0;
 }

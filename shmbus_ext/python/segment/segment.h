@@ -7,9 +7,6 @@
 #include "ring/record.h"
 #include "ring/segment.h"
 
-/* ---- What is read of a segment by its file, without a mapping: layout, locks, records. */
-bool py_inspect_add_functions(PyObject *module);
-
 /* ---- The segment's layout as data: what shmbus.inspect reads a file by. */
 /* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: what numpy.dtype takes. */
 PyObject *py_layout(PyObject *module, PyObject *ignored);
@@ -18,9 +15,6 @@ PyObject *py_layout(PyObject *module, PyObject *ignored);
 /* A list of (first, count): what others hold of the views' locks of extents (kind 0), or of one
  * client's leases (kind 1 + client). */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind);
-
-/* ---- The sizes of a segment that is not made yet. */
-bool py_plan_add_functions(PyObject *module);
 
 /* ---- Records under views, copied into memory of this process, which takes the place of the ring at the
  * views' addresses: views outlive their process's claim on the space, and a fork. */
@@ -42,12 +36,6 @@ bool py_copies_replace(struct segment_copies *self, struct segment *segment, boo
 /* Without memory for copies: the views' locks keep the space, as a borrower's do, and nothing else
  * of this reader or borrower stays locked. Where view locks fail too, everything stays locked. */
 void py_copies_lock_instead(const struct segment *segment, const struct list_link *views);
-
-/* ---- The retry table for Python: the functions of the module that begin with retry_. */
-bool py_retry_add_functions(PyObject *module);
-
-/* ---- Round numbers for Python: next_round of the module. */
-bool py_rounds_add_functions(PyObject *module);
 
 /* ---- Segment: one mapping of a bus, and the views that keep it mapped. */
 /* Counts the forks that led to this process. */
@@ -91,6 +79,10 @@ PyObject *py_split_label(SegmentObject *segment, uint32_t number);
  * exception, where it is another. */
 bool py_key_hash(PyObject *key, uint64_t *hash);
 
+/* What module.c adds. */
+bool py_inspect_add_functions(PyObject *module);
+bool py_retry_add_functions(PyObject *module);
+bool py_rounds_add_functions(PyObject *module);
 bool py_splits_add_functions(PyObject *module);
 
 #endif
