@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "hooks_api.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 #include "ring/retry_table.h"
 
 enum { ROW = 0, ID_BYTES = 250, REASON_BYTES = 150, NO_SUCH_PRODUCER = 77 };

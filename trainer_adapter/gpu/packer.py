@@ -33,7 +33,7 @@ import shmbus
 from shmbus._checks import check_choice
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
-from shmbus.tensors.device.kernels import import_kernels
+from shmbus.tensors.copy_table import import_kernels
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields

@@ -1,10 +1,9 @@
-/* What the segment says of deliveries (see delivery.h).
+/* What the segment says of deliveries.
  *
  * Invariant: a group is counted once in the life of its entry, however often it is given back. */
-#include "python/group/delivery.h"
+#include "python/group/group.h"
 
-#include "python/group/group_lists.h"
-#include "ring/figures.h"
+#include "ring/observe.h"
 
 /* Tokens are the rows of this field; of a record without it, the rows of its first. */
 #define TOKENS_FIELD "tokens"
