@@ -54,8 +54,8 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 class Hello(_Message):
     """The first message. `policy` holds the options that the client requires, by name.
 
-    `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step.
-    An observer takes no leases. `split` is whose groups it takes.
+    `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step,
+    0 where it has taken none. An observer takes no leases. `split` is whose groups it takes.
     """
 
     version: int

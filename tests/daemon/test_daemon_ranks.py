@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -149,14 +150,15 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
     daemon: Served, bus_name: str
 ) -> None:
     served = daemon("--capacity", "8MiB")
-    put(bus_name, range(4))
+    put(bus_name, range(6))
     with (
         Consumer(bus_name, rank=0, world_size=2) as zero,
         Consumer(bus_name, rank=1, world_size=2) as one,
     ):
-        for _ in range(2):
+        zero.ack(zero.take_shard(groups=1, max_wait=0, timeout=10))
+        for _ in range(3):
             one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
-        wait_until(lambda: one.stats().acknowledged == 4)
+        wait_until(lambda: one.stats().acknowledged == 8)
         served.kill()
         served.start()
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
@@ -164,6 +166,50 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
         assert one.take_shard(groups=1, max_wait=0, timeout=0.2) == []
         taken = [zero.take_shard(groups=1, max_wait=0, timeout=10) for _ in range(2)]
         assert [len(groups) for groups in taken] == [1, 1]
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["holding", "holding nothing"])
+@pytest.mark.parametrize("knew", [True, False], ids=["known before", "new"])
+@pytest.mark.parametrize("asks_first", [0, 1])
+def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_rank(
+    daemon: Served, bus_name: str, holds: bool, knew: bool, asks_first: int
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    put(bus_name, range(12))
+
+    def rank(number: int) -> Consumer:
+        return Consumer(bus_name, rank=number, world_size=2)
+
+    def step(consumer: Consumer) -> list[Group]:
+        return consumer.take_shard(groups=1, max_wait=0, timeout=10)
+
+    with rank(0) as zero, rank(1) as one:  # an earlier life, of which the ranks have numbers
+        for _ in range(3):
+            for consumer in (zero, one):
+                consumer.ack(step(consumer))
+        wait_until(lambda: zero.stats().acknowledged == 12)
+    with contextlib.ExitStack() as stack:
+        zero = stack.enter_context(rank(0))
+        one = stack.enter_context(rank(1)) if knew else None
+        taken = step(zero)
+        if not holds:
+            zero.ack(taken)
+            wait_until(lambda: zero.stats().acknowledged == 14)
+        served.kill()
+        served.start()
+        wait_until(lambda: here(bus_name) == 1 + knew, what="the ranks to come back")
+        one = one or stack.enter_context(rank(1))
+        if holds and asks_first == 1:
+            taken += step(one)
+        for _ in range(2):
+            for consumer in (zero, one) if asks_first == 0 else (one, zero):
+                taken += step(consumer)
+        if holds and asks_first == 0:
+            taken += step(one)
+        # Where a step is held, its other shard is the first that the new process gets.
+        assert len(set(ids(taken))) == len(taken) == 5 + holds
+        for consumer in (zero, one):
+            assert consumer.take_shard(groups=1, max_wait=0, timeout=0.1) == []
 
 
 SLOW_RANK = """
