@@ -13,12 +13,7 @@ from __future__ import annotations
 
 from shmbus.channel.endpoint import Endpoint
 from shmbus.channel.errors import (
-    ChannelBusyError,
     ChannelClosedError,
-    ChannelDamagedError,
-    ChannelError,
-    ChannelTimeoutError,
-    PeerGoneError,
     StepFailedError,
     StepOrderError,
     StepSkippedError,
@@ -26,22 +21,19 @@ from shmbus.channel.errors import (
 from shmbus.channel.lifecycle import living_statement, unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
 from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
+from shmbus.errors import ChannelError
 from shmbus_ext._core import ChannelForm
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_TIMEOUT_S",
-    "ChannelBusyError",
     "ChannelClosedError",
-    "ChannelDamagedError",
     "ChannelError",
     "ChannelForm",
     "ChannelReceiver",
     "ChannelSender",
-    "ChannelTimeoutError",
     "Endpoint",
     "Message",
-    "PeerGoneError",
     "StepFailedError",
     "StepOrderError",
     "StepSkippedError",

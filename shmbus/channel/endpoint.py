@@ -20,13 +20,9 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from shmbus import errors
 from shmbus._arguments import check_timeout, process_label
 from shmbus._format import printable, show_wait
-from shmbus.channel.errors import (
-    ChannelClosedError,
-    ChannelDamagedError,
-    ChannelTimeoutError,
-    PeerGoneError,
-)
+from shmbus.channel.errors import ChannelClosedError
 from shmbus.channel.lifecycle import channel_path
+from shmbus.errors import DamagedError, PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import leads_to, remove_dead_socket
 from shmbus_ext import _core
 
@@ -155,7 +151,7 @@ class Endpoint:
 
         Raises
         ------
-        ChannelDamagedError
+        DamagedError
             It does not match its checksum.
         """
         found = self._handle.statement(SIDES.index(side))
@@ -232,8 +228,8 @@ class Endpoint:
             return found
         raise self._damaged()
 
-    def _damaged(self) -> ChannelDamagedError:
-        return ChannelDamagedError(
+    def _damaged(self) -> DamagedError:
+        return DamagedError(
             f"channel {self.name!r}: what its segment says of a message is not true; it is not "
             "usable any more: look for a process that writes where it should not, remove it with "
             f"shmbus.channel.unlink_channel({self.name!r}), and resume both sides from a checkpoint"
@@ -292,7 +288,7 @@ class Endpoint:
                 )
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ChannelTimeoutError(self._stall(limit, what()))
+                raise WaitTimeoutError(self._stall(limit, what()))
             if doze is None:
                 self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
                 continue
@@ -318,8 +314,8 @@ class Endpoint:
             f"channel {self.name!r}: the {who} has died; sent up to step {self.sent_step}, "
             f"acknowledged up to step {self.acked_step}. Nothing is lost: start it again, and call "
             "again here to go on with its successor",
-            other,
-            pid,
+            side=other,
+            pid=pid,
         )
 
     def _is_final(self, claims: int) -> bool:

@@ -13,7 +13,7 @@ import os
 import time
 
 from shmbus import errors
-from shmbus.channel.errors import ChannelDamagedError
+from shmbus.errors import DamagedError
 from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
 from shmbus.segment.own_file import open_own
@@ -140,7 +140,7 @@ def living_statement(name: str) -> bytes | None:
 
     Raises
     ------
-    ChannelDamagedError
+    DamagedError
         The statement does not match its checksum.
     LayoutMismatchError, PermissionError
         What is there is no channel of this version, or of another user.
@@ -160,7 +160,7 @@ def living_statement(name: str) -> bytes | None:
         return found[1]
     if found == _core.CHANNEL_NOTHING:
         return b""
-    raise ChannelDamagedError(
+    raise DamagedError(
         f"channel {name!r}: the sender's statement does not match its checksum; remove the channel "
         f"with shmbus.channel.unlink_channel({name!r}), and resume both sides from a checkpoint"
     )

@@ -18,14 +18,10 @@ import msgspec
 
 from shmbus._arguments import check_int64
 from shmbus.channel.endpoint import Endpoint, check_deadline, own_label
-from shmbus.channel.errors import (
-    ChannelBusyError,
-    StepFailedError,
-    StepOrderError,
-    StepSkippedError,
-)
+from shmbus.channel.errors import StepFailedError, StepOrderError, StepSkippedError
 from shmbus.channel.lifecycle import open_handle
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
+from shmbus.errors import BusBusyError
 from shmbus_ext import _core
 
 __all__ = ["ChannelReceiver", "Message"]
@@ -74,7 +70,7 @@ class ChannelReceiver(Endpoint):
     ------
     BusNotFoundError
         There is none.
-    ChannelBusyError
+    BusBusyError
         Another living process receives.
     LayoutMismatchError
         What is there is no channel of this version.
@@ -100,7 +96,7 @@ class ChannelReceiver(Endpoint):
         if not handle.claim(self.SIDE, label):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
-            raise ChannelBusyError(
+            raise BusBusyError(
                 f"channel {name!r} has a living receiver, {other!r} (pid {pid}); a channel has "
                 "one: end that process, or make a channel for each receiver"
             )
@@ -134,9 +130,9 @@ class ChannelReceiver(Endpoint):
             The step comes without bytes; it is acknowledged, and the next call has the next step.
         StepOrderError
             `step` was acknowledged already or is not the next one; or steps would be left out.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             Nothing came, and why.
-        ChannelDamagedError
+        DamagedError
             What came is not what was sent.
         """
         with self._lock:

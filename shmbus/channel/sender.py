@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from shmbus._arguments import check_int, check_int64, parse_size
 from shmbus.channel.endpoint import Endpoint, check_deadline, fit_text, own_label
-from shmbus.channel.errors import ChannelBusyError, ChannelError, StepOrderError
+from shmbus.channel.errors import StepOrderError
 from shmbus.channel.lifecycle import create_handle, no_space, open_handle
-from shmbus.errors import CapacityError
+from shmbus.errors import BusBusyError, CapacityError, ChannelError
 from shmbus.pool import copy_bytes
 from shmbus_ext import _core
 
@@ -54,7 +54,7 @@ class ChannelSender(Endpoint):
     ------
     TypeError, ValueError
         A name or size is none, or the channel is there with others.
-    ChannelBusyError
+    BusBusyError
         Another living process sends.
     LayoutMismatchError
         What is there is no channel of this version.
@@ -95,7 +95,7 @@ class ChannelSender(Endpoint):
         if not handle.claim(self.SIDE, label):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
-            raise ChannelBusyError(
+            raise BusBusyError(
                 f"channel {name!r} has a living sender, {other!r} (pid {pid}); a channel has one: "
                 "end that process, or choose another name"
             )
@@ -175,7 +175,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         CapacityError
             /dev/shm is full, or the step is larger than `max_bytes`.
@@ -206,7 +206,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         """
         self._await_acked(step - self.slots, timeout, lambda: self._slot_for(step))
@@ -286,7 +286,7 @@ class ChannelSender(Endpoint):
         ------
         StepOrderError
             Another step is next.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError, CapacityError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError, CapacityError
             As for `begin`.
         """
         with self._lock:
@@ -364,7 +364,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             It did not, and why.
         """
         self._await_acked(step, timeout, lambda: f"the acknowledgement of step {step}")
@@ -385,7 +385,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelDamagedError
+        DamagedError
             The segment is damaged.
         """
         with self._lock:

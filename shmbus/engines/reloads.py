@@ -25,8 +25,8 @@ from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.pauses import Pairs, Pauses, Step, uninterrupted
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import EngineServer
+from shmbus.errors import ShmbusError
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
-from shmbus.weights.errors import WeightsError
 
 __all__ = ["Reloads"]
 
@@ -134,7 +134,7 @@ class Reloads(Pauses):
         report, pairs = self._begin_recovery(left)
         try:
             newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
-        except (OSError, WeightsError) as error:  # they stay paused, until they get other weights
+        except (OSError, ShmbusError) as error:  # they stay paused, until they get other weights
             for _, each in pairs:
                 each.error = str(error)
             return report

@@ -20,7 +20,7 @@ from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.pauses import Pairs, Pauses, uninterrupted
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import EngineServer
-from shmbus.weights.errors import TornWeightsError
+from shmbus.errors import DamagedError
 from shmbus.weights.shared import SharedModel
 from shmbus.weights.shared_file import shared_state
 
@@ -55,7 +55,7 @@ class SharedSteps(Pauses):
         ------
         EngineError
             A server could not be paused, and nothing was changed; or it could not be resumed.
-        TornWeightsError
+        DamagedError
             The action failed, from its error: the servers stay paused, since the model is a mix.
             Load whole weights with another step, and heal=True.
         BlockingIOError
@@ -110,7 +110,7 @@ class SharedSteps(Pauses):
                     await self._each(pairs, self._resume)
                     self._clear(note, report)
                     raise
-                raise TornWeightsError(
+                raise DamagedError(
                     f"the step to version {version} failed, so the model is a mix; "
                     f"{', '.join(server.address for server in self.servers)} stay paused: load "
                     "whole weights in a step with heal=True"

@@ -12,7 +12,7 @@ from typing import Final
 
 from shmbus import errors
 from shmbus._format import show_wait
-from shmbus.pool.errors import PoolBusyError, PoolTimeoutError
+from shmbus.errors import BusBusyError, WaitTimeoutError
 from shmbus.pool.lifecycle import (
     PoolSpec,
     bytes_of,
@@ -52,9 +52,9 @@ def attach(
 
     Raises
     ------
-    PoolTimeoutError
+    WaitTimeoutError
         Rank 0 did not create it.
-    PoolBusyError
+    BusBusyError
         It is too small, and in use.
     BusNotFoundError
         It is not there, and there is no spec.
@@ -70,7 +70,7 @@ def attach(
                 with contextlib.suppress(errors.BusExistsError):  # another was faster
                     return create_handle(bus, kind, spec), True
             if time.monotonic() > deadline:
-                raise PoolTimeoutError(
+                raise WaitTimeoutError(
                     f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
                     f"{show_wait(timeout)} ({pool_path(bus, kind)} does not exist)"
                 ) from None
@@ -99,7 +99,7 @@ def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> 
     slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
     pool.close()
     if users:
-        raise PoolBusyError(
+        raise BusBusyError(
             f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
             f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
             "those, or publish under another name"

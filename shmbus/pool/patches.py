@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from shmbus.pool.errors import PoolDamagedError
+from shmbus.errors import DamagedError
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
 
     Raises
     ------
-    PoolDamagedError
+    DamagedError
         It is not what was made.
     """
     found = _core.pool_patch_runs(lease)
     if found is None:
         return None
     if not isinstance(found, tuple):
-        raise PoolDamagedError(
+        raise DamagedError(
             f"version {lease.version}: its patch does not match its checksum; nothing was read of "
             "it: load the whole version, and look for a process that writes where it should not"
         )

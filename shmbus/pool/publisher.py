@@ -20,8 +20,8 @@ import numpy.typing as npt
 from shmbus import errors
 from shmbus._arguments import check_choice, check_flag, check_int, check_int64, check_timeout
 from shmbus._format import printable, show_wait
+from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool.attaching import SLICE_S, attach, fit, identity_of
-from shmbus.pool.errors import PeerGoneError, PoolBusyError, PoolError, PoolTimeoutError
 from shmbus.pool.lifecycle import PoolSpec, bytes_of, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
@@ -64,9 +64,9 @@ class PoolPublisher:
 
     Raises
     ------
-    PoolBusyError
+    BusBusyError
         A living process is this rank.
-    PoolTimeoutError
+    WaitTimeoutError
         The pool is not there: rank 0 has not created it.
     TypeError, ValueError
         A rank, policy, label or timeout is none.
@@ -116,7 +116,7 @@ class PoolPublisher:
         if not claimed:
             holder = self._holder()
             self._pool.close()
-            raise PoolBusyError(
+            raise BusBusyError(
                 f"pool {kind!r} of bus {bus!r}: {holder} is rank {rank} already; a pool has one "
                 "process a rank: close that one first, or publish under another name"
             )
@@ -165,11 +165,11 @@ class PoolPublisher:
 
         Raises
         ------
-        PoolTimeoutError
+        WaitTimeoutError
             No slot became free, or rank 0 began nothing; names who holds what.
         PeerGoneError
             Rank 0 has ended.
-        PoolError
+        WeightsError
             Rank 0 publishes another version, size or meta than this rank.
         BusRemovedError
             The pool was removed.
@@ -194,7 +194,7 @@ class PoolPublisher:
                 )
                 said += "" if same else ", with another manifest"
                 write.give_up(fit("reason", said, _core.POOL_ERROR_BYTES))
-                raise PoolError(
+                raise WeightsError(
                     f"pool {self.kind!r} of bus {self.bus!r}: {said}; let every rank publish the "
                     "same"
                 )
@@ -227,7 +227,7 @@ class PoolPublisher:
             left = deadline - time.monotonic()
             if left <= 0:
                 status = status_of_pool(self.bus, self.kind, self._pool)
-                raise PoolTimeoutError(
+                raise WaitTimeoutError(
                     f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
                     f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
                     f"Version {status.version} stays the newest; let readers close what they "
@@ -256,7 +256,7 @@ class PoolPublisher:
             self._check_leader("before it began a version")
             left = deadline - time.monotonic()
             if left <= 0:
-                raise PoolTimeoutError(
+                raise WaitTimeoutError(
                     f"pool {self.kind!r} of bus {self.bus!r}: rank 0 began no version in "
                     f"{show_wait(self.timeout)}; every rank publishes each version"
                 )
@@ -352,9 +352,9 @@ class VersionWrite:
         ------
         PeerGoneError
             A rank has ended.
-        PoolTimeoutError
+        WaitTimeoutError
             A rank did not finish in time.
-        PoolError
+        WeightsError
             A rank could not write its piece.
         BufferError
             Arrays of the buffer are still there.
@@ -381,7 +381,7 @@ class VersionWrite:
 
         Raises
         ------
-        PeerGoneError, PoolTimeoutError, PoolError
+        PeerGoneError, WaitTimeoutError, WeightsError
             As for `finish`; the version was given up.
         """
         try:
@@ -407,21 +407,21 @@ class VersionWrite:
                     publisher._seen.add(rank)
             left = deadline - time.monotonic()
             if waiting and left <= 0:
-                raise PoolTimeoutError(
+                raise WaitTimeoutError(
                     f"{self._name()}: ranks {waiting} did not write their pieces in "
                     f"{show_wait(publisher.timeout)}; the version before it stays the newest"
                 )
             if waiting:
                 pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
 
-    def _piece_error(self, rank: int, state: int) -> PoolError:
+    def _piece_error(self, rank: int, state: int) -> errors.ShmbusError:
         rows = _core.pool_rows(self._publisher.pool)["ranks"]
         row = next((row for row in rows if row["rank"] == rank), None)
         who = f"rank {rank}" + (f" (pid {row['pid']}, {printable(row['label'])})" if row else "")
         stays = "; the version before it stays the newest"
         if state == _core.PIECE_FAILED:
             reason = printable(row["error"]) if row else ""
-            return PoolError(f"{self._name()}: {who} could not write its piece: {reason}{stays}")
+            return WeightsError(f"{self._name()}: {who} could not write its piece: {reason}{stays}")
         return PeerGoneError(
             f"{self._name()}: {who} has ended before its piece was written{stays}", rank
         )
@@ -437,12 +437,12 @@ class VersionWrite:
             if outcome is False:
                 publisher._seen.add(0)
                 publisher._check_leader("before the version was whole")
-                raise PoolError(
+                raise WeightsError(
                     f"{self._name()}: rank 0 gave it up; the version before it stays the newest"
                 )
             left = deadline - time.monotonic()
             if left <= 0:
-                raise PoolTimeoutError(
+                raise WaitTimeoutError(
                     f"{self._name()}: rank 0 did not finish it in {show_wait(publisher.timeout)}"
                 )
             pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))

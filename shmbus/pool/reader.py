@@ -19,8 +19,8 @@ import numpy.typing as npt
 from shmbus import errors
 from shmbus._arguments import check_int64, check_timeout
 from shmbus._format import show_wait
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.pool.attaching import SLICE_S, fit, identity_of
-from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
 from shmbus.pool.status import status_of_pool
@@ -50,7 +50,7 @@ class PoolReader:
 
     Raises
     ------
-    PoolBusyError
+    BusBusyError
         All rows are taken.
     BusNotFoundError, LayoutMismatchError
         There is no such pool.
@@ -71,7 +71,7 @@ class PoolReader:
             raise
         if not claimed:
             self._pool.close()
-            raise PoolBusyError(
+            raise BusBusyError(
                 f"pool {kind!r} of bus {bus!r}: all {_core.POOL_MAX_READERS} rows of readers are "
                 "taken by living processes; share one reader among the threads of a process"
             )
@@ -107,9 +107,9 @@ class PoolReader:
 
         Raises
         ------
-        PoolTimeoutError
+        WaitTimeoutError
             None came by then.
-        PoolDamagedError
+        DamagedError
             The newest version's row is not what was published.
         BusRemovedError
             The pool was removed, and a version that is newer will not come.
@@ -125,14 +125,14 @@ class PoolReader:
             if isinstance(got, _core.PoolLease):
                 return VersionLease(self, got)
             if got == _core.POOL_DAMAGED:
-                raise PoolDamagedError(
+                raise DamagedError(
                     f"pool {self.kind!r} of bus {self.bus!r}: the newest version's row is damaged; "
                     "publish again, and look for a process that writes where it should not"
                 )
             left = _SLEEP_S if deadline is None else deadline - time.monotonic()
             self._check_name()
             if left <= 0:
-                raise PoolTimeoutError(self._nothing_came(after, timeout or 0.0))
+                raise WaitTimeoutError(self._nothing_came(after, timeout or 0.0))
             self._pool.wait(_core.POOL_BELL_VERSION, ticket, min(left, _SLEEP_S))
 
     def at(self, version: int) -> VersionLease:
@@ -149,7 +149,7 @@ class PoolReader:
 
         Raises
         ------
-        PoolTimeoutError
+        WaitTimeoutError
             No slot has it any more, or yet.
         BusClosedError
             This handle is closed, or from before a fork.
@@ -159,7 +159,7 @@ class PoolReader:
             return VersionLease(self, got)
         status = status_of_pool(self.bus, self.kind, self._pool)
         there = [str(slot.version) for slot in status.slots if slot.state == "ready"]
-        raise PoolTimeoutError(
+        raise WaitTimeoutError(
             f"pool {self.kind!r} of bus {self.bus!r}: no slot has version {version}; there are: "
             f"{', '.join(there) or 'none'}. A version stays while a reader leases it: take the "
             "newest, or publish it again"
@@ -299,12 +299,12 @@ class VersionLease(_core.ClosedByBlock):
 
         Raises
         ------
-        PoolDamagedError
+        DamagedError
             It does not match its checksum.
         """
         found = self.buffer.meta()
         if found is None:
-            raise PoolDamagedError(
+            raise DamagedError(
                 f"version {self.version}: what it says of itself does not match its checksum; "
                 "nothing was read of it: publish again"
             )
@@ -320,13 +320,13 @@ class VersionLease(_core.ClosedByBlock):
 
         Raises
         ------
-        PoolDamagedError
+        DamagedError
             A block differs; the message has its place.
         """
         wrong = self.buffer.check(first, count)
         if wrong is not None:
             block = self._reader.pool.block_bytes
-            raise PoolDamagedError(
+            raise DamagedError(
                 f"version {self.version}: bytes {wrong * block} to "
                 f"{min(self.size, (wrong + 1) * block)} do not match their digest; do not load "
                 "it: publish again, and look for a process that writes where it should not"
@@ -341,7 +341,7 @@ class VersionLease(_core.ClosedByBlock):
 
         Raises
         ------
-        PoolDamagedError
+        DamagedError
             It is not what was made; the version itself may still be whole.
         """
         return find_patch(self.buffer)

@@ -7,34 +7,24 @@ sides expect of the tensors is stated in the segment, so that a difference is an
 from __future__ import annotations
 
 from shmbus.channel import (
-    ChannelBusyError,
     ChannelClosedError,
-    ChannelDamagedError,
     ChannelError,
-    ChannelTimeoutError,
-    PeerGoneError,
     StepFailedError,
     StepOrderError,
     StepSkippedError,
 )
 from shmbus.tensors.channel import TensorChannel
 from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
-from shmbus.tensors.device.handles import DeviceMismatchError
 from shmbus.tensors.receiver import StepItem, TensorReceiver
 from shmbus.tensors.sender import TensorSender
 from shmbus.tensors.specs import SpecMismatchError, TensorSpec
 
 __all__ = [
-    "ChannelBusyError",
     "ChannelClosedError",
-    "ChannelDamagedError",
     "ChannelError",
-    "ChannelTimeoutError",
     "CudaCarrier",
-    "DeviceMismatchError",
     "HostCarrier",
     "MemfdCarrier",
-    "PeerGoneError",
     "SpecMismatchError",
     "StepFailedError",
     "StepItem",

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shmbus.channel import ChannelDamagedError, Endpoint
+from shmbus.channel import Endpoint
+from shmbus.errors import DamagedError
 from shmbus.tensors.specs import (
     SpecMismatchError,
     Statement,
@@ -99,7 +100,7 @@ class Agreement:
             try:
                 self.other = msgspec.msgpack.decode(data, type=Statement)
             except msgspec.MsgspecError as error:
-                raise ChannelDamagedError(
+                raise DamagedError(
                     f"channel {self._endpoint.name!r}: the {self._other}'s specs are none ({error})"
                 ) from error
             self._seen = version

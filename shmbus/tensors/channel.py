@@ -60,7 +60,7 @@ class TensorChannel:
             An argument is none, or belongs to another carrier.
         DeviceMismatchError
             This process does not see the device.
-        ChannelBusyError
+        BusBusyError
             Another living process sends.
         LayoutMismatchError
             What is there is no channel of this version.
@@ -111,7 +111,7 @@ class TensorChannel:
             An argument is none.
         BusNotFoundError
             There is no such channel.
-        ChannelBusyError
+        BusBusyError
             Another living process receives.
         LayoutMismatchError
             What is there is no channel of this version.

@@ -13,7 +13,7 @@ import torch
 
 from shmbus._checks import check_choice, check_flag, check_int, known_device
 from shmbus.channel import DEFAULT_MAX_BYTES
-from shmbus.tensors.device.handles import DeviceMismatchError
+from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device.memory import refusals
 
 __all__ = ["Carrier", "CudaCarrier", "HostCarrier", "MemfdCarrier", "choose_carrier"]

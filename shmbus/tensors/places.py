@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from shmbus.channel import ChannelDamagedError, ChannelForm
+from shmbus.channel import ChannelForm
+from shmbus.errors import DamagedError
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.specs import TensorSpec, size_of
 from shmbus.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
@@ -186,13 +187,13 @@ def decode_places(head: bytes, what: str) -> Places:
 
     Raises
     ------
-    ChannelDamagedError
+    DamagedError
         It is none.
     """
     try:
         return msgspec.msgpack.decode(head[_LENGTH_BYTES:], type=Places)
     except msgspec.MsgspecError as error:
-        raise ChannelDamagedError(f"{what}: its table of tensors is none ({error})") from error
+        raise DamagedError(f"{what}: its table of tensors is none ({error})") from error
 
 
 def decode_meta(data: bytes, what: str) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def decode_meta(data: bytes, what: str) -> dict[str, Any]:
 
     Raises
     ------
-    ChannelDamagedError
+    DamagedError
         It is none.
     """
     if not data:
@@ -219,7 +220,7 @@ def decode_meta(data: bytes, what: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ChannelDamagedError(f"{what}: its meta is none ({error})") from error
+        raise DamagedError(f"{what}: its meta is none ({error})") from error
 
 
 def check_places(places: Places, size: int, what: str) -> None:
@@ -236,7 +237,7 @@ def check_places(places: Places, size: int, what: str) -> None:
 
     Raises
     ------
-    ChannelDamagedError
+    DamagedError
         A tensor lies outside, or is none.
     """
     for place in places.tensors:
@@ -247,4 +248,4 @@ def check_places(places: Places, size: int, what: str) -> None:
             or size_of(TensorSpec(place.dtype, place.shape)) != place.size
             or place.offset + place.size > size
         ):
-            raise ChannelDamagedError(f"{what}: tensor {place.name!r} does not lie in its payload")
+            raise DamagedError(f"{what}: tensor {place.name!r} does not lie in its payload")

@@ -11,18 +11,12 @@ from typing import TypeAlias
 
 import torch
 
-from shmbus.channel import (
-    ChannelError,
-    ChannelReceiver,
-    ChannelTimeoutError,
-    Message,
-    StepFailedError,
-)
+from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
+from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
 from shmbus.tensors.device.completion import SPIN_BYTES
 from shmbus.tensors.device.completion import event as new_event
-from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.streams import current_stream
 from shmbus.tensors.places import Places, check_places
 from shmbus.weights.memory import payload_tensor, tensor_at
@@ -62,11 +56,11 @@ class StepReader:
 
         Raises
         ------
-        ChannelDamagedError
+        DamagedError
             A tensor does not lie in its payload.
         StepFailedError
             Its memory went with the sender that had it; the step is acknowledged.
-        ChannelTimeoutError
+        WaitTimeoutError
             The sender does not answer.
         DeviceMismatchError, CudaDriverError, OSError
             This process cannot map it.
@@ -91,9 +85,9 @@ class StepReader:
         assert places.buffer is not None
         try:
             return self._buffers.memory(places.buffer)
-        except OwnerGoneError as error:
+        except PeerGoneError as error:
             if self._channel.is_other_alive():
-                raise ChannelTimeoutError(
+                raise WaitTimeoutError(
                     f"{what}: the sender lives, and does not give its memory: {error}. It is slow "
                     "or stopped; nothing is lost: call again"
                 ) from error

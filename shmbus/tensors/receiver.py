@@ -211,9 +211,9 @@ class TensorReceiver:
             The tensors are on a device that this process does not see, or cannot read.
         StepOrderError
             `step` was acknowledged already, or is not the next.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             Nothing came, and why.
-        ChannelDamagedError
+        DamagedError
             What came is not what was sent.
         """
         if self._item is not None:

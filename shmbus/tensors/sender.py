@@ -135,7 +135,7 @@ class TensorSender:
             The step is not what was agreed, or the receiver expects something else.
         StepOrderError
             Another step is next.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         CapacityError
             The memory is full, or the step is larger than `max_bytes`.

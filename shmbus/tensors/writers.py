@@ -13,9 +13,10 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from shmbus import BusClosedError, BusRemovedError, CapacityError
-from shmbus.channel import ChannelError, ChannelSender
+from shmbus import CapacityError
+from shmbus.channel import ChannelSender
 from shmbus.device_calls import DEVICE_MAX_COPIES, device_copy
+from shmbus.errors import ShmbusError
 from shmbus.pool.copying import copy_bytes
 from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
@@ -74,7 +75,7 @@ def open_writer(
 
     Raises
     ------
-    ValueError, ChannelBusyError, LayoutMismatchError, CapacityError
+    ValueError, BusBusyError, LayoutMismatchError, CapacityError
         As `TensorChannel.create` says.
     """
     kind: MemoryKind = "memfd"
@@ -395,7 +396,7 @@ class ExportedWriter:
             self._completion.close()
             if drain:
                 # Its end, or none by the deadline: what it has not opened is lost to it then.
-                with contextlib.suppress(ChannelError, BusClosedError, BusRemovedError):
+                with contextlib.suppress(ShmbusError):
                     self._channel.wait_acked(self._channel.sent_step)
         finally:
             self._targets.clear()

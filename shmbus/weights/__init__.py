@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+from shmbus.errors import WeightsError
 from shmbus.weights.adapters import (
     AdapterFiles,
     AdapterVersion,
@@ -24,16 +25,10 @@ from shmbus.weights.adapters import (
 )
 from shmbus.weights.carriers.base import Promises
 from shmbus.weights.errors import (
-    DeviceMismatchError,
     ManifestError,
     PatchBaseError,
-    PeerGoneError,
     StaleBridgeError,
-    TornWeightsError,
     VersionOrderError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
 from shmbus.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
@@ -47,7 +42,6 @@ __all__ = [
     "AdapterFiles",
     "AdapterVersion",
     "Choice",
-    "DeviceMismatchError",
     "Fp8BlockSource",
     "LocalPiece",
     "Manifest",
@@ -55,7 +49,6 @@ __all__ = [
     "ModuleSource",
     "ParamMeta",
     "PatchBaseError",
-    "PeerGoneError",
     "Promises",
     "Publication",
     "Published",
@@ -63,15 +56,12 @@ __all__ = [
     "Slice",
     "StaleBridgeError",
     "TensorPlace",
-    "TornWeightsError",
     "VersionOrderError",
     "WeightPublisher",
     "WeightSource",
     "WeightSubscriber",
     "Weights",
-    "WeightsBusyError",
     "WeightsError",
-    "WeightsTimeoutError",
     "adapter_source",
     "adapter_state",
     "attach",

@@ -26,7 +26,8 @@ import msgspec
 import torch
 
 from shmbus._checks import check_int64, check_text
-from shmbus.weights.errors import ManifestError, WeightsError
+from shmbus.errors import WeightsError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.source import ModuleSource
 

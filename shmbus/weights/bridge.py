@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
 
+from shmbus.errors import WeightsError
 from shmbus.segment.own_file import open_own
-from shmbus.weights.errors import ManifestError, StaleBridgeError, WeightsError
+from shmbus.weights.errors import ManifestError, StaleBridgeError
 from shmbus.weights.manifest import DTYPE_BYTES, Manifest, ParamMeta, Slice
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 
 from shmbus._checks import check_int64
+from shmbus.errors import DamagedError
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.patched import CarriedPatch, PatchedVersion
 from shmbus.weights.copies import Pair
-from shmbus.weights.errors import TORN_CODE, PatchBaseError, TornWeightsError
+from shmbus.weights.errors import TORN_CODE, PatchBaseError
 from shmbus.weights.loading import Loading, Targets, targets_of
 from shmbus.weights.manifest import Manifest, Slice
 from shmbus.weights.patched_load import (
@@ -169,7 +170,7 @@ class FollowingWeights(ABC):
             This version has no patch, or one for another base. Nothing was changed.
         ManifestError
             What does not fit. Nothing was changed.
-        TornWeightsError
+        DamagedError
             The model did not have the base: it has some of this version.
         BusClosedError
             These weights are closed.
@@ -192,7 +193,7 @@ class FollowingWeights(ABC):
             self._known.forget()
         written = self._apply(patch, pairs)
         if written is None:
-            error = TornWeightsError(
+            error = DamagedError(
                 f"version {self.version}: the model was not version {base}, for which its patch "
                 "is, and has some of both now; load the whole version with load_into() before it "
                 "is used"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmbus.errors import DamagedError
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.device.streams import current_stream
 from shmbus.weights.copies import (
@@ -21,7 +22,7 @@ from shmbus.weights.copies import (
     from_host_to_device,
     split,
 )
-from shmbus.weights.errors import ManifestError, TornWeightsError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, require_slices
 from shmbus.weights.memory import has_memory, view_of
 from shmbus.weights.seen import SeenTensors
@@ -215,7 +216,7 @@ class Loading:
 
         Raises
         ------
-        TornWeightsError
+        DamagedError
             A copy failed: the model has some of this version.
         """
         written = 0
@@ -236,7 +237,7 @@ class Loading:
             for device in self._busy:
                 current_stream(device).synchronize()
         except (RuntimeError, OSError, CudaDriverError) as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"version {version}: copying {what} failed after {written} bytes: {error}. The "
                 "model is torn: load a whole version before it is used"
             ) from error

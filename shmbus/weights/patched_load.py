@@ -234,7 +234,7 @@ def apply_changes(
 
     Raises
     ------
-    TornWeightsError
+    DamagedError
         A copy failed.
     """
     places = manifest.by_name()

@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from shmbus._checks import check_choice, check_int64, check_path, known_device
+from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.tensors.device.memory import refusals
-from shmbus.weights.errors import DeviceMismatchError, WeightsError
 
 __all__ = ["CARRIERS", "CarrierName", "Choice", "checked_device", "choose", "probe_carriers"]
 

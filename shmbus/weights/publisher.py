@@ -23,13 +23,14 @@ import torch
 
 from shmbus import BusClosedError
 from shmbus._checks import check_int64, check_seconds, check_text, checked_int
+from shmbus.errors import WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
 from shmbus.weights.carriers.checkpoint import CheckpointWriter
 from shmbus.weights.carriers.exported import KIND_OF, ExportedWriter
 from shmbus.weights.carriers.patched import PatchingSink
 from shmbus.weights.carriers.shm import ShmWriter
-from shmbus.weights.errors import ManifestError, VersionOrderError, WeightsTimeoutError
+from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.pieces import prepare_copies
 from shmbus.weights.probe import CarrierName, choose
@@ -106,12 +107,12 @@ class Publication:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             They are still being copied.
         """
         check_seconds("timeout", timeout, none=_TO_THE_END)
         if not self._copied.wait(timeout):
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"version {self.version}: still being copied after {timeout:g} s; do not change "
                 "the parameters before wait_copied() returns"
             )
@@ -132,14 +133,14 @@ class Publication:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             It is still under way; it goes on.
         WeightsError
             It failed; what was newest stays in force.
         """
         check_seconds("timeout", timeout, none=_TO_THE_END)
         if not self._ended.wait(timeout):
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"version {self.version}: still being published after {timeout:g} s; it goes on"
             )
         if self._error is not None:
@@ -193,7 +194,7 @@ class WeightPublisher:
     ------
     ManifestError
         The source contradicts itself.
-    WeightsBusyError
+    BusBusyError
         Another process publishes these weights.
     WeightsError
         The carrier cannot serve here.
@@ -303,7 +304,7 @@ class WeightPublisher:
         ------
         PeerGoneError
             Another rank has ended.
-        WeightsTimeoutError
+        WaitTimeoutError
             Readers or ranks took too long; names them.
         ManifestError
             The model is not the one that this publisher was made for.

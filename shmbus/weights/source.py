@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 import torch
 
 from shmbus._checks import check_flag
-from shmbus.weights.errors import ManifestError, WeightsError
+from shmbus.errors import WeightsError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice, require_slices
 from shmbus.weights.memory import has_memory
 from shmbus.weights.seen import SeenTensors

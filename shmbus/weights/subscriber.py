@@ -28,20 +28,13 @@ from shmbus._checks import (
     check_text,
 )
 from shmbus.batch.uninterrupted import ClosedByBlock
+from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier
 from shmbus.weights.carriers.checkpoint import CheckpointReader
 from shmbus.weights.carriers.exported_reader import PooledReader
 from shmbus.weights.carriers.patched import PatchedVersion
 from shmbus.weights.copies import Pair
-from shmbus.weights.errors import (
-    LOAD_CODE,
-    MANIFEST_CODE,
-    TORN_CODE,
-    ManifestError,
-    TornWeightsError,
-    WeightsError,
-    WeightsTimeoutError,
-)
+from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE, TORN_CODE, UNUSABLE, ManifestError
 from shmbus.weights.following import FollowingWeights
 from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
 from shmbus.weights.manifest import Slice, require_slices
@@ -188,13 +181,13 @@ class WeightSubscriber:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             There is none yet.
         ManifestError
             Its manifest cannot be used.
-        TornWeightsError
+        DamagedError
             Its bytes are not what was published.
-        WeightsBusyError
+        BusBusyError
             There is no place for another reader.
         BusClosedError
             This subscriber is closed.
@@ -222,9 +215,9 @@ class WeightSubscriber:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             None came.
-        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+        ManifestError, DamagedError, BusBusyError, BusClosedError
             As for `latest`.
         """
         check_seconds("timeout", timeout, none=_FOR_EVER)
@@ -242,7 +235,7 @@ class WeightSubscriber:
                 return version
             before, after = (version, place), place.sequence
             if deadline is not None and time.monotonic() >= deadline:
-                raise WeightsTimeoutError(
+                raise WaitTimeoutError(
                     f"weights of bus {self.bus!r}: no version newer than {newer_than} in "
                     f"{timeout:g} s; the newest is {version}"
                 )
@@ -262,9 +255,9 @@ class WeightSubscriber:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             It is not there.
-        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+        ManifestError, DamagedError, BusBusyError, BusClosedError
             As for `latest`.
         """
         version = check_int64("version", version)
@@ -292,8 +285,8 @@ class WeightSubscriber:
         if self._verify != "off":
             try:
                 version.verify(sample=self._verify == "sample")
-            except WeightsError as error:
-                code = TORN_CODE if isinstance(error, TornWeightsError) else LOAD_CODE
+            except UNUSABLE as error:
+                code = TORN_CODE if isinstance(error, DamagedError) else LOAD_CODE
                 version.refused(code, str(error))
                 version.close()
                 raise
@@ -406,7 +399,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         ManifestError
             What does not fit: missing, unexpected, shapes, dtypes, all of them. Nothing was
             changed.
-        TornWeightsError
+        DamagedError
             A copy failed: the model has some of this version.
         BusClosedError
             These weights are closed.
@@ -438,7 +431,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
                 finally:
                     prepared.give_up()
                 self.loaded = "whole"
-        except WeightsError as error:
+        except UNUSABLE as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.refused(code, str(error))
             raise

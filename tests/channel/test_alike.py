@@ -11,9 +11,8 @@ import pytest
 import torch
 from conftest import Spawner
 
-from shmbus import BusClosedError
+from shmbus import BusClosedError, PeerGoneError
 from shmbus.tensors import (
-    PeerGoneError,
     SpecMismatchError,
     StepOrderError,
     TensorChannel,

@@ -28,14 +28,9 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.weights.carriers.base import Promises
-from shmbus.weights.errors import (
-    ManifestError,
-    TornWeightsError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
-)
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
@@ -99,7 +94,7 @@ class CheckpointWriter:
 
     Raises
     ------
-    WeightsBusyError
+    BusBusyError
         Another one writes there.
     ManifestError
         A tensor has a name or a dtype that safetensors has not.
@@ -240,7 +235,7 @@ class CheckpointVersion:
                 metadata = opened.metadata() or {}
                 self._tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"{path}: {error}; nothing was loaded: publish again, or remove the directory"
             ) from error
         try:
@@ -332,9 +327,9 @@ class CheckpointReader:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             None came.
-        TornWeightsError, ManifestError
+        DamagedError, ManifestError
             It cannot be used.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -343,11 +338,11 @@ class CheckpointReader:
             if target is not None and sequence > after:
                 try:
                     return CheckpointVersion(target, sequence)
-                except TornWeightsError:
+                except DamagedError:
                     if target.exists():  # else a newer one has replaced it
                         raise
             elif deadline is not None and time.monotonic() >= deadline:
-                raise WeightsTimeoutError(
+                raise WaitTimeoutError(
                     f"{self._directory}: no {'newer ' if after else ''}version in {timeout:g} s "
                     f"(newest publication: {sequence or 'none'}); start the publisher, or wait"
                 )
@@ -368,9 +363,9 @@ class CheckpointReader:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             It is not there any more, or yet.
-        TornWeightsError, ManifestError
+        DamagedError, ManifestError
             It cannot be used.
         """
         names: list[str] = []
@@ -383,7 +378,7 @@ class CheckpointReader:
         }
         sequence = max((of for number, of in there if number == version), default=None)
         if sequence is None:
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"{self._directory}: version {version} is not there; there are: "
                 f"{', '.join(str(number) for number, _ in sorted(there)) or 'none'}"
             )
@@ -454,7 +449,7 @@ def _locked(directory: Path) -> OwnedFile:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise WeightsBusyError(
+        raise BusBusyError(
             f"{directory}: another publisher writes there; close that one first, or give this one "
             "a directory of its own"
         ) from error

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import torch
 
+from shmbus.errors import DamagedError, WeightsError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import BufferName, Memory, MemoryKind
@@ -31,11 +32,6 @@ from shmbus.weights.carriers.base import Promises
 from shmbus.weights.carriers.exported_buffers import Buffers, LeadersBuffers, OwnBuffers
 from shmbus.weights.carriers.pool_version import PoolVersion
 from shmbus.weights.copies import Batch, Pair, settle_devices, target_of_piece
-from shmbus.weights.errors import (
-    TornWeightsError,
-    WeightsError,
-    translated,
-)
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.memory import tensor_at
@@ -112,14 +108,14 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
         Raises
         ------
-        TornWeightsError
+        DamagedError
             It is none.
         """
         size = int.from_bytes(data[:_LENGTH_BYTES], "little")
         try:
             return msgspec.msgpack.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=cls)
         except msgspec.MsgspecError as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"the newest version's slot does not say where its bytes are ({error}); publish "
                 "again, and look for a process that writes where it should not"
             ) from error
@@ -184,17 +180,16 @@ class ExportedWriter:
             max_slots=max_slots,
             meta_bytes=(len(self._said.manifest) + _SAID_BYTES) * 5 // 4,
         )
-        with translated():
-            self._publisher = PoolPublisher(
-                bus,
-                KIND,
-                rank=rank,
-                world_size=world_size,
-                spec=spec if rank == 0 else None,
-                label=label,
-                when_held=when_held,
-                timeout=timeout,
-            )
+        self._publisher = PoolPublisher(
+            bus,
+            KIND,
+            rank=rank,
+            world_size=world_size,
+            spec=spec if rank == 0 else None,
+            label=label,
+            when_held=when_held,
+            timeout=timeout,
+        )
         path = memory_socket(KIND, bus)
         self._buffers: Buffers
         if rank:
@@ -227,8 +222,7 @@ class ExportedWriter:
     def begin(self, version: int, text: str) -> _ExportedSink | None:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
         wake(self.device)
-        with translated():
-            write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
+        write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
         if write is None:
             return None
         try:
@@ -329,18 +323,15 @@ class _ExportedSink:
         if not self._settled:
             self.settle()
         if self._writer.rank:
-            with translated():
-                self._write.finish()
+            self._write.finish()
             return
         if self._writer.digests:
-            with translated():
-                self._write.await_ranks()
+            self._write.await_ranks()
         sums = block_sums(self._payload) if self._writer.digests else []
         said = Placed(self._name, self._writer.manifest.total, sums).encode()
-        with translated():
-            memoryview(self._write.buffer)[: len(said)] = said
-            # Of the slot, which is small: a scribble over the buffer's name is found.
-            self._write.finish(digests=True)
+        memoryview(self._write.buffer)[: len(said)] = said
+        # Of the slot, which is small: a scribble over the buffer's name is found.
+        self._write.finish(digests=True)
 
     def give_up(self, reason: str) -> None:
         """Leave what was newest in force; its slot is not used before the device has let go."""
@@ -449,7 +440,7 @@ class ExportedVersion(PoolVersion):
         for block in random.sample(blocks, min(SAMPLED_BLOCKS, len(blocks))) if sample else blocks:
             if block_sum(payload, block) != sums[block]:
                 end = min(self.manifest.total, (block + 1) * BLOCK_BYTES)
-                raise TornWeightsError(
+                raise DamagedError(
                     f"version {self.version}: bytes {block * BLOCK_BYTES} to {end} do not match "
                     "their digest; do not load it: publish again, and look for a process that "
                     "writes where it should not"

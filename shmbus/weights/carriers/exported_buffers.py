@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from shmbus import CapacityError
+from shmbus.errors import DeviceMismatchError, PeerGoneError, WeightsError
 from shmbus.tensors.device.arena import (
     Arena,
     ArenaView,
@@ -22,10 +23,7 @@ from shmbus.tensors.device.arena import (
     MemoryKind,
     allocator,
 )
-from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
-from shmbus.weights.errors import DeviceMismatchError, PeerGoneError, WeightsError
 
 __all__ = ["Buffers", "LeadersBuffers", "OwnBuffers"]
 
@@ -141,11 +139,11 @@ class LeadersBuffers:
         stays = "the version before it stays the newest"
         try:
             return self._view.memory(name).tensor()
-        except (OwnerGoneError, BufferLostError) as error:
+        except (PeerGoneError, BufferLostError) as error:
             raise PeerGoneError(
                 f"rank 0, which has the memory of this version, has ended ({error}); {stays}", 0
             ) from error
-        except ForeignDeviceError as error:
+        except DeviceMismatchError as error:
             raise DeviceMismatchError(
                 f"this rank cannot write to rank 0's device: {error}"
             ) from error

@@ -11,6 +11,7 @@ import time
 import msgspec
 import torch
 
+from shmbus.errors import DeviceMismatchError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import (
@@ -19,9 +20,7 @@ from shmbus.tensors.device.arena import (
     BufferName,
     Memory,
 )
-from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
 from shmbus.tensors.device.streams import wake
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.exported import (
@@ -32,12 +31,6 @@ from shmbus.weights.carriers.exported import (
     Said,
 )
 from shmbus.weights.carriers.shm_reader import ShmReader, ShmVersion
-from shmbus.weights.errors import (
-    DeviceMismatchError,
-    WeightsError,
-    WeightsTimeoutError,
-    translated,
-)
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.memory import payload_tensor, unowned
@@ -105,11 +98,11 @@ class PooledReader(ShmReader):
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             None came.
         WeightsError
             The newest one is lost, and none came after it.
-        TornWeightsError, ManifestError, DeviceMismatchError
+        DamagedError, ManifestError, DeviceMismatchError
             It cannot be used; the reader's row says so.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -120,16 +113,15 @@ class PooledReader(ShmReader):
                 return super().latest(after if lost is None else lost.sequence, left)
             except _LostVersionError as error:
                 lost = error
-            except WeightsTimeoutError as error:
+            except WaitTimeoutError as error:
                 if lost is None:
                     raise
                 raise WeightsError(str(lost)) from error
 
     def open_version(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
         """Check a version, and map what it lies in."""
-        with translated():
-            meta = lease.meta()
-            lease.check(0, 0 if not lease.digests else 1)
+        meta = lease.meta()
+        lease.check(0, 0 if not lease.digests else 1)
         try:
             said = msgspec.msgpack.decode(meta, type=Said)
         except msgspec.MsgspecError:
@@ -138,14 +130,14 @@ class PooledReader(ShmReader):
         manifest = self._manifest(said.manifest, placed.total)
         try:
             memory = self._buffers.memory(placed.buffer)
-        except (OwnerGoneError, BufferLostError) as error:
+        except (PeerGoneError, BufferLostError) as error:
             raise _LostVersionError(
                 f"version {lease.version} lay in the memory of its publisher, which has ended or "
                 f"replaced it ({error}); start the publisher again, or use the carrier 'shm', "
                 "whose versions outlive it",
                 lease.sequence,
             ) from error
-        except ForeignDeviceError as error:
+        except DeviceMismatchError as error:
             raise DeviceMismatchError(
                 f"version {lease.version}: {error}. The weights that this process runs stay"
             ) from error

@@ -29,7 +29,6 @@ from shmbus.weights.carriers.shm_patch import (
     placed_bytes,
 )
 from shmbus.weights.copies import target_of_piece
-from shmbus.weights.errors import translated
 from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.memory import copy_tensor, payload_tensor, tensor_at, unowned
 from shmbus.weights.patches import PatchPolicy, patch_capacity
@@ -121,25 +120,23 @@ class ShmWriter:
             meta_bytes=int(len(self._meta) * _META_SPARE),
             patch_bytes=patch_capacity(manifest, patches, world_size),
         )
-        with translated():
-            self._publisher = PoolPublisher(
-                bus,
-                KIND,
-                rank=rank,
-                world_size=world_size,
-                spec=spec if rank == 0 else None,
-                label=label,
-                when_held=when_held,
-                timeout=timeout,
-            )
+        self._publisher = PoolPublisher(
+            bus,
+            KIND,
+            rank=rank,
+            world_size=world_size,
+            spec=spec if rank == 0 else None,
+            label=label,
+            when_held=when_held,
+            timeout=timeout,
+        )
 
     def begin(self, version: int, text: str) -> _ShmSink | None:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
         wants = self._policy is not None and self._policy.wants()
-        with translated():
-            write = self._publisher.begin(
-                version, self._manifest.total, meta=self._meta, text=text, patch=wants
-            )
+        write = self._publisher.begin(
+            version, self._manifest.total, meta=self._meta, text=text, patch=wants
+        )
         if write is None:
             return None
         return _ShmSink(self, write)
@@ -271,8 +268,7 @@ class _ShmSink:
     def finish(self) -> None:
         """Publish."""
         self._payload = None
-        with translated():
-            self._write.finish(digests=self._writer._digests)
+        self._write.finish(digests=self._writer._digests)
         made = has_patch(self._write)
         self.changed = self._changes if made else None
         if self._writer._policy is not None:

@@ -15,19 +15,13 @@ from typing import Final
 import torch
 
 from shmbus import BusNotFoundError, BusRemovedError
-from shmbus.pool import PoolDamagedError, PoolReader, VersionLease
+from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
+from shmbus.pool import PoolReader, VersionLease
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.pool_version import PoolVersion
 from shmbus.weights.carriers.shm import KIND, PROMISES
 from shmbus.weights.carriers.shm_patch import ShmPatch
-from shmbus.weights.errors import (
-    MANIFEST_CODE,
-    TORN_CODE,
-    TornWeightsError,
-    WeightsError,
-    WeightsTimeoutError,
-    translated,
-)
+from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.memory import payload_tensor, tensor_at
@@ -72,15 +66,14 @@ class ShmVersion(PoolVersion):
         self.text = lease.text
         self.origin: object = reader.identity
         if manifest is None:
-            with translated():
-                manifest = Manifest.decode(lease.meta(), lease.size)
+            manifest = Manifest.decode(lease.meta(), lease.size)
         self.manifest = manifest
 
     def patch(self) -> ShmPatch | None:
         """Return what changed since the version before; None also where that is damaged."""
         try:
             found = self._lease.patch()
-        except PoolDamagedError:
+        except DamagedError:
             return None
         return None if found is None else ShmPatch(found, self.manifest, self._lease)
 
@@ -110,12 +103,11 @@ class ShmVersion(PoolVersion):
                 f"version {self.version} was published without digests, so nothing can be "
                 "verified; make the publisher with digests=True, or subscribe with verify='off'"
             )
-        with translated():
-            if not sample:
-                self._lease.check()
-                return
-            for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
-                self._lease.check(block, 1)
+        if not sample:
+            self._lease.check()
+            return
+        for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
+            self._lease.check(block, 1)
 
     def close(self) -> None:
         """Let go of the lease; views that are left keep the slot."""
@@ -157,25 +149,24 @@ class ShmReader:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             None came.
-        TornWeightsError, ManifestError
+        DamagedError, ManifestError
             It cannot be used; the reader's row says so.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with translated():
-                reader = self._reader or self._attach(left)
-                self._reader = reader
-                try:
-                    lease = reader.latest(after=after, timeout=left)
-                except BusRemovedError:
-                    self._registered.close()
-                    reader.close()
-                    self._reader = None
-                    after = 0  # the pool that follows counts from 1
-                    continue
+            reader = self._reader or self._attach(left)
+            self._reader = reader
+            try:
+                lease = reader.latest(after=after, timeout=left)
+            except BusRemovedError:
+                self._registered.close()
+                reader.close()
+                self._reader = None
+                after = 0  # the pool that follows counts from 1
+                continue
             return self._checked(lease, reader)
 
     def at(self, version: int) -> CarriedVersion:
@@ -192,15 +183,14 @@ class ShmReader:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             No slot has it.
-        TornWeightsError, ManifestError
+        DamagedError, ManifestError
             It cannot be used; the reader's row says so.
         """
-        with translated():
-            reader = self._reader or self._attach(0.0)
-            self._reader = reader
-            lease = reader.at(version)
+        reader = self._reader or self._attach(0.0)
+        self._reader = reader
+        lease = reader.at(version)
         return self._checked(lease, reader)
 
     def removed(self) -> bool:
@@ -214,8 +204,8 @@ class ShmReader:
     def _checked(self, lease: VersionLease, reader: PoolReader) -> CarriedVersion:
         try:
             return self.open_version(lease, reader)
-        except WeightsError as error:
-            code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
+        except UNUSABLE as error:
+            code = TORN_CODE if isinstance(error, DamagedError) else MANIFEST_CODE
             reader.refused(lease, code, str(error))
             lease.close()  # now, not with the error's traceback
             raise
@@ -227,7 +217,7 @@ class ShmReader:
                 return PoolReader(self._bus, KIND, label=self._label, device=self._device)
             except BusNotFoundError as error:
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise WeightsTimeoutError(
+                    raise WaitTimeoutError(
                         f"no weights of bus {self._bus!r} in {timeout:.3g} s: {error}"
                     ) from error
                 time.sleep(_RETRY_S)
