@@ -7,9 +7,10 @@ and every score would be 0.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["near_argument", "near_field"]
+__all__ = ["UnknownNameError", "near_argument", "near_field"]
 
 #: How much two names have to have in common, from 0 to 1: "timout" and "timeout" have 0.92.
 ALIKE: Final = 0.8
@@ -70,3 +71,47 @@ def near_field(name: str, fields: tuple[str, ...]) -> str | None:
     """
     near = difflib.get_close_matches(name, fields, n=1, cutoff=ALIKE)
     return near[0] if near else None
+
+
+#: Names like an unknown one that its error shows, and names that it shows where none is like it.
+_NEAR_SHOWN: Final = 3
+_NAMES_SHOWN: Final = 5
+
+
+class UnknownNameError(KeyError):
+    """A name under which nothing is; a KeyError, so that `in` and `get` of a mapping work by it.
+
+    Parameters
+    ----------
+    what : str
+        What was asked, such as "weights of version 7".
+    name : object
+        That it lacks.
+    names : iterable of str
+        What it has.
+    """
+
+    def __init__(self, what: str, name: object, names: Iterable[str]) -> None:
+        super().__init__(name)
+        self._what = what
+        self._names = list(names)
+
+    def __str__(self) -> str:
+        # Not before it is shown: to compare the names of a large model takes most of a second, and
+        # `get` and `in` show nothing.
+        name = self.args[0]
+        near = difflib.get_close_matches(str(name), self._names, _NEAR_SHOWN)
+        if near:
+            return f"{name!r}: {self._what}: no such name; did you mean {_listed(near)}?"
+        shown = _listed(self._names[:_NAMES_SHOWN]) or "none"
+        more = len(self._names) - _NAMES_SHOWN
+        return f"{name!r}: {self._what}: no such name; there is {shown}" + (
+            f" and {more} more" if more > 0 else ""
+        )
+
+    def __reduce__(self) -> tuple[type[KeyError], tuple[str]]:
+        return KeyError, (str(self),)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

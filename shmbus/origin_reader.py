@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from shmbus import errors, limits
-from shmbus._arguments import check_wait
+from shmbus._arguments import check_timeout
 from shmbus._keys import split_key
 from shmbus.ledger import REASONS, Ledger
 from shmbus.segment import lifecycle
@@ -61,7 +61,7 @@ class OriginReader:
 
     def __init__(self, name: str, *, wait: float | None = 0.0) -> None:
         self.name: str = check_name(name)
-        lifecycle.wait_for_bus(name, check_wait(wait))
+        lifecycle.wait_for_bus(name, check_timeout(wait, "wait"))
         self._lock = threading.RLock()
         self._held: dict[bytes, _core.Trajectory] = {}
         #: How many records of each group are held.

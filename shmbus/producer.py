@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import check_choice, check_flag, check_int, check_label, check_wait
+from shmbus._arguments import check_choice, check_flag, check_int, check_label, check_timeout
 from shmbus._fields import FieldSpec, check_sizes
 from shmbus._schema import Schema, mapping_of
 from shmbus.put.attached import Attach
@@ -112,7 +112,7 @@ class Producer(GroupPuts, RetryPuts):
         schema: Schema | None = None,
     ) -> None:
         self.name = check_name(name)
-        self._wait = check_wait(wait)
+        self._wait = check_timeout(wait, "wait")
         check_choice("attach", attach, ("same", "successor"))
         self._attach = attach
         self._watch = Watch(name, on_stall, stall_timeout)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 import shmbus
-from shmbus._checks import check_int
+from shmbus._arguments import check_int
 from shmbus.engines.errors import EngineError
 from shmbus.engines.pause_note import PauseNote
 from shmbus.engines.pauses import Pairs, Step, uninterrupted

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import shmbus
-from shmbus._checks import check_choice, check_flag, check_int, check_seconds
+from shmbus._arguments import check_choice, check_flag, check_int, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.one_at_a_time import OneAtATime
 from shmbus.engines.pause_note import PauseNote, PauseNotice

@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable
 
-from shmbus._checks import check_flag, check_int
+from shmbus._arguments import check_flag, check_int
 from shmbus.engines.errors import EngineError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.pauses import Pairs, Pauses, uninterrupted

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmbus import errors, limits
-from shmbus._arguments import SECONDS, TRAIN, check_split, check_timeout, check_wait
+from shmbus._arguments import SECONDS, TRAIN, check_split, check_timeout
 from shmbus._loop_waits import LoopWaits
 from shmbus.put.attached import WAITS_FOR_SPACE, AttachedWriter, ProducerOptions
 from shmbus.segment import lifecycle
@@ -62,7 +62,7 @@ class AsynchronousPuts(AttachedWriter):
         asyncio.CancelledError
             The task was cancelled during the wait; nothing is attached.
         """
-        wait = check_wait(wait)
+        wait = check_timeout(wait, "wait")
         for rest_s in lifecycle.until_there(check_name(name), wait):
             await asyncio.sleep(rest_s)
         made: Callable[..., Self] = cls

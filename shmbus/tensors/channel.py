@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shmbus._checks import check_flag, known_device
+from shmbus._arguments import check_flag, known_device
 from shmbus.channel import DEFAULT_TIMEOUT_S
 from shmbus.tensors.config import Carrier, choose_carrier
 from shmbus.tensors.receiver import TensorReceiver

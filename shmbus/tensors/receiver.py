@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from shmbus._checks import UnknownNameError
+from shmbus._near_names import UnknownNameError
 from shmbus.channel import ChannelForm, ChannelReceiver, Message
 from shmbus.tensors.agreement import Agreement
 from shmbus.tensors.places import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shmbus._checks import check_int64, is_text
+from shmbus._arguments import check_int64, is_text
 from shmbus.tensors.agreement import Agreement
 from shmbus.tensors.config import Carrier
 from shmbus.tensors.places import StepForm, encode_meta

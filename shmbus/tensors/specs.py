@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._checks import check_int, is_text
+from shmbus._arguments import check_int, is_text
 from shmbus.channel import ChannelError
 from shmbus.weights.manifest import DTYPE_BYTES
 from shmbus.weights.memory import has_memory

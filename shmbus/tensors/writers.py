@@ -14,11 +14,11 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from shmbus import CapacityError
+from shmbus._arguments import check_bytes
 from shmbus.channel import ChannelSender
 from shmbus.device_calls import DEVICE_MAX_COPIES, device_copy
 from shmbus.errors import ShmbusError
 from shmbus.pool.copying import copy_bytes
-from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
 from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
@@ -93,7 +93,7 @@ def open_writer(
         channel.withdraw()
         index = carrier.index if isinstance(carrier, CudaCarrier) else 0
         device = torch.device("cpu") if kind == "memfd" else torch.device("cuda", index)
-        size = bytes_of(most, "max_bytes")
+        size = check_bytes("max_bytes", most)
         return channel, ExportedWriter(channel, device, allocator(kind, index), size)
     except BaseException:
         channel.close()

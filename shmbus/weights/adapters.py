@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._checks import check_int64, check_text
+from shmbus._arguments import check_int64, check_text
 from shmbus.errors import WeightsError
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.file_form import faults_in_file

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from shmbus._checks import is_text
+from shmbus._arguments import is_text
 
 __all__ = ["METADATA", "faults_in_file"]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from shmbus._checks import check_int64
+from shmbus._arguments import check_int64
 from shmbus.errors import DamagedError
 from shmbus.weights.carriers.base import CarriedVersion
 from shmbus.weights.carriers.patched import CarriedPatch, PatchedVersion

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from shmbus._checks import check_text
+from shmbus._arguments import check_text
 from shmbus.weights.errors import ManifestError
 
 __all__ = [

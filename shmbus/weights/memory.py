@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmbus._checks import UnknownNameError
+from shmbus._near_names import UnknownNameError
 from shmbus.pool import copy_bytes
 from shmbus.weights.manifest import Manifest, TensorPlace
 

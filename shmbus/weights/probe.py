@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import torch
 
-from shmbus._checks import check_choice, check_int64, check_path, known_device
+from shmbus._arguments import check_choice, check_int64, check_path, known_device
 from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.tensors.device.memory import refusals
 

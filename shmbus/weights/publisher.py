@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from shmbus import BusClosedError
-from shmbus._checks import check_int64, check_seconds, check_text, checked_int
+from shmbus._arguments import check_int, check_int64, check_text, check_timeout
 from shmbus.errors import WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
@@ -50,7 +50,6 @@ __all__ = ["Publication", "Published", "WeightPublisher"]
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
-_TO_THE_END: Final = "waits for the end"
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +109,7 @@ class Publication:
         WaitTimeoutError
             They are still being copied.
         """
-        check_seconds("timeout", timeout, none=_TO_THE_END)
+        check_timeout(timeout, "timeout")
         if not self._copied.wait(timeout):
             raise WaitTimeoutError(
                 f"version {self.version}: still being copied after {timeout:g} s; do not change "
@@ -138,7 +137,7 @@ class Publication:
         WeightsError
             It failed; what was newest stays in force.
         """
-        check_seconds("timeout", timeout, none=_TO_THE_END)
+        check_timeout(timeout, "timeout")
         if not self._ended.wait(timeout):
             raise WaitTimeoutError(
                 f"version {self.version}: still being published after {timeout:g} s; it goes on"
@@ -232,7 +231,7 @@ class WeightPublisher:
     ) -> None:
         check_options(bus, source, timeout=timeout, label=label, digests=digests, keep=keep)
         self.bus: Final = bus
-        rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
+        rank, world_size = check_int("rank", rank), check_int("world_size", world_size)
         self.rank, self.world_size = rank, world_size
         self._source = source
         # To ask what a protocol asks takes longer than to begin a copy.

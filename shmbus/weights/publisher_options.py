@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from shmbus._checks import check_flag, check_seconds, check_text, checked_int
+from shmbus._arguments import check_flag, check_int, check_seconds, check_text
 from shmbus.weights.patches import patch_share
 from shmbus.weights.source import require_source
 
@@ -36,7 +36,7 @@ def check_options(
 def require_plain(slots: int, max_slots: int | None, when_held: str) -> None:
     """Raise ValueError where a checkpoint is given what files have not."""
     check_text("when_held", when_held)
-    if checked_int("slots", slots) != DEFAULT_SLOTS or max_slots is not None or when_held != "wait":
+    if check_int("slots", slots) != DEFAULT_SLOTS or max_slots is not None or when_held != "wait":
         raise ValueError(
             "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
             f"not, got {slots}, {max_slots} and {when_held!r}"

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import torch
 
 from shmbus import BusClosedError
-from shmbus._checks import check_choice, check_flag, check_int64, check_seconds
+from shmbus._arguments import check_choice, check_flag, check_int64, check_seconds, check_timeout
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["SharedModel", "attach", "share"]
-
-_FOR_EVER: Final = "waits for ever"
 
 Locking: TypeAlias = Literal["lock", "none"]
 
@@ -134,7 +132,7 @@ class SharedModel:
         BusClosedError
             This copy was closed.
         """
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         self._require_open()
         reading = Reading(self._guard)
         try:
@@ -220,7 +218,7 @@ class SharedModel:
             A step before was not ended.
         """
         version = check_int64("version", version)
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         check_flag("heal", heal)
         check_choice("guard", guard, ("lock", "none"))
         self._require_open()

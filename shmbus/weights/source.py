@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from shmbus._checks import check_flag
+from shmbus._arguments import check_flag
 from shmbus.errors import WeightsError
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice, require_slices

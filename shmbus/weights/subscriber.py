@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_arg
 import torch
 
 from shmbus import BusClosedError
-from shmbus._checks import (
+from shmbus._arguments import (
     check_choice,
     check_flag,
     check_int,
     check_int64,
-    check_seconds,
     check_text,
+    check_timeout,
 )
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Verify", "WeightSubscriber", "Weights"]
-
-_FOR_EVER: Final = "waits for ever"
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -192,7 +190,7 @@ class WeightSubscriber:
         BusClosedError
             This subscriber is closed.
         """
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         return self._open(0, timeout)
 
     def wait(self, *, newer_than: int | None = None, timeout: float | None = None) -> int:
@@ -220,7 +218,7 @@ class WeightSubscriber:
         ManifestError, DamagedError, BusBusyError, BusClosedError
             As for `latest`.
         """
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         if newer_than is not None:
             newer_than = check_int64("newer_than", newer_than)
         deadline = None if timeout is None else time.monotonic() + timeout

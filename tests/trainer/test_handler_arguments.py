@@ -34,7 +34,7 @@ def put_pair(
         ({"world_size": None}, TypeError, "world_size: expected an int, got NoneType"),
         ({"world_size": torch.ones(2)}, TypeError, "world_size: expected an int, got Tensor"),
         ({"prefetch": np.array([1, 2])}, TypeError, "prefetch: expected an int, got ndarray"),
-        ({"max_wait": 10**400}, ValueError, "max_wait: expected 0 or more seconds"),
+        ({"max_wait": 10**400}, ValueError, "max_wait: expected seconds .* that a float can hold"),
         ({"max_lag": 1}, TypeError, "'max_lag'; did you mean 'max_policy_lag'"),
         ({"batch_size": 4}, TypeError, "mean 'groups_per_batch' or 'tokens_per_batch'\\?"),
         ({"advantage": "grpo"}, TypeError, "'advantage'; did you mean 'advantages'\\?"),
@@ -48,8 +48,8 @@ def put_pair(
         ({"advantages": None}, ValueError, "advantages: expected .*None"),
         ({"max_wait": -1}, ValueError, "max_wait: expected .*-1"),
         ({"max_wait": float("nan")}, ValueError, "max_wait: expected .*nan"),
-        ({"max_wait": True}, TypeError, "max_wait: expected .*True"),
-        ({"max_wait": "soon"}, TypeError, "max_wait: expected .*soon"),
+        ({"max_wait": True}, TypeError, "max_wait: expected seconds or None, got bool"),
+        ({"max_wait": "soon"}, TypeError, "max_wait: expected seconds or None, got str"),
         ({"fields": {"tokens": "t"}}, TypeError, "fields: expected .*FieldNames.*dict"),
         ({"device": "abacus"}, ValueError, "device: expected .*'abacus'"),
         ({"device": "cuda:99"}, ValueError, "device: expected .* CUDA devices .*'cuda:99'"),
@@ -89,14 +89,15 @@ def test_pack_refuses_the_same_and_leaves_the_group_leased(
 
 
 @pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
+    ("timeout", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)],
 )
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(
     bus: Bus, timeout: Any, error: Any
 ) -> None:
     with (
         OnlineDataHandler(bus.name) as handler,
-        pytest.raises(error, match=f"timeout: expected .*{timeout}"),
+        pytest.raises(error, match=r"timeout: expected .*seconds,? or None"),
     ):
         handler.next_batch(timeout)
 
@@ -162,5 +163,5 @@ def test_an_evaluation_names_what_it_refuses(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         with pytest.raises(TypeError, match="groups: expected an int, got Tensor"):
             handler.evaluate(torch.ones(2))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="timeout: expected a number of seconds"):
+        with pytest.raises(TypeError, match="timeout: expected seconds or None, got str"):
             handler.evaluate(1, timeout="soon")  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 import torch
 
 import shmbus
+from shmbus._arguments import check_timeout
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.inspect.stall_report import wait_sentence
 from trainer_adapter._arguments import (
@@ -31,7 +32,6 @@ from trainer_adapter._arguments import (
     check_consumer_options,
     check_for_ranks,
     check_packing,
-    check_wait,
     checked_budget,
     checked_max_wait,
     checked_pack_threads,
@@ -303,7 +303,7 @@ class OnlineDataHandler(
         A batch that nobody keeps, and at which nobody has looked, was not delivered: as after an
         exception on its way, it is the next one again, of the same step.
         """
-        check_wait("timeout", timeout)
+        check_timeout(timeout)
         began_s = time.monotonic()
         self._settle()
         left_s = timeout

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
-from trainer_adapter._arguments import check_loader, check_wait
+from shmbus._arguments import check_timeout
+from trainer_adapter._arguments import check_loader
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.requests import PromptsEndedError
 
@@ -73,7 +74,7 @@ class BatchIteration(IterableDataset[Batch], abc.ABC):
         ValueError, BusClosedError
             As for `next_batch`.
         """
-        check_wait("timeout", timeout)
+        check_timeout(timeout)
         return self._iterate(timeout)
 
     def _iterate(self, timeout: float | None) -> Iterator[Batch]:

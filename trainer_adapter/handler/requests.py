@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
-from shmbus._checks import checked_int
+from shmbus._arguments import check_int
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prompt_source import PromptSource, check_state, rank_state
 
@@ -184,7 +184,7 @@ class RequestingHandler:
 
         Called again, it goes on at the same position, or, where all had been offered, begins anew.
         """
-        ahead, group_size = checked_int("ahead", ahead), checked_int("group_size", group_size)
+        ahead, group_size = check_int("ahead", ahead), check_int("group_size", group_size)
         for name, value in (("ahead", ahead), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from shmbus import BusNotFoundError, WaitTimeoutError
-from shmbus._checks import check_int, check_text, checked_int
+from shmbus._arguments import check_int, check_text
 from shmbus.channel import ChannelReceiver, ChannelSender
 from trainer_adapter.adapters.prime_rl.micro_batches import decode, encode
 from trainer_adapter.adapters.prime_rl.slices import (
@@ -203,8 +203,8 @@ class ShmbusBatchReceiver:
         reader: int = 0,
     ) -> None:
         check_text("name", name)
-        self.data_rank = checked_int("data_rank", data_rank)
-        reader = checked_int("reader", reader)
+        self.data_rank = check_int("data_rank", data_rank)
+        reader = check_int("reader", reader)
         if self.data_rank < 0 or reader < 0:
             raise ValueError(
                 f"data_rank, reader: expected 0 or more, got {data_rank} and {reader}; give the "
