@@ -19,7 +19,7 @@ import msgspec
 from shmbus._arguments import check_int64
 from shmbus.channel.endpoint import Endpoint, check_deadline, own_label
 from shmbus.channel.errors import StepFailedError, StepOrderError, StepSkippedError
-from shmbus.channel.lifecycle import open_handle
+from shmbus.channel.lifecycle import companion_of
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.errors import BusBusyError
 from shmbus_ext import _core
@@ -90,7 +90,8 @@ class ChannelReceiver(Endpoint):
         check_deadline("timeout", timeout)
         check_deadline("wait", wait)
         label = own_label(label)
-        handle = open_handle(name, deadline=time.monotonic() + float(wait))
+        deadline = time.monotonic() + float(wait)
+        handle = companion_of(name).open(name, deadline=deadline, awaited=True)
         super().__init__(name, handle, timeout)
         self._resumed: int | None = None
         if not handle.claim(self.SIDE, label):

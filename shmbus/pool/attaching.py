@@ -11,11 +11,11 @@ import time
 from typing import Final
 
 from shmbus import errors
+from shmbus._arguments import check_bytes
 from shmbus._format import show_wait
 from shmbus.errors import BusBusyError, WaitTimeoutError
 from shmbus.pool.lifecycle import (
     PoolSpec,
-    bytes_of,
     create_handle,
     open_pool,
     pool_path,
@@ -84,9 +84,9 @@ def attach(
 def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
     most = spec.slots if spec.max_slots is None else spec.max_slots
     return (
-        pool.slot_bytes >= bytes_of(spec.slot_bytes, "slot_bytes")
-        and pool.meta_bytes >= bytes_of(spec.meta_bytes, "meta_bytes")
-        and pool.patch_bytes >= bytes_of(spec.patch_bytes, "patch_bytes")
+        pool.slot_bytes >= check_bytes("slot_bytes", spec.slot_bytes)
+        and pool.meta_bytes >= check_bytes("meta_bytes", spec.meta_bytes)
+        and pool.patch_bytes >= check_bytes("patch_bytes", spec.patch_bytes)
         and pool.max_slots >= most
     )
 

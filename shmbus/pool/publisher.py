@@ -18,11 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_flag, check_int, check_int64, check_timeout
+from shmbus._arguments import (
+    check_bytes,
+    check_choice,
+    check_flag,
+    check_int,
+    check_int64,
+    check_timeout,
+)
 from shmbus._format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool.attaching import SLICE_S, attach, fit, identity_of
-from shmbus.pool.lifecycle import PoolSpec, bytes_of, pool_path, unlink_pool
+from shmbus.pool.lifecycle import PoolSpec, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus_ext import _core
@@ -176,7 +183,7 @@ class PoolPublisher:
         TypeError, ValueError
             It does not fit a slot; or a number or a text is none.
         """
-        version, size = check_int64("version", version), bytes_of(size, "size")
+        version, size = check_int64("version", version), check_bytes("size", size)
         if meta is not None and not isinstance(meta, bytes):
             raise TypeError(f"meta: expected bytes or None, got {type(meta).__name__}")
         patch = check_flag("patch", patch)
