@@ -90,7 +90,6 @@ __all__ = [
     "Reservation",
     "RestoredRequests",
     "ShmbusError",
-    "Slot",
     "StallError",
     "StallReport",
     "Trajectory",
@@ -101,9 +100,6 @@ __all__ = [
     "__version__",
     "unlink",
 ]
-
-#: Another name of it, for code that calls its reservations slots.
-Slot = Reservation
 
 _HOMES = {
     "Bus": "shmbus.segment.bus",

@@ -11,32 +11,25 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.channel.endpoint import Endpoint
 from shmbus.channel.errors import (
     ChannelClosedError,
     StepFailedError,
     StepOrderError,
     StepSkippedError,
 )
-from shmbus.channel.lifecycle import living_statement, unlink_channel
+from shmbus.channel.lifecycle import unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
-from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
+from shmbus.channel.sender import ChannelSender
 from shmbus.errors import ChannelError
-from shmbus_ext._core import ChannelForm
 
 __all__ = [
-    "DEFAULT_MAX_BYTES",
-    "DEFAULT_TIMEOUT_S",
     "ChannelClosedError",
     "ChannelError",
-    "ChannelForm",
     "ChannelReceiver",
     "ChannelSender",
-    "Endpoint",
     "Message",
     "StepFailedError",
     "StepOrderError",
     "StepSkippedError",
-    "living_statement",
     "unlink_channel",
 ]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shmbus.channel import Endpoint
+from shmbus.channel.endpoint import Endpoint
 from shmbus.errors import DamagedError
 from shmbus.tensors.specs import (
     SpecMismatchError,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shmbus._arguments import check_flag, known_device
-from shmbus.channel import DEFAULT_TIMEOUT_S
+from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.tensors.config import Carrier, choose_carrier
 from shmbus.tensors.receiver import TensorReceiver
 from shmbus.tensors.sender import TensorSender

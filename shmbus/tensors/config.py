@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from shmbus._arguments import check_choice, check_flag, check_int, known_device
-from shmbus.channel import DEFAULT_MAX_BYTES
+from shmbus.channel.sender import DEFAULT_MAX_BYTES
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device.memory import refusals
 

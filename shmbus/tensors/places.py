@@ -15,11 +15,11 @@ import msgspec
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from shmbus.channel import ChannelForm
 from shmbus.errors import DamagedError
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.specs import TensorSpec, size_of
 from shmbus.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorPlace
+from shmbus_ext._core import ChannelForm
 
 __all__ = [
     "Places",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from shmbus._near_names import UnknownNameError
-from shmbus.channel import ChannelForm, ChannelReceiver, Message
+from shmbus.channel import ChannelReceiver, Message
 from shmbus.tensors.agreement import Agreement
 from shmbus.tensors.places import (
     Places,
@@ -24,6 +24,7 @@ from shmbus.tensors.places import (
 )
 from shmbus.tensors.readers import StepReader
 from shmbus.tensors.specs import Statement, TensorSpec, acked_step_of, parse_specs
+from shmbus_ext._core import ChannelForm
 
 if TYPE_CHECKING:
     from typing_extensions import Self

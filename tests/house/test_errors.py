@@ -46,7 +46,7 @@ class Ends(SimpleNamespace):
     producer: Producer
     consumer: Consumer
     group: Group
-    slot: shmbus.Slot
+    slot: shmbus.Reservation
 
 
 @pytest.fixture

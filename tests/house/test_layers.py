@@ -118,6 +118,7 @@ OPEN_TO_TRAINERS = (
     "shmbus.tensor_forms.",
     "shmbus.peers.",
     "shmbus.pool.",
+    "shmbus.rows.",
     "shmbus.segment.names.",
     "shmbus.segment.own_file.",
     "shmbus.tensors.",

@@ -73,7 +73,6 @@ SHMBUS_ALL = [
     "Reservation",
     "RestoredRequests",
     "ShmbusError",
-    "Slot",
     "StallError",
     "StallReport",
     "Trajectory",

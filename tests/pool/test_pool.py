@@ -315,7 +315,7 @@ def test_a_reader_that_loads_again_runs_no_whole_version_until_it_has(
      {"block_bytes": "128MiB"}, {"meta_bytes": "65MiB"}],
 )  # fmt: skip
 def test_sizes_that_make_no_pool_are_refused(options: dict[str, int], bus_name: str) -> None:
-    with pytest.raises(ValueError, match="expected 1 to 8, got|no pool can be laid out"):
+    with pytest.raises(ValueError, match=r"expected 1 to 8, got|no pool can be laid out"):
         create_pool(bus_name, KIND, PoolSpec(slot_bytes=4096, **options))
     assert not Path(pool_path(bus_name, KIND)).exists()
 

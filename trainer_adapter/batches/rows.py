@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus.batch.rows import row_fields, row_lengths
+from shmbus.rows import row_fields, row_lengths
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.tensors import indexable
 
