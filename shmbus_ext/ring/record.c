@@ -75,36 +75,22 @@ void record_write_body(struct record_header *record, const struct record_spec *s
     memcpy(at, spec->schema, spec->schema_bytes);
 }
 
-/* Of a header whose lengths were checked. */
-static uint32_t payload_crc(const void *shared, const struct record_header *header) {
-    const uint8_t *start = (const uint8_t *)shared + header->meta_offset;
-    return shmbus_crc32c(0, start, header->record_bytes - header->meta_offset);
-}
-
-/* A header as its writer reads it back, with no length that leads out of the record. What was
- * overwritten is no record any more; a reader finds that its checksum or its bounds do not hold. */
-static struct record_header bounded(const struct record_header *record, uint64_t bytes) {
-    struct record_header own;
-    memcpy(&own, record, sizeof own);
-    own.record_bytes = bytes;
-    if (record_tables_bytes(&own) > bytes - sizeof own) {
-        own.shape_words = own.schema_bytes = 0;
-        own.id_bytes = 0;
-    }
-    if (own.meta_offset > bytes) {
-        own.meta_offset = (uint32_t)sizeof own;
-    }
-    return own;
+/* Of a header whose tables take so many bytes. */
+static uint32_t header_crc(const struct record_header *header, const void *tables, uint64_t bytes) {
+    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)header + HEADER_CRC_AT, HEADER_CRC_BYTES);
+    return shmbus_crc32c(crc, tables, bytes);
 }
 
 uint32_t record_header_crc(const struct record_header *header, const void *tables) {
-    uint32_t crc = shmbus_crc32c(0, (const uint8_t *)header + HEADER_CRC_AT, HEADER_CRC_BYTES);
-    return shmbus_crc32c(crc, tables, record_tables_bytes(header));
+    return header_crc(header, tables, record_tables_bytes(header));
 }
 
+/* No length that another process may have overwritten leads out of the record: one that does gets a
+ * checksum that no reader finds. The length of the record itself is under frame_crc. */
 void record_reseal(struct record_header *record, uint64_t bytes) {
-    const struct record_header own = bounded(record, bytes);
-    record->header_crc = record_header_crc(&own, (const uint8_t *)record + sizeof *record);
+    const uint64_t tables = record_tables_bytes(record);
+    record->header_crc =
+        header_crc(record, record + 1, tables <= bytes - sizeof *record ? tables : 0);
 }
 
 void record_copy_image(struct record_header *to, const struct record_place *place,
@@ -127,8 +113,9 @@ void record_close(struct record_header *record, uint64_t bytes, uint64_t sequenc
     record->lane_number = lane_number;
     record->committed_ns = clock_monotonic_ns();
     if (record->flags & SHMBUS_FLAG_PAYLOAD_CRC) {
-        const struct record_header own = bounded(record, bytes);
-        record->payload_crc = payload_crc(record, &own);
+        const uint32_t from = record->meta_offset;
+        record->payload_crc =
+            from <= bytes ? shmbus_crc32c(0, (const uint8_t *)record + from, bytes - from) : 0;
     }
     record_reseal(record, bytes);
 }
@@ -235,7 +222,8 @@ enum record_verdict record_read_body(const void *shared, struct record_copy *cop
         return verdict;
     }
     if ((header->flags & SHMBUS_FLAG_PAYLOAD_CRC) &&
-        payload_crc(shared, header) != header->payload_crc) {
+        shmbus_crc32c(0, (const uint8_t *)shared + header->meta_offset,
+                      header->record_bytes - header->meta_offset) != header->payload_crc) {
         return RECORD_BAD_PAYLOAD;
     }
     return RECORD_OK;
