@@ -24,10 +24,10 @@ from typing import Final
 
 from shmbus import LayoutMismatchError
 from shmbus.errors import BusBusyError, WaitTimeoutError, WeightsError
+from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from shmbus.segment.own_file import open_own
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.owned_file import OwnedFile
 
 __all__ = [
     "HEADER",
@@ -57,7 +57,7 @@ def path_of(bus: str) -> str:
     return SHM_DIRECTORY + companion_name(KIND, bus)
 
 
-class SharedFile(OwnedFile):
+class SharedFile(LockedFile):
     """A file of shared weights, open for its locks.
 
     Parameters

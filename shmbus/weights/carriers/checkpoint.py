@@ -29,12 +29,12 @@ import msgspec
 import torch
 
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
+from shmbus.segment.locked_file import LockedFile
 from shmbus.weights.carriers.base import Promises
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.owned_file import OwnedFile
 from shmbus.weights.source import LocalPiece, dtype_name
 
 __all__ = [
@@ -441,9 +441,9 @@ def _newest_in(directory: Path) -> str:
     return ""
 
 
-def _locked(directory: Path) -> OwnedFile:
+def _locked(directory: Path) -> LockedFile:
     """Be the one that writes into a directory, until the file is closed or the process ends."""
-    file = OwnedFile()
+    file = LockedFile()
     file.open(os.path.realpath(directory), os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
