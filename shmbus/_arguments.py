@@ -314,11 +314,7 @@ def check_policy_version(version: object) -> int:
 
 
 def process_label() -> str:
-    """Return the name of this process for messages of others: its script and its host.
-
-    All processes of Ray have one script; there it is the actor, or the task, that the process's
-    title says.
-    """
+    """Return the name of this process for messages of others: its script and its host."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
     if script == _RAY_SCRIPT:
         script = _ray_name() or script

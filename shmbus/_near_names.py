@@ -37,17 +37,7 @@ SYNONYMS: Final[dict[str, str]] = {
 
 
 def near_argument(name: str) -> str | None:
-    """Return the argument that a name is probably meant for; None where it is like none of them.
-
-    Parameters
-    ----------
-    name : str
-        As it was given to put.
-
-    Returns
-    -------
-    str or None
-    """
+    """Return the argument that a name is probably meant for; None where it is like none of them."""
     plain = name.lower()
     if plain in SYNONYMS:
         return SYNONYMS[plain]
@@ -56,19 +46,7 @@ def near_argument(name: str) -> str | None:
 
 
 def near_field(name: str, fields: tuple[str, ...]) -> str | None:
-    """Return the declared field that a name is probably meant for; None where none is like it.
-
-    Parameters
-    ----------
-    name : str
-        As it was given to put.
-    fields : tuple of str
-        The declared ones.
-
-    Returns
-    -------
-    str or None
-    """
+    """Return the declared field that a name is probably meant for; None where none is like it."""
     near = difflib.get_close_matches(name, fields, n=1, cutoff=ALIKE)
     return near[0] if near else None
 
@@ -79,17 +57,7 @@ _NAMES_SHOWN: Final = 5
 
 
 class UnknownNameError(KeyError):
-    """A name under which nothing is; a KeyError, so that `in` and `get` of a mapping work by it.
-
-    Parameters
-    ----------
-    what : str
-        What was asked, such as "weights of version 7".
-    name : object
-        That it lacks.
-    names : iterable of str
-        What it has.
-    """
+    """A name under which nothing is; a KeyError, so that `in` and `get` of a mapping work by it."""
 
     def __init__(self, what: str, name: object, names: Iterable[str]) -> None:
         super().__init__(name)

@@ -254,10 +254,7 @@ class Endpoint:
         what: Callable[[], str],
         doze: Callable[[float], _T | None] | None = None,
     ) -> _T:
-        """Call `ready` until it has something; `what` says for a message what that would be.
-
-        `doze` sleeps for at most so many seconds, and may have what is waited for.
-        """
+        """Call `ready` until it has something; `what` says for a message what that would be."""
         if timeout is not None:
             self.require_timeout(timeout)
         self.on_wake()

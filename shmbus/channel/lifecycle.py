@@ -32,25 +32,7 @@ def companion_of(name: str) -> Companion[_core.Channel]:
 
 
 def living_statement(name: str) -> bytes | None:
-    """Return what the living sender of a channel has stated, without being a side of it.
-
-    Parameters
-    ----------
-    name : str
-        Of the channel.
-
-    Returns
-    -------
-    bytes or None
-        Empty where it has stated nothing; None where there is no channel, or no living sender.
-
-    Raises
-    ------
-    DamagedError
-        The statement does not match its checksum.
-    LayoutMismatchError, PermissionError
-        What is there is no channel of this version, or of another user.
-    """
+    """Return what the living sender of a channel has stated, without being a side of it."""
     try:
         handle = companion_of(name).open(name, read_only=True)
     except errors.BusNotFoundError:

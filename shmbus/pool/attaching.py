@@ -33,32 +33,7 @@ SLICE_S: Final = 0.05
 def attach(
     bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
 ) -> tuple[_core.SlotPool, bool]:
-    """Open a pool, or make it; say whether it was made.
-
-    Parameters
-    ----------
-    bus, kind : str
-        The pool.
-    rank : int
-        Of the publisher; 0 makes it.
-    spec : PoolSpec, optional
-        What rank 0 makes; one that is there is taken if its slots are large enough.
-    timeout : float
-        Seconds that other ranks wait for it.
-
-    Returns
-    -------
-    SlotPool, bool
-
-    Raises
-    ------
-    WaitTimeoutError
-        Rank 0 did not create it.
-    BusBusyError
-        It is too small, and in use.
-    BusNotFoundError
-        It is not there, and there is no spec.
-    """
+    """Open a pool, or make it; say whether it was made."""
     deadline = time.monotonic() + timeout
     while True:
         try:

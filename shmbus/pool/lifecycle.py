@@ -66,28 +66,7 @@ def pool_path(bus: str, kind: str) -> str:
 
 
 def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
-    """Create a pool, with all memory of its first slots.
-
-    Parameters
-    ----------
-    bus : str
-        The bus that it goes with; that need not exist.
-    kind : str
-        What it holds, in lower-case letters, such as "weights".
-    spec : PoolSpec
-        Its sizes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A name or size is none.
-    BusExistsError
-        There is such a pool, or another file of its name.
-    CapacityError
-        It does not fit /dev/shm; the message has the bytes that are needed.
-    PermissionError
-        This user may not create files there.
-    """
+    """Create a pool, with all memory of its first slots."""
     create_handle(bus, kind, spec).close()
 
 
@@ -124,18 +103,5 @@ def open_pool(
 
 
 def unlink_pool(bus: str, kind: str) -> None:
-    """Remove a pool's name; its memory is freed when the last process has closed it.
-
-    Parameters
-    ----------
-    bus, kind : str
-        As for `create_pool`.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is none.
-    PermissionError
-        It belongs to another user.
-    """
+    """Remove a pool's name; its memory is freed when the last process has closed it."""
     _companion(bus, kind).unlink()

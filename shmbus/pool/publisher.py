@@ -49,37 +49,7 @@ _FINAL: Final = (_core.PIECE_DEAD, _core.PIECE_FAILED)
 
 
 class PoolPublisher:
-    """Rank 0 publishes; other ranks write pieces of the same versions.
-
-    Parameters
-    ----------
-    bus, kind : str
-        The pool; see `create_pool`.
-    rank, world_size : int
-        This process among those that write a version together; rank 0 is the publisher.
-    spec : PoolSpec, optional
-        For rank 0: creates the pool where there is none. One that is there is taken over if its
-        slots are large enough; one that is too small is replaced if no living process has it open.
-    label : str
-        What others are told of this process.
-    when_held : "wait" | "skip" | "grow"
-        What happens where readers hold every slot but the newest: wait for them to the deadline,
-        count the version as skipped and go on, or take memory for another slot, up to `max_slots`,
-        and then wait.
-    timeout : float
-        Seconds for each wait.
-
-    Raises
-    ------
-    BusBusyError
-        A living process is this rank.
-    WaitTimeoutError
-        The pool is not there: rank 0 has not created it.
-    TypeError, ValueError
-        A rank, policy, label or timeout is none.
-    BusNotFoundError, LayoutMismatchError, CapacityError
-        There is no pool that can be used, and none can be made.
-    """
+    """Rank 0 publishes; other ranks write pieces of the same versions."""
 
     def __init__(
         self,
@@ -148,41 +118,7 @@ class PoolPublisher:
         text: str = "",
         patch: bool = False,
     ) -> VersionWrite | None:
-        """Begin to write a version; ranks above 0 join the one that rank 0 has begun.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number, an int64.
-        size : int
-            Bytes of payload, the same in every rank.
-        meta : bytes | None
-            What the version says of itself, the same in every rank. None, in ranks above 0, takes
-            what rank 0 says, for the caller to check (`VersionWrite.meta`).
-        text : str
-            A name for it.
-        patch : bool
-            In rank 0: whether ranks may make a patch from the newest version, if that has the same
-            size and meta; see `shmbus.pool.patches`.
-
-        Returns
-        -------
-        VersionWrite | None
-            None where it was skipped (``when_held="skip"``).
-
-        Raises
-        ------
-        WaitTimeoutError
-            No slot became free, or rank 0 began nothing; names who holds what.
-        PeerGoneError
-            Rank 0 has ended.
-        WeightsError
-            Rank 0 publishes another version, size or meta than this rank.
-        BusRemovedError
-            The pool was removed.
-        TypeError, ValueError
-            It does not fit a slot; or a number or a text is none.
-        """
+        """Begin to write a version; ranks above 0 join the one that rank 0 has begun."""
         version, size = check_int64("version", version), check_bytes("size", size)
         if meta is not None and not isinstance(meta, bytes):
             raise TypeError(f"meta: expected bytes or None, got {type(meta).__name__}")
@@ -284,13 +220,7 @@ class PoolPublisher:
             )
 
     def close(self, *, remove: bool = False) -> None:
-        """Leave the pool.
-
-        Parameters
-        ----------
-        remove : bool
-            Whether its name is removed too; who has it open keeps what it has.
-        """
+        """Leave the pool."""
         if self._pool.closed:
             return
         # While the rank is this process's, so that no successor has taken the pool over; a forked
@@ -313,10 +243,7 @@ class PoolPublisher:
 
 
 class VersionWrite:
-    """A version while it is written: in a ``with`` block, whose end publishes it.
-
-    An exception in the block gives the version up, in this rank and so in all.
-    """
+    """A version while it is written: in a ``with`` block, whose end publishes it."""
 
     def __init__(self, publisher: PoolPublisher, write: _core.PoolWrite) -> None:
         self._publisher = publisher
@@ -332,40 +259,15 @@ class VersionWrite:
 
     @property
     def buffer(self) -> _core.PoolWrite:
-        """Return the payload as an object with a writable buffer.
-
-        Arrays of it have to be gone when the version is finished.
-        """
+        """Return the payload as an object with a writable buffer."""
         return self._write
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """View the payload as an array of bytes, to write into.
-
-        Returns
-        -------
-        uint8 [size]
-        """
+        """View the payload as an array of bytes, to write into."""
         return np.frombuffer(memoryview(self._write), np.uint8)
 
     def finish(self, *, digests: bool = False) -> None:
-        """Publish it; returns when every rank's piece is there and readers get it.
-
-        Parameters
-        ----------
-        digests : bool
-            In rank 0: compute the digest of each block, at the speed of memory.
-
-        Raises
-        ------
-        PeerGoneError
-            A rank has ended.
-        WaitTimeoutError
-            A rank did not finish in time.
-        WeightsError
-            A rank could not write its piece.
-        BufferError
-            Arrays of the buffer are still there.
-        """
+        """Publish it; returns when every rank's piece is there and readers get it."""
         if self._publisher.rank == 0:
             self.await_ranks()
             self._write.finish(digests)
@@ -374,23 +276,11 @@ class VersionWrite:
             self._await_outcome()
 
     def give_up(self, reason: str = "") -> None:
-        """Leave what was newest in force.
-
-        Parameters
-        ----------
-        reason : str
-            What the other ranks are told.
-        """
+        """Leave what was newest in force."""
         self._write.give_up(fit("reason", reason, _core.POOL_ERROR_BYTES))
 
     def await_ranks(self) -> None:
-        """In rank 0: wait until the pieces of all other ranks are there, as `finish` does.
-
-        Raises
-        ------
-        PeerGoneError, WaitTimeoutError, WeightsError
-            As for `finish`; the version was given up.
-        """
+        """In rank 0: wait until the pieces of all other ranks are there, as `finish` does."""
         try:
             self._await_pieces()
         except BaseException:

@@ -37,24 +37,7 @@ _SLEEP_S: Final = 10 * SLICE_S
 
 
 class PoolReader:
-    """Leases versions of a pool, and says in its row what it runs.
-
-    Parameters
-    ----------
-    bus, kind : str
-        The pool; see `create_pool`.
-    label : str
-        What others are told of this process.
-    device : str
-        Where it puts what it reads, such as a device's UUID.
-
-    Raises
-    ------
-    BusBusyError
-        All rows are taken.
-    BusNotFoundError, LayoutMismatchError
-        There is no such pool.
-    """
+    """Leases versions of a pool, and says in its row what it runs."""
 
     def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
         label = fit("label", label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
@@ -92,30 +75,7 @@ class PoolReader:
         return self._pool.newest()
 
     def latest(self, *, after: int = 0, timeout: float | None = None) -> VersionLease:
-        """Lease the newest version.
-
-        Parameters
-        ----------
-        after : int
-            A sequence; what is not newer does not count.
-        timeout : float, optional
-            Seconds to wait for one; None waits for ever.
-
-        Returns
-        -------
-        VersionLease
-
-        Raises
-        ------
-        WaitTimeoutError
-            None came by then.
-        DamagedError
-            The newest version's row is not what was published.
-        BusRemovedError
-            The pool was removed, and a version that is newer will not come.
-        BusClosedError
-            This handle is closed, or from before a fork.
-        """
+        """Lease the newest version."""
         check_timeout(timeout)
         after = check_int64("after", after)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -136,24 +96,7 @@ class PoolReader:
             self._pool.wait(_core.POOL_BELL_VERSION, ticket, min(left, _SLEEP_S))
 
     def at(self, version: int) -> VersionLease:
-        """Lease a version that need not be the newest; it is there while somebody keeps it.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number of it.
-
-        Returns
-        -------
-        VersionLease
-
-        Raises
-        ------
-        WaitTimeoutError
-            No slot has it any more, or yet.
-        BusClosedError
-            This handle is closed, or from before a fork.
-        """
+        """Lease a version that need not be the newest; it is there while somebody keeps it."""
         got = _core.pool_lease_version(self._pool, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
@@ -166,12 +109,7 @@ class PoolReader:
         )
 
     def is_removed(self) -> bool:
-        """Whether the pool has lost its name, so that nothing more is published into it.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether the pool has lost its name, so that nothing more is published into it."""
         return self._identity is None or not leads_to(self._path, self._identity)
 
     def _check_name(self) -> None:
@@ -197,46 +135,20 @@ class PoolReader:
         )
 
     def applied(self, lease: VersionLease) -> None:
-        """Say that this process runs a version, and nothing of another.
-
-        Parameters
-        ----------
-        lease : VersionLease
-            Of that version.
-        """
+        """Say that this process runs a version, and nothing of another."""
         self._pool.applied(lease.sequence, lease.version)
         if self._said_refused:  # of a newer version, where this one is the way back
             self._said_refused = False
             self._pool.refused(0, 0, 0, "")
 
     def loading(self, lease: VersionLease, code: int) -> None:
-        """Say that this process has begun to load a version, and runs no whole one until `applied`.
-
-        Who dies in between, or is left there by the one who told it to load, is known by its row.
-
-        Parameters
-        ----------
-        lease : VersionLease
-            Of that version.
-        code : int
-            For programs.
-        """
+        """Say that this process has begun to load a version, and runs no whole one until `applied`."""
         self.refused(lease, code, "it is being loaded")
         # What it ran is no more, also where that was this version, or a newer one.
         self._pool.applied(0, 0)
 
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
-        """Say that this process could not take a version; what it runs stays.
-
-        Parameters
-        ----------
-        lease : VersionLease
-            Of that version.
-        code : int
-            For programs.
-        reason : str
-            For people; its first 119 bytes are kept.
-        """
+        """Say that this process could not take a version; what it runs stays."""
         self._said_refused = True
         text = fit("reason", reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
@@ -272,13 +184,7 @@ class VersionLease(_core.ClosedByBlock):
 
     @property
     def buffer(self) -> _core.PoolLease:
-        """Return the payload as an object with a read-only buffer.
-
-        Raises
-        ------
-        BusClosedError
-            The lease is closed.
-        """
+        """Return the payload as an object with a read-only buffer."""
         if self._lease is None:
             raise errors.BusClosedError(
                 f"the lease of version {self.version} is closed; take the latest again"
@@ -286,22 +192,11 @@ class VersionLease(_core.ClosedByBlock):
         return self._lease
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """View the payload as a read-only array of bytes.
-
-        Returns
-        -------
-        uint8 [size]
-        """
+        """View the payload as a read-only array of bytes."""
         return np.frombuffer(memoryview(self.buffer), np.uint8)
 
     def meta(self) -> bytes:
-        """Return what the version says of itself, copied and checked.
-
-        Raises
-        ------
-        DamagedError
-            It does not match its checksum.
-        """
+        """Return what the version says of itself, copied and checked."""
         found = self.buffer.meta()
         if found is None:
             raise DamagedError(
@@ -311,18 +206,7 @@ class VersionLease(_core.ClosedByBlock):
         return found
 
     def check(self, first: int = 0, count: int = 1 << 31) -> None:
-        """Compare blocks with their digests; nothing to compare where there are none.
-
-        Parameters
-        ----------
-        first, count : int
-            Which blocks; all by default.
-
-        Raises
-        ------
-        DamagedError
-            A block differs; the message has its place.
-        """
+        """Compare blocks with their digests; nothing to compare where there are none."""
         wrong = self.buffer.check(first, count)
         if wrong is not None:
             block = self._reader.pool.block_bytes
@@ -333,17 +217,7 @@ class VersionLease(_core.ClosedByBlock):
             )
 
     def patch(self) -> VersionPatch | None:
-        """Return what changed since the version before, where the publisher has made that.
-
-        Returns
-        -------
-        VersionPatch | None
-
-        Raises
-        ------
-        DamagedError
-            It is not what was made; the version itself may still be whole.
-        """
+        """Return what changed since the version before, where the publisher has made that."""
         return find_patch(self.buffer)
 
     def close(self) -> None:

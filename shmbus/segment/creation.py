@@ -62,25 +62,7 @@ def create_segment(
     crowded: bool = False,
     bounds: Bounds = NO_BOUNDS,
 ) -> _core.Segment:
-    """Create, allocate and touch the whole segment; it is ready when this returns.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    capacity : int or str, optional
-        Bytes for records; None chooses by what /dev/shm has free.
-    max_producers : int, optional
-        How many may be attached at once; None for as many as have room, 64 at most.
-    extent_bytes : int
-        What a producer leases at a time; 0 chooses.
-    schema : DeclaredSchema, optional
-        The fields of its samples.
-    crowded : bool
-        Whether there may be fewer extents than producers, as older versions allowed.
-    bounds : Bounds
-        Room for requests, and how far producers may be ahead.
-    """
+    """Create, allocate and touch the whole segment; it is ready when this returns."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     if os.path.lexists(shm_path(name)):
@@ -187,16 +169,7 @@ def ensure_segment(
     bounds: Bounds = NO_BOUNDS,
     schema: _core.DeclaredSchema | None = None,
 ) -> _core.Segment:
-    """Open a segment that fits, or create it where there is none; any number of processes at once.
-
-    One that another process is making is waited for, up to ATTACH_WAIT_S; one whose creator died is
-    made again.
-
-    Raises
-    ------
-    BusExistsError
-        There is one that does not fit; the message says in what.
-    """
+    """Open a segment that fits, or create it where there is none; any number of processes at once."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
@@ -288,21 +261,7 @@ def _require_fit(
 
 
 def remove_unfinished(name: str) -> bool:
-    """Remove an unfinished segment whose creator died.
-
-    A slow creator holds a lock on the file, except for its first instant; so this checks twice. A
-    creator that was stopped in that instant finds the file gone, and reports it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Returns
-    -------
-    bool
-        Whether there was such a file.
-    """
+    """Remove an unfinished segment whose creator died."""
     found = _unfinished(name)
     if found is None:
         return False

@@ -41,20 +41,7 @@ _LAST_LOOK_S = 0.1
 
 
 def until_there(name: str, wait_s: float | None) -> Iterator[float]:
-    """Yield seconds to sleep until there is a bus of that name, finished; the caller sleeps them.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    wait_s : float, optional
-        Seconds after which to give up: None never does, 0 does not look.
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is none after that time, or one that was never finished.
-    """
+    """Yield seconds to sleep until there is a bus of that name, finished; the caller sleeps them."""
     if wait_s == 0:
         return
     began = time.monotonic()

@@ -111,23 +111,7 @@ class _NotAttachedError(Exception):
 
 
 class Companion(Generic[_H]):
-    """A file that goes with a bus: a pool or a channel, by its kind and the bus.
-
-    Parameters
-    ----------
-    type_ : type
-        Of its handles: has `create`, `open` and `close`.
-    prefix : str
-        Of the constants of the extension, such as "POOL".
-    kind, bus : str
-        What it is called by.
-    title : str
-        What messages call it, such as ``pool 'weights' of bus 'run1'``.
-    unlink : str
-        The call that removes it, for messages.
-    maker : str
-        Who makes it, for messages.
-    """
+    """A file that goes with a bus: a pool or a channel, by its kind and the bus."""
 
     def __init__(
         self, type_: type[_H], prefix: str, kind: str, bus: str, *, title: str, unlink: str,
