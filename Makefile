@@ -196,7 +196,7 @@ points: $(VENV)/.dev ## Kill and stop every process at each of its failpoints, a
 	SHMBUS_TEST_POINTS=all $(BIN)/pytest tests/process/test_failpoints.py $(ARGS)
 
 ends: $(VENV)/.dev ## End every life in every way, each cell of the matrix by itself, and audit
-	SHMBUS_TEST_ENDS=all $(BIN)/pytest $(DISTRIBUTED) $(ARGS) tests/ends
+	SHMBUS_TEST_ENDS=all $(BIN)/pytest $(DISTRIBUTED) --dist worksteal -o faulthandler_timeout=1300 $(ARGS) tests/ends
 
 versions: $(VENV)/.dev ## Test with other versions of torch, transformers, flash-attn (half an hour)
 	$(BIN)/python tests/versions.py $(ARGS)

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from shmbus.producer import Producer, ProducerStats
     from shmbus.put.requests import ProducerRequests, Request
     from shmbus.put.retries import WantedSample
-    from shmbus.record_reader import RecordHead, RecordReader
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
     from shmbus.take.requests import RestoredRequests
@@ -82,8 +81,6 @@ __all__ = [
     "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
-    "RecordHead",
-    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",
@@ -113,8 +110,6 @@ _HOMES = {
     "ProducerInfo": "shmbus.segment.bus",
     "ProducerRequests": "shmbus.put.requests",
     "ProducerStats": "shmbus.producer",
-    "RecordHead": "shmbus.record_reader",
-    "RecordReader": "shmbus.record_reader",
     "Request": "shmbus.put.requests",
     "RequestCounts": "shmbus.ledger",
     "RestoredRequests": "shmbus.take.requests",

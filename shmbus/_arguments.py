@@ -9,14 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 
@@ -49,6 +50,28 @@ SECONDS = (
     np.byte, np.short, np.intc, np.int_, np.longlong,
 )  # fmt: skip
 _LARGEST_INT = 2**63 - 1
+
+P = ParamSpec("P")
+
+
+def names_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Have a wrong keyword of a constructor answered with its options, the nearest first."""
+    options = [name for name in init.__annotations__ if name != "return"]
+
+    @functools.wraps(init)
+    def __init__(*args: P.args, **given: P.kwargs) -> None:
+        for name in given.keys() - options:
+            from shmbus._near_names import unknown_option
+
+            raise unknown_option(init.__qualname__.partition(".")[0], name, options)
+        try:
+            init(*args, **given)
+        except BaseException:
+            # The caller never gets the handle, and may keep the exception, which refers to this.
+            del args
+            raise
+
+    return __init__
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

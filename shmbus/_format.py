@@ -10,6 +10,7 @@ __all__ = [
     "fold",
     "label_text",
     "printable",
+    "several",
     "show_count",
     "show_duration",
     "show_size",
@@ -39,6 +40,15 @@ def show_wait(seconds: float) -> str:
 def show_count(number: float) -> str:
     """Group digits: 12,345."""
     return f"{number:,.0f}"
+
+
+def several(number: int, what: str, verb: str = "") -> str:
+    """So many of a kind, and what they do: 1 group, 1 group waits, 12,345 trajectories are."""
+    if number == 1:
+        verb = {"": "", "are": "is", "were": "was", "have": "has"}.get(verb, f"{verb}s")
+    else:
+        what = what[:-1] + "ies" if what.endswith("y") else what + "s"
+    return f"{show_count(number)} {what} {verb}".rstrip()
 
 
 def show_duration(seconds: float) -> str:
@@ -89,7 +99,7 @@ def printable(value: str) -> str:
 
 
 def unprinted(text: str) -> str:
-    """Return what `printable` shows as `text`, each escape a character; `text` where it has none."""
+    """Return what `printable` shows as `text`, each escape a character."""
     found = _ESCAPE.sub(lambda escape: escape[0].encode().decode("unicode_escape"), text)
     return found if printable(found) == text else text
 

@@ -23,7 +23,7 @@ class LoopWaits:
         ] = weakref.WeakKeyDictionary()
 
     async def wait(self, sleep: Callable[[], object], wait_s: float | None) -> None:
-        """Wait until `sleep()` returns, or the call that another task of this loop has under way."""
+        """Wait until `sleep()` returns, or the one that another task of this loop has under way."""
         loop = asyncio.get_running_loop()
         known = self._waiting.get(loop)
         waiting = None if known is None else known()

@@ -22,5 +22,5 @@ _RUN: Final = (
 
 
 def program(module: str, *words: str) -> list[str]:
-    """Return the command line of a module: that of ``python -m MODULE WORDS``, but for the above."""
+    """Return the command line of a module, as ``python -m MODULE WORDS``, but for the above."""
     return [sys.executable, "-c", _RUN.format(root=_ROOT, module=module), *words]

@@ -25,6 +25,7 @@ from shmbus._arguments import (
     check_split,
     check_timeout,
     clamp_request,
+    names_options,
 )
 from shmbus._format import show_wait
 from shmbus._schema import Schema
@@ -151,6 +152,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         consumer.ack(groups)
     """
 
+    @names_options
     def __init__(
         self,
         name: str,

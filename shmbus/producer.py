@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 
 from shmbus import limits
-from shmbus._arguments import check_choice, check_flag, check_int, check_label, check_timeout
+from shmbus._arguments import (
+    check_choice,
+    check_flag,
+    check_int,
+    check_label,
+    check_timeout,
+    names_options,
+)
 from shmbus._fields import FieldSpec, check_sizes
 from shmbus._schema import Schema, mapping_of
 from shmbus.put.attached import Attach
@@ -99,6 +106,7 @@ class Producer(GroupPuts, RetryPuts):
         The segment is of another layout, or damaged.
     """
 
+    @names_options
     def __init__(
         self,
         name: str,

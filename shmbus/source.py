@@ -37,15 +37,14 @@ DAEMON_WAIT_S = 5.0
 
 
 class Source(Protocol):
-    """Leases complete groups of one bus to one Consumer, and ends these leases.
+    """Leases complete groups of one bus to one Consumer, and ends these leases."""
 
-    Each lease ends once: by `end` with a reason, or by `give_back`. The Consumer checks first that
-    it holds the lease (`is_leased`), so a source never ends one twice. `end` may keep what it has
-    to tell other processes until `flush`. A caller holds `lock` from its first check to `flush`.
-
-    How groups are taken differs: a Collector has an `intake` that takes them in C, a daemon's
-    client has `receive` and `receive_step`, and then `hand_out`.
-    """
+    # Each lease ends once: by `end` with a reason, or by `give_back`. The Consumer checks first
+    # that it holds the lease (`is_leased`), so a source never ends one twice. `end` may keep what
+    # it has to tell other processes until `flush`. A caller holds `lock` from its first check to
+    # `flush`.
+    # How groups are taken differs: a Collector has an `intake` that takes them in C, a daemon's
+    # client has `receive` and `receive_step`, and then `hand_out`.
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -64,11 +63,8 @@ class Source(Protocol):
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups and set their state, up to the first that needs a closer look.
-
-        Each ends in one step, which an exception of a signal's handler cannot part. Returns how
-        many have ended.
-        """
+        """End leases of groups up to the first that needs a closer look; return how many."""
+        # Each ends in one step, which an exception of a signal's handler cannot part.
 
     def recall(self) -> None:
         """Before a group is given back: what was fetched ahead of it goes back first."""
@@ -109,62 +105,34 @@ class Source(Protocol):
 
 
 class AttachOptions(msgspec.Struct, frozen=True):
-    """How a Consumer attaches; checked already. A pickled Consumer attaches again with these.
+    """How a Consumer attaches; checked already. A pickled Consumer attaches again with these."""
 
-    Attributes
-    ----------
-    name : str
-        The bus.
-    policy : StashPolicy
-        What happens to groups that are late, stale, useless or too many.
-    duplicate : "drop" | "error"
-        Whether a second sample of an index is also raised.
-    label : str | None
-        How other processes' messages name this one; None for its program's name.
-    rank, world_size : int
-        Which of how many trainer processes this is.
-    daemon : bool | None
-        True requires a daemon, False never asks for one, None takes one that is there.
-    wait_s : float | None
-        Seconds to wait for the bus, and for a daemon that is needed; None for ever.
-    split : str
-        Whose groups it takes.
-    """
-
+    #: The bus.
     name: str
+    #: What happens to groups that are late, stale, useless or too many.
     policy: StashPolicy
+    #: Whether a second sample of an index is also raised.
     duplicate: Literal["drop", "error"]
+    #: How other processes' messages name this one; None for its program's name.
     label: str | None
+    #: Which of how many trainer processes this is.
     rank: int
     world_size: int
+    #: True requires a daemon, False never asks for one, None takes one that is there.
     daemon: bool | None
+    #: Seconds to wait for the bus, and for a daemon that is needed; None for ever.
     wait_s: float | None = 0.0
+    #: Whose groups it takes.
     split: str = TRAIN
 
 
 def attach(
     options: AttachOptions, opened: list[Collector | DaemonClient]
 ) -> Collector | DaemonClient:
-    """Connect to the daemon where there is one; become the bus's collector where there is none.
-
-    A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S, or as
-    long as the bus is. What is in its place and cannot be one is not: another user's socket, or a
-    file.
-
-    Parameters
-    ----------
-    options : AttachOptions
-        How.
-    opened : list
-        Gets what attaches before it does so: a caller that is interrupted closes it.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-        As for `Consumer`.
-    DaemonUnavailableError
-        A daemon is needed, or has left its socket, and none answers.
-    """
+    """Connect to the daemon where there is one; become the bus's collector where there is none."""
+    # A daemon that was started a moment ago, or restarts, is waited for, up to DAEMON_WAIT_S, or as
+    # long as the bus is. What is in its place and cannot be one is not: another user's socket, or a
+    # file.
     began = time.monotonic()
     lifecycle.wait_for_bus(options.name, options.wait_s)
     if options.daemon is False:
@@ -256,10 +224,8 @@ def _daemon_hint(options: AttachOptions) -> str:
 
 
 def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False) -> dict[str, Any]:
-    """Return the stash's options by the names of Consumer; or only those that differ from default.
-
-    A daemon refuses a client whose options differ from its own.
-    """
+    """Return the stash's options by the names of Consumer, or those that are not the default."""
+    # A daemon refuses a client whose options differ from its own.
 
     def named(policy: StashPolicy, duplicate: str) -> dict[str, Any]:
         return {

@@ -118,7 +118,6 @@ class Segment:
     closed: bool
     removed: bool
     attach_epoch: int
-    collector_asleep: bool  # a daemon has read all that was put before, and nothing is complete
     @classmethod
     def create(
         cls,
@@ -282,47 +281,6 @@ class Intake:
         group_timeout_s: float,
     ) -> None: ...
 
-class Granter:
-    """Grants complete groups to the one request that a daemon has waiting."""
-
-    splits: int  # a bit for each whose groups clients take; all to begin with
-    others: bool  # whether groups are complete that are not in the table
-    @property
-    def armed(self) -> bool: ...
-    @property
-    def granted(self) -> int:
-        """Replies that it has written."""
-
-    def __init__(
-        self,
-        reader: Reader,
-        table: GroupTable[Trajectory],
-        lock: RecursiveLock,
-        *,
-        portion: int,
-        records: int,
-    ) -> None: ...
-    def wait(
-        self,
-    ) -> (
-        tuple[
-            list[GroupEntry[Trajectory] | tuple[int, Trajectory]],
-            list[GroupEntry[Trajectory]],
-            bytes,
-        ]
-        | None
-    ):
-        """Sleep until records may have come, and grant; None where nothing was read.
-
-        Else the lock is the caller's. Samples and groups for a policy, entries that were leased,
-        and what the client's socket did not take of the reply.
-        """
-
-    def arm(self, fd: int, id: int, split: int, groups: int, number: int, head: bytes, /) -> None:
-        """Name the request that waits, the number of its first lease, and frames that go before."""
-
-    def disarm(self) -> None: ...
-
 class ClientLease:
     number: int
     lost: bool
@@ -346,14 +304,9 @@ class Borrower:
     unconfirmed: int
     def __init__(self, segment: Segment) -> None: ...
     def set_client(self, client: int, /) -> None: ...
-    def borrow(self, granted: list[Any], step: int, /) -> tuple[list[ClientLease], list[int]]: ...
     def receive(
         self, granted: list[Any], step: int, all: dict[int, ClientLease], fd: int, /
     ) -> tuple[list[ClientLease], list[int]]: ...
-    def look(self, fd: int, awake_s: float, /) -> bool | None: ...
-    def receive_reply(
-        self, fd: int, id: int, timeout_ms: int, all: dict[int, ClientLease], /
-    ) -> int | None: ...
     def hand_out(self, kind: type[_G], consumer: object, limit: int, /) -> list[_G]: ...
     def give_back_group(
         self, consumer: object, group: GroupBase, state: str, all: dict[int, ClientLease], /

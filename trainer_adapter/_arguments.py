@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 
 import shmbus
 from shmbus._arguments import check_choice, check_count, check_int, check_text, check_timeout
+from shmbus._near_names import unknown_option
 from shmbus.batch.gather import FieldNames, GatherThreads
-from trainer_adapter._near_names import near_options
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
@@ -193,15 +193,8 @@ def check_consumer_options(options: Mapping[str, object], handler: type) -> None
             for p in inspect.signature(handler).parameters.values()
             if p.kind != p.VAR_KEYWORD
         ]
-        near = near_options(name, [*own, *sorted(bus)])
-        raise TypeError(
-            f"OnlineDataHandler got an unexpected keyword argument {name!r}; "
-            + (
-                f"did you mean {' or '.join(map(repr, near))}?"
-                if near
-                else f"expected one of {', '.join(own)}; or, for the bus, {', '.join(sorted(bus))}"
-            )
-        )
+        others = f"{', '.join(own)}; or, for the bus, {', '.join(sorted(bus))}"
+        raise unknown_option(handler.__name__, name, [*own, *sorted(bus)], others)
 
 
 def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from shmbus._programs import program
 
-__all__ = ["process_beside", "require_extra"]
+__all__ = ["process_beside", "require_extra", "resume_program"]
 
 logger = logging.getLogger("shmbus.serve")
 
@@ -132,3 +132,8 @@ def require_extra(option: str, extra: str) -> None:
         raise RuntimeError(
             f"{option} needs {', '.join(missing)}; install the extra: pip install 'shmbus[{extra}]'"
         )
+
+
+def resume_program(name: str) -> list[str]:
+    """Return the command line that resumes inference servers which a dead trainer left paused."""
+    return program("shmbus.engines.resume", name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from shmbus._format import bar, printable, show_count, show_duration, show_size, table
+from shmbus._format import bar, printable, several, show_count, show_duration, show_size, table
 from shmbus.segment.names import check_name
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "number_of",
     "print_json",
     "printable",
+    "several",
     "show_count",
     "show_duration",
     "show_size",

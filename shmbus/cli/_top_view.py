@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shmbus.cli._show import show_count, show_duration, show_size
+from shmbus.cli._show import several, show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
 from shmbus.pool.survey import describe_pool, read_pools
@@ -272,7 +272,7 @@ def _daemon(daemon: DaemonStatus) -> Text:
     if not daemon.answers:
         return Text("does not answer", style="bold red")
     if daemon.recovering:
-        return Text(f"recovering, {daemon.in_doubt} groups in doubt", style="yellow")
+        return Text(f"recovering, {several(daemon.in_doubt, 'group')} in doubt", style="yellow")
     state = "draining, " if daemon.draining else ""
     return Text(f"{state}up {show_duration(daemon.uptime_s)}, {daemon.groups_ready} ready")
 

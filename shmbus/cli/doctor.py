@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from shmbus.cli._show import add_command, print_json, printable
+from shmbus.cli._show import add_command, print_json, printable, several
 from shmbus.cli.doctor_checks import NOT_INSTALLED, Finding, diagnose
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"      {finding.check.ljust(_NAME_WIDTH)}{finding.hint}")
         warnings = sum(finding.level == "warn" for finding in findings)
         verdict = f"{failures} failed" if failures else "all that a bus needs is here"
-        print(f"\n{verdict}; {warnings} warning{'' if warnings == 1 else 's'}")
+        print(f"\n{verdict}; {several(warnings, 'warning')}")
     return 1 if failures else 0
 
 

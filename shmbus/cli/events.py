@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmbus import limits
-from shmbus.cli._show import add_command, bus_name, print_json, take_int
+from shmbus.cli._show import add_command, bus_name, print_json, several, take_int
 from shmbus.inspect.history import EventList, read_events, read_group
 from shmbus.inspect.history_text import events_text, history_text
 
@@ -87,7 +87,7 @@ def _read(arguments: argparse.Namespace, after: int) -> EventList:
 
 def _print(found: EventList, after: int) -> None:
     if found.missed and after:
-        print(f"  ({found.missed} events before these are not shown)")
+        print(f"  ({several(found.missed, 'event')} before these not shown)")
     for line in events_text(found.events):
         print(line)
 

@@ -7,7 +7,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
+from shmbus.cli._show import (
+    add_command,
+    print_json,
+    printable,
+    several,
+    show_size,
+    table,
+)
 from shmbus.inspect import leftovers
 
 if TYPE_CHECKING:
@@ -97,7 +104,7 @@ def _print(found: list[leftovers.Leftover], chosen: list[leftovers.Leftover], ye
     print(table(("", "file", "size>", "why"), rows, indent=""))
     if chosen and not yes:
         total = show_size(sum(leftover.size for leftover in chosen))
-        print(f"\n`shmbus gc --yes` would remove {_things(len(chosen))} and free {total}")
+        print(f"\n`shmbus gc --yes` would remove {several(len(chosen), 'file')} and free {total}")
     elif not chosen:
         print("\nnothing to remove")
 
@@ -111,12 +118,8 @@ def _loss(leftover: leftovers.Leftover) -> str:
         return "; nothing undelivered in it"
     groups = ""
     if leftover.undelivered_groups is not None:
-        groups = f" ({show_count(leftover.undelivered_groups)} complete groups)"
-    return f"; {show_count(leftover.undelivered)} undelivered trajectories{groups} would be lost"
-
-
-def _things(count: int) -> str:
-    return f"{count} file{'s' if count != 1 else ''}"
+        groups = f" ({several(leftover.undelivered_groups, 'complete group')})"
+    return f"; {several(leftover.undelivered, 'undelivered trajectory')}{groups} would be lost"
 
 
 def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
@@ -134,5 +137,5 @@ def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
             print(f"shmbus gc: {error}", file=sys.stderr)
     if removed and not quiet:
         freed = show_size(sum(leftover.size for leftover in removed))
-        print(f"\nremoved {_things(len(removed))}, freed {freed}")
+        print(f"\nremoved {several(len(removed), 'file')}, freed {freed}")
     return failures == 0

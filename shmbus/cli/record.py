@@ -15,6 +15,7 @@ from shmbus.cli._show import (
     number_of,
     print_json,
     printable,
+    several,
     show_count,
     show_duration,
     show_size,
@@ -111,8 +112,8 @@ def run_record(arguments: argparse.Namespace) -> int:
         return 0
     size = sum(part.nbytes for part in found.parts)
     print(
-        f"{show_count(found.records)} trajectories ({show_size(size)}) of "
-        f"{show_duration(found.seconds)} are in {printable(arguments.directory)}"
+        f"{several(found.records, 'trajectory')} ({show_size(size)}) of "
+        f"{show_duration(found.seconds)} in {printable(arguments.directory)}"
     )
     if found.missed:
         print(f"{show_count(found.missed)} more were released before they could be read")
@@ -129,7 +130,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         return 0
     rate = done.records / done.seconds if done.seconds else 0.0
     print(
-        f"{show_count(done.records)} trajectories in {show_duration(done.seconds)} "
+        f"{several(done.records, 'trajectory')} in {show_duration(done.seconds)} "
         f"({show_count(rate)}/s)"
     )
     if arguments.speed is not None and done.late_s > 1:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 
 from shmbus import errors
-from shmbus.cli._beside import process_beside, require_extra
+from shmbus.cli._beside import process_beside, require_extra, resume_program
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.segment import creation, lifecycle
@@ -85,6 +85,7 @@ def run(parsed: argparse.Namespace) -> int:
             settings.duplicate,
             stash_options(policy, settings.duplicate),
             settings.drain_timeout,
+            resume_program(parsed.name),
             on_stop,
         )
     if settings.unlink_on_exit and ours:

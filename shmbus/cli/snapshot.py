@@ -9,7 +9,15 @@ import msgspec
 
 from shmbus import errors
 from shmbus._arguments import parse_size
-from shmbus.cli._show import add_command, bus_name, print_json, printable, show_count, show_size
+from shmbus.cli._show import (
+    add_command,
+    bus_name,
+    print_json,
+    printable,
+    several,
+    show_count,
+    show_size,
+)
 from shmbus.control.ask import ask_snapshot
 from shmbus.store import snapshot
 
@@ -82,8 +90,8 @@ def run_snapshot(arguments: argparse.Namespace) -> int:
         size = sum(part.nbytes for part in manifest.parts)
         lost = f"; {show_count(manifest.unreadable)} are damaged" if manifest.unreadable else ""
         print(
-            f"{show_count(manifest.records)} trajectories of bus {printable(manifest.bus)} "
-            f"({show_size(size)}) are in {printable(arguments.directory)}{lost}"
+            f"{several(manifest.records, 'trajectory')} of bus {printable(manifest.bus)} "
+            f"({show_size(size)}) in {printable(arguments.directory)}{lost}"
         )
     return 0
 
@@ -106,7 +114,7 @@ def run_restore(arguments: argparse.Namespace) -> int:
     else:
         name = manifest.bus if arguments.name is None else arguments.name
         print(
-            f"bus {printable(name)} is back with {show_count(manifest.records)} trajectories, at "
+            f"bus {printable(name)} is back with {several(manifest.records, 'trajectory')}, at "
             f"policy version {manifest.policy_version}"
         )
     return 0

@@ -7,9 +7,8 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from shmbus._programs import program
+from shmbus.cli._beside import resume_program
 from shmbus.cli._show import add_command, bus_name, print_json, show_duration, show_size, table
-from shmbus.daemon.paused_servers import RESUME_PROGRAM
 from shmbus.pool.status import PoolStatus, read_pool
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables, or end what a dead trainer left."""
     if arguments.resume:
-        return subprocess.run(program(RESUME_PROGRAM, arguments.name), check=False).returncode
+        return subprocess.run(resume_program(arguments.name), check=False).returncode
     status = read_pool(arguments.name, arguments.kind)
     if arguments.json:
         print_json(status)

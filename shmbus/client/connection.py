@@ -22,7 +22,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -39,25 +38,11 @@ REPLY_GRACE_S = 1.0
 #: Seconds after which a thread that waits for the one that reads checks that it still does: an
 #: exception may have ended it.
 _READER_CHECK_S = 0.5
-#: In place of a reply whose groups are ready already.
-_KEPT = messages.Leases(id=-1)
 _GIVEN_UP = "it was given up after an interrupt"
 
 
 class Connection:
-    """Attaches to the daemon that serves a bus (`attach`), and stays attached.
-
-    Parameters
-    ----------
-    hello : Hello
-        Who this process is, and which options of the stash it insists on.
-    state : ClientState
-        Where requests in flight and their replies are kept; its lock guards this, too.
-    leases : Leases
-        What is claimed after a reconnect, and what confirmations are passed to.
-    segment : Segment
-        The bus; one that was removed has no daemon to wait for.
-    """
+    """Attaches to the daemon that serves a bus (`attach`), and stays attached."""
 
     def __init__(
         self,
@@ -74,8 +59,6 @@ class Connection:
         self._pid = os.getpid()
         self._closed = False
         self._wire: Wire | None = None
-        #: The stash's options by name, as the daemon told them last.
-        self.policy: dict[str, Any] = {}
         #: Whether the dialogue may have stopped in the middle.
         self.doubtful = False
         self._unreachable_since_s = time.monotonic()
@@ -90,15 +73,7 @@ class Connection:
         self._turn = _core.RecursiveLock()
 
     def attach(self) -> None:
-        """Connect for the first time; after an exception nothing is attached.
-
-        Raises
-        ------
-        DaemonUnreachable
-            No daemon answers; the caller knows whether to wait.
-        BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-            There is no such bus, the rank is taken, another layout or version, other options.
-        """
+        """Connect for the first time; after an exception nothing is attached."""
         try:
             with self._lock:
                 self._dial()
@@ -133,7 +108,6 @@ class Connection:
             welcome = self._receive_welcome(wire)
             leases.set_client(welcome.client)
             self._daemon_pid = welcome.pid if welcome.pid else wire.pid
-            self.policy = welcome.policy
             if returns:
                 self._claim(wire)
                 wire.send(*end_trained_messages(self._state.trained))
@@ -236,11 +210,9 @@ class Connection:
         )
 
     def _lose(self, wire: Wire, because: object) -> None:
-        """Give up a socket that broke; the watcher may have replaced it already.
-
-        An exception may come anywhere in here. Once the socket has ended, the watcher does the
-        rest; and until nothing refers to it any more, the next request does so again.
-        """
+        """Give up a socket that broke; the watcher may have replaced it already."""
+        # An exception may come anywhere in here. Once the socket has ended, the watcher does the
+        # rest; and until nothing refers to it any more, the next request does so again.
         wire.end()
         with self._lock:
             if self._wire is wire:
@@ -251,10 +223,8 @@ class Connection:
                 self._wake_all()
 
     def abandon(self) -> None:
-        """Give the connection up, after an exception that came in the middle of a dialogue.
-
-        The caller sets `doubtful` first: another exception may come before this has begun.
-        """
+        """Give the connection up, after an exception that came in the middle of a dialogue."""
+        # The caller sets `doubtful` first: another exception may come before this has begun.
         wire = self._wire
         if wire is not None:
             wire.end()
@@ -275,43 +245,14 @@ class Connection:
         *,
         takes: bool,
     ) -> tuple[messages.Reply, Wire] | None:
-        """Send a request and wait for its reply, across reconnects.
-
-        Parameters
-        ----------
-        make : callable
-            Makes the request, given its id.
-        deadline : float | None
-            Until when an unreachable daemon is dialled; on the monotonic clock.
-        patience_s : float
-            Seconds to wait for the reply.
-        takes : bool
-            Whether it asks for groups. They may be ready when this returns, and are not in the
-            reply then. If it is late, the next such request waits for that reply instead of asking
-            again, so that no group is leased to nobody.
-
-        Returns
-        -------
-        tuple[Reply, Wire] or None
-            The reply, which may be Refused, and its socket: numbers of leases mean nothing on
-            another. None where the daemon is unreachable or silent.
-
-        Raises
-        ------
-        DaemonUnavailableError
-            It has been unreachable or silent for CLIENT_WAIT_S.
-        BusClosedError, BusRemovedError
-            This connection was closed, or the daemon is gone with its bus.
-        Exception
-            Any other one: the caller calls `abandon`.
-        """
+        """Send a request and wait for its reply, across reconnects."""
         while True:
             wire = self._connected(deadline)
             if wire is None:
                 return None
             try:
                 id_ = self._ask(wire, make, takes=takes)
-                reply = self._await(wire, id_, time.monotonic() + patience_s, takes=takes)
+                reply = self._await(wire, id_, time.monotonic() + patience_s)
             except DaemonUnreachable as error:
                 self._lose(wire, error)
                 continue
@@ -334,21 +275,15 @@ class Connection:
         return id_
 
     def late_reply(self, wire: Wire, id_: int, patience_s: float) -> messages.Reply | None:
-        """Wait for the reply to a request for groups, likewise; None if it does not come."""
+        """Wait for the reply to a request that this socket has sent; None if it does not come."""
         try:
-            return self._await(wire, id_, time.monotonic() + patience_s, takes=True)
+            return self._await(wire, id_, time.monotonic() + patience_s)
         except DaemonUnreachable as error:
             self._lose(wire, error)
             return None
 
     def send(self, *requests: messages.Request) -> None:
-        """Send what has no reply of its own. Without a daemon this is a no-op: the claim tells it.
-
-        Raises
-        ------
-        DaemonUnavailableError
-            The daemon has been unreachable for CLIENT_WAIT_S.
-        """
+        """Send what has no reply of its own; without a daemon nothing: the claim tells it."""
         wire = self._wire
         if wire is None:
             if time.monotonic() > self._unreachable_since_s + limits.CLIENT_WAIT_S:
@@ -361,20 +296,6 @@ class Connection:
             wire.send(*requests)
         except DaemonUnreachable as error:
             self._lose(wire, error)
-
-    def receive_groups(self, id_: int) -> bool:
-        """Receive the reply to a request, if it is there and grants groups. The lock is held."""
-        wire = self._wire
-        if wire is None:
-            return False
-        with self._turn.attempt() as mine:
-            if not mine or not wire.is_between_frames:
-                return False
-            kept = self._leases.receive_reply(wire.fileno(), id_, 0.0)
-            if kept is None or kept < 0:
-                return False
-            self._note_kept(id_)
-            return True
 
     def receive_pending(self) -> None:
         """File the replies that have arrived, without waiting. The lock is held."""
@@ -401,7 +322,7 @@ class Connection:
             elif now > self._silent_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(now - self._silent_since_s)
 
-    def _await(self, wire: Wire, id_: int, until: float, *, takes: bool) -> messages.Reply | None:
+    def _await(self, wire: Wire, id_: int, until: float) -> messages.Reply | None:
         """Wait for one reply: read for all threads, or wait for the thread that reads."""
         replies = self._state.replies
         while True:
@@ -414,7 +335,7 @@ class Connection:
                     return reply
             with self._turn.attempt() as mine:
                 if mine:
-                    reply = self._read(wire, id_, left, takes)
+                    reply = self._read(wire, id_, left)
             if reply is not None:
                 if replies:
                     with self._lock:
@@ -430,13 +351,9 @@ class Connection:
             del self._state.replies[id_]
         return reply
 
-    def _read(self, wire: Wire, id_: int, left: float, takes: bool) -> messages.Reply | None:
+    def _read(self, wire: Wire, id_: int, left: float) -> messages.Reply | None:
         """Wait for replies, and file them; return the one to this request, if it came."""
-        if takes and wire.is_between_frames:
-            kept = self._leases.receive_reply(wire.fileno(), id_, left)
-            if kept is not None:
-                return self._note_kept(id_) if kept > 0 else None
-        elif not wire.wait(left):
+        if not wire.wait(left):
             return None
         with self._lock:
             # The watcher may have reached the next daemon in between.
@@ -444,13 +361,6 @@ class Connection:
             for reply in wire.receive_now():
                 self._file(reply)
             return self._consume(id_)
-
-    def _note_kept(self, id_: int) -> messages.Reply:
-        """End a request whose groups are ready; should the connection be over, they are claimed."""
-        with self._lock:
-            self._silent_since_s = None
-            self._state.replies.pop(id_, None)
-        return _KEPT
 
     def _wait_for_reader(self, wire: Wire, id_: int, left: float) -> None:
         """Sleep until the thread that reads has filed this reply, or reads no more."""
@@ -497,11 +407,9 @@ class Connection:
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say Bye, drop all leases, and wake every thread that waits here; may be called again.
-
-        A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
-        groups that were acknowledged: nothing else would keep them from coming again.
-        """
+        """Say Bye, drop all leases, and wake every thread that waits here; may be called again."""
+        # A daemon that is away is waited for, LEAVE_WAIT_S at most, where it has not been told of
+        # groups that were acknowledged: nothing else would keep them from coming again.
         if os.getpid() != self._pid:
             return
         try:

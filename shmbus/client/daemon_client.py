@@ -28,7 +28,6 @@ from shmbus import errors, limits
 from shmbus._arguments import TRAIN
 from shmbus.client.connection import REPLY_GRACE_S, Connection, end_trained_messages
 from shmbus.client.leases import ClientLease, ClientState, Leases
-from shmbus.client.looks import Looks
 from shmbus.control import messages
 from shmbus.control.wire import Wire, refusal
 from shmbus.ledger import Ledger, TrainedBefore
@@ -44,35 +43,7 @@ _G = TypeVar("_G", bound=_core.GroupBase)
 
 
 class DaemonClient:
-    """Attaches to the daemon that serves a bus (`attach`), and leases groups from it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    policy : dict[str, Any]
-        Options of the stash that must be the daemon's too, by the names of Consumer.
-    label : str
-        How other processes' messages name this one.
-    rank, world_size : int
-        Which of how many trainer processes this is.
-    split : str
-        Whose groups it takes.
-
-    Attributes
-    ----------
-    state : ClientState
-        Requests, replies, leases and ends that are open with the daemon.
-    connection : Connection
-        To the daemon, and after its death to the next one.
-    leases : Leases
-        What this process holds.
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it has another layout.
-    """
+    """Attaches to the daemon that serves a bus (`attach`), and leases groups from it."""
 
     def __init__(
         self,
@@ -85,8 +56,10 @@ class DaemonClient:
     ) -> None:
         self.segment = lifecycle.open_segment(name, read_only=True)
         self._pid = os.getpid()
+        #: Requests, replies, leases and ends that are open with the daemon.
         self.state = ClientState()
         self.lock = self.state.lock
+        #: What this process holds.
         self.leases = Leases(self.segment, self.state)
         hello = messages.Hello(
             version=messages.VERSION,
@@ -99,19 +72,11 @@ class DaemonClient:
             policy=policy,
             split=split,
         )
+        #: To the daemon, and after its death to the next one.
         self.connection = Connection(hello, self.state, self.leases, self.segment)
-        self._looks = Looks()
 
     def attach(self) -> None:
-        """Connect; after an exception nothing is attached, and this cannot be used any more.
-
-        Raises
-        ------
-        DaemonUnreachable
-            No daemon answers; the caller knows whether to wait.
-        BusNotFoundError, BusBusyError, LayoutMismatchError, ProtocolError, ValueError
-            There is no such bus, the rank is taken, another layout or version, other options.
-        """
+        """Connect; after an exception nothing is attached, and this cannot be used any more."""
         self.connection.attach()
 
     def require(self) -> None:
@@ -125,20 +90,11 @@ class DaemonClient:
     # -- taking ---------------------------------------------------------------------------------
 
     def receive(self, max_groups: int, timeout: float | None) -> bool:
-        """Wait up to `timeout` seconds until there are leases to hand out; say whether there are.
-
-        After a large reply with all that was asked for, the next groups are asked ahead, so that
-        the daemon prepares them while the caller works.
-        """
+        """Wait until there are leases to hand out; False at the timeout."""
+        # After a large reply with all that was asked for, the next groups are asked ahead, so that
+        # the daemon prepares them while the caller works.
         if self.leases.ready:
             return True
-        ahead = max_groups if max_groups >= _AHEAD_GROUPS else 0
-        if timeout == 0:
-            return self._looks.look(self, max_groups, ahead)
-        return self.ask(max_groups, timeout, ahead)
-
-    def ask(self, max_groups: int, timeout: float | None, ahead: int = 0) -> bool:
-        """Ask the daemon for groups, and likewise wait; `ahead` is how many to ask ahead then."""
         return self._receive_until(
             timeout,
             lambda id_, slice_s: messages.Take(
@@ -147,7 +103,7 @@ class DaemonClient:
                 timeout_s=slice_s,
                 gathers=self.leases.gathers,
             ),
-            ahead,
+            max_groups if max_groups >= _AHEAD_GROUPS else 0,
         )
 
     def receive_step(
@@ -176,19 +132,8 @@ class DaemonClient:
         )
 
     def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
-        """Make groups of what was received; none where another thread has had it.
-
-        Callers return this and keep it nowhere: a group that dies on its way is ready again.
-
-        Parameters
-        ----------
-        kind : type
-            What a group under lease is.
-        consumer : object
-            Whose groups they are.
-        limit : int
-            How many at most; -1 for all of one step.
-        """
+        """Make groups of what was received; none where another thread has had it."""
+        # Callers return this and keep it nowhere: a group that dies on its way is ready again.
         return self.leases.hand_out(kind, consumer, limit)
 
     def _receive_until(
@@ -199,6 +144,8 @@ class DaemonClient:
     ) -> bool:
         """Ask again and again until there are groups; `ahead` is how many to ask ahead then."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        # The answer to what was asked ahead, or gave up waiting, says nothing of now.
+        earlier = self.state.open_take is not None
         while True:
             left = limits.TAKE_SLICE_S
             if deadline is not None:
@@ -215,8 +162,10 @@ class DaemonClient:
                 return True
             # What a removed bus holds is delivered; nothing comes of waiting for more.
             self.segment.require_name()
-            if deadline is not None and time.monotonic() >= deadline:
+            over = deadline is not None and time.monotonic() >= deadline
+            if over and (reply is None or not earlier):
                 return False
+            earlier = False
 
     def _ask_for_groups(
         self,
@@ -232,7 +181,7 @@ class DaemonClient:
                 return None
             reply, wire = answer
             if isinstance(reply, messages.Leases):
-                if ahead and len(reply.groups) + len(self.leases.ready) >= ahead:
+                if ahead and len(reply.groups) == ahead:
                     self._ask_ahead(ahead)
                 self.borrow(reply, wire)
             return reply
@@ -246,7 +195,7 @@ class DaemonClient:
     def borrow(self, reply: messages.Leases, wire: Wire) -> list[ClientLease]:
         """Turn what the daemon granted into leases of this process; empty if it died since."""
         if not reply.groups:
-            return []  # or they are ready already
+            return []
         with self.lock:
             if wire is not self.connection.wire:
                 # Never claimed, so the next daemon delivers them under other numbers.
@@ -259,21 +208,16 @@ class DaemonClient:
     def _ask_ahead(self, max_groups: int) -> None:
         with self.lock:
             if self.state.open_take is None and self.connection.wire is not None:
-                self.leave_request(max_groups, 0.0)
-
-    def leave_request(self, max_groups: int, timeout_s: float) -> int:
-        """Ask for groups, and leave the reply to the next take; return its id. Lock held."""
-        self.state.open_take = id_ = self.state.new_request()
-        self.connection.send(
-            messages.Take(
-                id=id_,
-                max_groups=max_groups,
-                timeout_s=timeout_s,
-                ahead=True,
-                gathers=self.leases.gathers,
-            )
-        )
-        return id_
+                self.state.open_take = id_ = self.state.new_request()
+                self.connection.send(
+                    messages.Take(
+                        id=id_,
+                        max_groups=max_groups,
+                        timeout_s=0.0,
+                        ahead=True,
+                        gathers=self.leases.gathers,
+                    )
+                )
 
     # -- ending leases --------------------------------------------------------------------------
 
@@ -288,15 +232,12 @@ class DaemonClient:
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups in one call, up to the first that needs a closer look.
-
-        Each group is checked as `Consumer` does it, and gets its new state. Returns how many.
-        """
+        """End the leases of groups in one call, up to the first that needs a closer look."""
+        # Each group is checked as `Consumer` does it, and gets its new state. Returns how many.
         return self.leases.end_groups(consumer, groups, reason, state)
 
     def recall(self) -> None:
         """Give back the groups that were asked ahead: an older one is delivered before them now."""
-        self._looks.forget()
         if self.state.open_take is None and not self.leases.ready:
             return
         try:

@@ -15,13 +15,11 @@ Invariants:
   lease its new number before anything else is asked.
 - A lease is locked, known and ready in one call of C, and handed out in another: in between it is
   in `ready`, and behind them a group has it, which returns it if it dies on its way.
-- `ClientState.lock` is held by every caller of a method here, but for `look`,
-  `receive_reply` and `hand_out`.
+- `ClientState.lock` is held by every caller of a method here, but for `hand_out`.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import TypeVar
 
@@ -42,20 +40,14 @@ _CLAIM_BYTES = 64
 
 
 class Pending:
-    """A request in flight.
-
-    Attributes
-    ----------
-    reply : Reply | None
-        Once it has been received.
-    wake : Lock | None
-        What its thread sleeps on while another reads for all: released when it has to look.
-    """
+    """A request in flight."""
 
     __slots__ = ("reply", "wake")
 
     def __init__(self) -> None:
+        #: Once it has been received.
         self.reply: messages.Reply | None = None
+        #: What its thread sleeps on while another reads for all: released when it has to look.
         self.wake: threading.Lock | None = None
 
     def wake_up(self) -> None:
@@ -65,29 +57,7 @@ class Pending:
 
 
 class ClientState:
-    """What is open between this process and its daemon, as data.
-
-    Attributes
-    ----------
-    lock : RLock
-        Guards everything here, and the connection. It is not held while a thread sleeps.
-    replies : dict[int, Pending]
-        Requests in flight by id, until the thread that asked consumes the reply. Empty after a
-        reconnect: whoever waits asks again.
-    open_take : int | None
-        The id of a request for groups whose reply no thread waits for: it was asked ahead, or its
-        caller's time was over. The next take waits for this reply instead of asking again.
-    leases : dict[int, ClientLease]
-        All leases by number: handed out, ready, or ended and not confirmed.
-    to_end : dict[int, list[int]]
-        Numbers of ended leases that the daemon has not been told, by reason.
-    next_step : int
-        The step that this rank takes next.
-    trained : bytes
-        Lasting names that a loaded checkpoint counts as trained; each daemon is told.
-    trained_at : dict[ClientLease, int]
-        The step as which a lease that is held was trained.
-    """
+    """What is open between this process and its daemon, as data."""
 
     __slots__ = (
         "last_id",
@@ -102,14 +72,24 @@ class ClientState:
     )  # fmt: skip
 
     def __init__(self) -> None:
+        #: Guards everything here, and the connection. It is not held while a thread sleeps.
         self.lock = threading.RLock()
+        #: Requests in flight by id, until the thread that asked consumes the reply. Empty after a
+        #: reconnect: whoever waits asks again.
         self.replies: dict[int, Pending] = {}
         self.last_id = 0
+        #: The id of a request for groups whose reply no thread waits for: it was asked ahead, or
+        #: its caller's time was over. The next take waits for this reply instead of asking again.
         self.open_take: int | None = None
+        #: All leases by number: handed out, ready, or ended and not confirmed.
         self.leases: dict[int, ClientLease] = {}
+        #: Numbers of ended leases that the daemon has not been told, by reason.
         self.to_end: dict[int, list[int]] = {}
+        #: The step that this rank takes next.
         self.next_step = 0
+        #: Lasting names that a loaded checkpoint counts as trained; each daemon is told.
         self.trained = b""
+        #: The step as which a lease that is held was trained.
         self.trained_at: dict[ClientLease, int] = {}
 
     def new_request(self) -> int:
@@ -120,24 +100,12 @@ class ClientState:
 
 
 class Leases:
-    """The groups that a daemon leased to this process.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus's, mapped read-only.
-    state : ClientState
-        Where they are kept.
-
-    Attributes
-    ----------
-    client : int
-        The number under which the daemon knows this process; -1 before the first Welcome.
-    """
+    """The groups that a daemon leased to this process."""
 
     def __init__(self, segment: _core.Segment, state: ClientState) -> None:
         self._state = state
         self._borrower = _core.Borrower(segment)
+        #: The number under which the daemon knows this process; -1 before the first Welcome.
         self.client = -1
 
     # -- received -------------------------------------------------------------------------------
@@ -158,19 +126,9 @@ class Leases:
         return self._borrower.unconfirmed
 
     def receive(self, granted: messages.Leases, fd: int) -> list[ClientLease]:
-        """Lock, read and keep what the daemon has granted; it is ready to be handed out then.
-
-        Groups that are not in the segment were whole when the daemon read them, so a process with
-        write access has damaged them: they are ended.
-
-        Parameters
-        ----------
-        granted : Leases
-            The daemon's reply.
-        fd : int
-            Its connection. If that is over, nothing is kept: the next daemon may have read the
-            locks before these were there.
-        """
+        """Lock, read and keep what the daemon has granted; it is ready to be handed out then."""
+        # Groups that are not in the segment were whole when the daemon read them, so a process with
+        # write access has damaged them: they are ended.
         state = self._state
         leases, refused = self._borrower.receive(granted.groups, granted.step, state.leases, fd)
         if refused:
@@ -178,48 +136,6 @@ class Leases:
         if leases and granted.step >= state.next_step:
             state.next_step = granted.step + 1
         return leases
-
-    def look(self, fd: int, awake_s: float) -> bool | None:
-        """Look whether a connection has something to receive, and whether its daemon sleeps.
-
-        Parameters
-        ----------
-        fd : int
-            The connection.
-        awake_s : float
-            Seconds to stay awake for a daemon that is; its processor may be this one.
-
-        Returns
-        -------
-        bool or None
-            Whether it has, or is over. False where the daemon has no group for anybody, and sleeps;
-            None where it is awake still.
-        """
-        return self._borrower.look(fd, awake_s)
-
-    def receive_reply(self, fd: int, id_: int, timeout_s: float) -> int | None:
-        """Wait for a reply, and do with a plain one in one call what `receive` does.
-
-        What it confirms is forgotten. The lock is not held: this sleeps, and changes everything
-        between two steps of any other thread, where the connection is not over.
-
-        Parameters
-        ----------
-        fd : int
-            The connection, of which this thread is the one that reads.
-        id_ : int
-            The request's.
-        timeout_s : float
-            Seconds to wait for something to receive.
-
-        Returns
-        -------
-        int or None
-            How many leases are ready; -1 where nothing came. None where what came is left in the
-            socket: another message, a part of one, or groups with anything wrong in them.
-        """
-        wait_ms = math.ceil(max(timeout_s, 0.0) * 1000)
-        return self._borrower.receive_reply(fd, id_, wait_ms, self._state.leases)
 
     def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
         """Make groups of what has been ready longest; with a limit of -1, of all of one step."""
@@ -249,13 +165,7 @@ class Leases:
         return bool(lease.lost or (known and lease.reason == _core.LEASE_HELD))
 
     def end(self, lease: ClientLease, reason: int) -> None:
-        """End one lease.
-
-        Raises
-        ------
-        ProtocolError
-            It was lost with its daemon.
-        """
+        """End one lease."""
         if lease.lost:
             raise errors.ProtocolError(
                 f"group {lease.key!r}: the daemon that leased it is gone, and this process reached "
@@ -268,10 +178,7 @@ class Leases:
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups in one call, up to the first that this consumer does not hold.
-
-        Each ended group gets its new state. Returns how many that are.
-        """
+        """End leases of groups, up to the first that is not held here; return how many."""
         numbers = self._state.to_end.setdefault(reason, [])
         return self._borrower.end_groups(consumer, groups, reason, state, numbers)
 
@@ -292,11 +199,9 @@ class Leases:
     def give_back_group(
         self, consumer: object, group: _core.GroupBase, state: str
     ) -> list[int] | None:
-        """Forget the lease of a group that others shall have, and give the group its new state.
-
-        Returns the numbers that the daemon has to know, or None where this consumer does not hold
-        it. Without locks it is also delivered by a daemon that starts before it was told.
-        """
+        """Forget the lease of a group that others shall have, and give the group its new state."""
+        # Returns the numbers that the daemon has to know, or None where this consumer does not hold
+        # it. Without locks it is also delivered by a daemon that starts before it was told.
         number = self._borrower.give_back_group(consumer, group, state, self._state.leases)
         return None if number is None else [number]
 

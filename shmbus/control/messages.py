@@ -95,9 +95,8 @@ class Claim(_Message):
 class Take(_Message):
     """Lease up to `max_groups`; wait `timeout_s` for the first (None: for ever).
 
-    A request `ahead`, by a client that still works on earlier groups, or looks again soon, gets
-    none while there are other clients, and is answered when the client's next one comes. `gathers`
-    says that the client packs batches (`consumer_packs` in the header).
+    A request `ahead`, by a client that still works on earlier groups, gets none while there are
+    other clients. `gathers` says that the client packs batches (`consumer_packs` in the header).
     """
 
     id: Count
@@ -420,11 +419,6 @@ class FrameBuffer:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it keeps nothing."""
-        return not self._bytes
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Add received bytes; return the bodies that are complete."""

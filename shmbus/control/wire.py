@@ -114,11 +114,6 @@ class Wire:
             raise DaemonUnreachable("it closed the connection")
         return [messages.decode_reply(body) for body in self._frames.feed(self._chunk[:size])]
 
-    @property
-    def is_between_frames(self) -> bool:
-        """Whether nothing of a frame that is not whole has been received."""
-        return self._frames.is_empty
-
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to receive; this changes nothing."""
         return self._wait(select.POLLIN, timeout_s)

@@ -23,19 +23,7 @@ def refusal(
     *,
     draining: bool,
 ) -> messages.Refused | None:
-    """Return why a client cannot attach to this daemon, or None.
-
-    Parameters
-    ----------
-    hello : Hello
-        What the client said.
-    segment : Segment
-        The bus that the daemon serves.
-    policy : mapping
-        The daemon's options of the stash, by the names of Consumer.
-    draining : bool
-        Whether the daemon is about to stop; observers may attach all the same.
-    """
+    """Return why a client cannot attach to this daemon, or None."""
     if hello.version != messages.VERSION:
         return messages.Refused(
             kind="version",
@@ -74,17 +62,7 @@ def refusal(
 def rank_refusal(
     hello: messages.Hello, world_size: int | None, ranked: Collection[Session]
 ) -> messages.Refused | None:
-    """Return why a rank cannot join the ranks that are attached, or None.
-
-    Parameters
-    ----------
-    hello : Hello
-        What the rank said; of `world_size` 2 or more.
-    world_size : int | None
-        Of the job that the daemon forms steps for; None without one.
-    ranked : collection of Session
-        The ranks that are attached.
-    """
+    """Return why a rank cannot join the ranks that are attached, or None."""
     if hello.rank >= hello.world_size:
         return messages.Refused(
             kind="value",
@@ -109,18 +87,9 @@ def rank_refusal(
 
 
 def mixed_refusal(hello: messages.Hello, others: Collection[Session]) -> messages.Refused | None:
-    """Return why ranks and consumers without a rank cannot share this bus, or None.
-
-    A group goes to one step of the ranks or to one plain consumer: whoever asked first would leave
-    nothing to the others. Consumers of another split than "train" take no group of theirs.
-
-    Parameters
-    ----------
-    hello : Hello
-        What the client said that wants to attach.
-    others : collection of Session
-        The clients that are attached, observers too.
-    """
+    """Return why ranks and consumers without a rank cannot share this bus, or None."""
+    # A group goes to one step of the ranks or to one plain consumer: whoever asked first would
+    # leave nothing to the others. Consumers of another split than "train" take no group of theirs.
     if hello.split != TRAIN:
         return None
     ranked = [session for session in others if session.rank >= 0]

@@ -3,9 +3,12 @@
 Invariants:
 
 - A client that is malformed, silent, slow or too eager loses its own connection and disturbs no
-  other: its input is bounded by a frame, its unread replies by `replies.MAX_UNSENT_BYTES`.
+  other: its input is bounded by a frame, its unread replies by MAX_UNSENT_BYTES and one
+  reply.
 - The loop's thread calls everything here but `send`, which the ring's thread calls too. Both hold
   the server's lock.
+- Bytes leave in the order in which they were given: nothing is written past what the transport
+  still holds.
 - A client that does not read its replies is not read from. One that has just sent something and
   still holds many groups is not read from for LISTEN_REST_S.
 - Requests that a client sent before it died are handled before its session ends, unless it broke
@@ -29,10 +32,9 @@ from shmbus import errors, limits
 from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.leases import Session
-from shmbus.daemon.replies import MAX_UNSENT_BYTES, Replies
 from shmbus.daemon.service import Service
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Replies"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ _PLENTY_GROUPS = 16
 #: Seconds after which a refused client is judged again: the client in its way may have left, and
 #: its last message may be unread for _LISTEN_REST_S.
 _BUSY_GRACE_S = 0.02
+
+
+#: Bytes queued for a client that does not read; above this its connection is closed.
+MAX_UNSENT_BYTES = 8 << 20
 
 
 class Host(Protocol):
@@ -195,11 +201,10 @@ class Connection(asyncio.Protocol):
         self._server.changed()
 
     def _handle_unread(self) -> None:
-        """Handle what the socket still holds: after a failed write the transport reads no more.
-
-        The transport closes its descriptor after `connection_lost`; the inode makes sure that this
-        is still it. At most one frame's bytes are read, since a client may write without end.
-        """
+        """Handle what the socket still holds: after a failed write the transport reads no more."""
+        # The transport closes its descriptor after `connection_lost`; the inode makes sure that
+        # this is still it. At most one frame's bytes are read, since a client may write without
+        # end.
         with contextlib.suppress(OSError, errors.ProtocolError):
             left = limits.MAX_MESSAGE_BYTES
             while left > 0 and os.fstat(self._fd).st_ino == self._inode:
@@ -255,7 +260,6 @@ class Connection(asyncio.Protocol):
             self.refuse(found.kind, found.message)
             return
         self._session = found
-        found.way = self
         self.send(
             messages.Welcome(
                 version=messages.VERSION,
@@ -295,15 +299,6 @@ class Connection(asyncio.Protocol):
         """Send replies together; the connection of a client that does not read them is closed."""
         if self._replies is not None:
             self._replies.send(b"".join([messages.frame(reply) for reply in replies]))
-
-    def direct(self) -> int | None:
-        """Return the socket, where it has taken all that was sent before; else None."""
-        return None if self._replies is None else self._replies.direct()
-
-    def send_rest(self, rest: bytes) -> None:
-        """Send the end of what was written to that socket."""
-        if self._replies is not None:
-            self._replies.send(rest)
 
     def _end_unread(self) -> None:
         """Close the connection of a client that does not read its replies."""
@@ -345,3 +340,66 @@ class Connection(asyncio.Protocol):
 def _level(session: Session) -> int:
     """Return the level to log a client at; `top` attaches once a second."""
     return logging.DEBUG if session.observer else logging.INFO
+
+
+class Replies:
+    """The way to one client."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        fd: int,
+        lock: AbstractContextManager[Any],
+        too_many: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._fd = fd
+        self._lock = lock
+        self._too_many = too_many
+        self._loop = asyncio.get_running_loop()
+        #: What the loop's thread will give to the transport.
+        self._unsent = bytearray()
+        #: Whether the transport may hold bytes that it has not written.
+        self._held = False
+        self._over = False
+
+    def send(self, frame: bytes) -> None:
+        """Write a frame, or as much as the socket takes; the loop writes the rest."""
+        if self._over or self._transport.is_closing():
+            return
+        if not self._unsent:
+            if not self._held:
+                frame = frame[self._write(frame) :]
+                if not frame:
+                    return
+            self._loop.call_soon_threadsafe(self.flush)
+        self._unsent += frame
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self._give_up()
+
+    def _write(self, frame: bytes) -> int:
+        try:
+            return os.write(self._fd, frame)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            # The client has gone. The transport reads what it still said, and then its end.
+            return len(frame)
+
+    def flush(self) -> None:
+        """Give the transport what is unsent; in the loop's thread."""
+        with self._lock:
+            if self._over or self._transport.is_closing():
+                return
+            if self._unsent:
+                unsent, self._unsent = self._unsent, bytearray()
+                self._transport.write(bytes(unsent))
+            held = self._transport.get_write_buffer_size()
+            self._held = held > 0
+            if held > MAX_UNSENT_BYTES:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self._over = True
+        self._unsent = bytearray()
+        self._loop.call_soon_threadsafe(self._too_many)

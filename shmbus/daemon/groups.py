@@ -28,21 +28,7 @@ _GROUP_BYTES = 120
 
 
 def oldest_groups(collector: Collector, count: int, now_s: float) -> list[OpenGroup]:
-    """Name the oldest incomplete groups: which samples are missing, and which failed.
-
-    Parameters
-    ----------
-    collector : Collector
-        Whose stash they are in.
-    count : int
-        How many at most.
-    now_s : float
-        On the stash's clock.
-
-    Returns
-    -------
-    list[OpenGroup]
-    """
+    """Name the oldest incomplete groups: which samples are missing, and which failed."""
     oldest = []
     for group in collector.stash.oldest(count):
         key, round, split = split_key(group.key)
@@ -70,26 +56,7 @@ def oldest_groups(collector: Collector, count: int, now_s: float) -> list[OpenGr
 def group_cells(
     collector: Collector, count: int, now_s: float, most: int = limits.MAX_CELLS_SHOWN
 ) -> tuple[list[GroupCells], int]:
-    """Show the oldest incomplete groups, sample by sample.
-
-    Parameters
-    ----------
-    collector : Collector
-        Whose stash they are in.
-    count : int
-        How many at most.
-    now_s : float
-        On the stash's clock, which is the records'.
-    most : int
-        Cells of each at most.
-
-    Returns
-    -------
-    groups : list[GroupCells]
-        The oldest first, of `limits.GROUPS_REPLY_BYTES` together.
-    omitted : int
-        Incomplete groups that are not among them.
-    """
+    """Show the oldest incomplete groups, sample by sample."""
     found: list[GroupCells] = []
     room = limits.GROUPS_REPLY_BYTES
     for group in collector.stash.oldest(count):
@@ -104,29 +71,7 @@ def group_cells(
 def find_group(
     collector: Collector, leases: Iterable[tuple[Lease, str]], key: Hashable, now_s: float
 ) -> tuple[GroupState, GroupCells | None, str, float]:
-    """Find out where a group is: of several of one key, the one that is not leased yet.
-
-    Parameters
-    ----------
-    collector : Collector
-        Whose stash it is in.
-    leases : iterable of (Lease, str)
-        All that are held, with the name of who holds them.
-    key : Hashable
-        Its key.
-    now_s : float
-        On the stash's clock.
-
-    Returns
-    -------
-    state : GroupState
-    group : GroupCells | None
-        Its samples, as far as they fit into an answer; None where it is not on the bus.
-    holder : str
-        Who has leased it.
-    held_s : float
-        Seconds since then.
-    """
+    """Find out where a group is: of several of one key, the one that is not leased yet."""
     room = limits.GROUPS_REPLY_BYTES
     stash = collector.stash
     group = stash.failures.groups.get(key) or stash.table.find(key)

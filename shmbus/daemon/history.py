@@ -1,18 +1,24 @@
-"""What a daemon notes of its bus: who came and went, what became of groups, who waited how long.
+"""The history of a bus: who came and went, what became of groups, who waited how long.
 
-Invariants: nothing here changes a lease or a group; what is noted of a group is a tuple, whatever
-its size, so that noting costs little beside leasing it.
+Invariants:
+
+- Nothing here changes a lease or a group, and nothing is decided by it. Noting costs a tuple in a
+  list; texts are made when somebody asks.
+- Bounded: the oldest is forgotten first. What happens to groups, thousands of times a second, does
+  not push out who came and who died. Policy versions that follow each other are one event.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+import time
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 from shmbus import limits
-from shmbus._keys import make_key
+from shmbus._keys import make_key, split_key
 from shmbus.control import messages
-from shmbus.daemon.events import Events, ProducerWatch
 from shmbus.daemon.leases import Lease, Session
 from shmbus.inspect.failure_kinds import kind_of
 from shmbus.inspect.view_types import BusEvent
@@ -20,25 +26,181 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
 from shmbus_ext import _core
 
-__all__ = ["History"]
+__all__ = ["Events", "History", "ProducerWatch"]
 
 #: Events that the answer about one group has: many more than a group goes through.
 _OF_A_GROUP = 200
+#: Events that are kept of groups: some seconds at full speed, days of a run that takes minutes a
+#: step. And of all else.
+GROUP_EVENTS: Final = 8192
+OTHER_EVENTS: Final = 1024
+#: A slot of a producer that nobody has.
+_FREE = 0
+
+
+class _Noted(NamedTuple):
+    number: int
+    unix_s: float
+    kind: str
+    who: str
+    text: str
+    key: Hashable
+    sample: int | None
+    amount: int
+    #: Of a run of policy versions: the first, and the number that its event had.
+    first: str = ""
+    since: int = 0
+
+
+class Events:
+    """The history of one daemon."""
+
+    def __init__(self, segment: _core.Segment) -> None:
+        self._segment = segment
+        self._numbers = itertools.count(1)
+        self._newest = 0
+        self._groups: deque[_Noted] = deque(maxlen=GROUP_EVENTS)
+        self._others: deque[_Noted] = deque(maxlen=OTHER_EVENTS)
+        #: Numbers and texts of events that went into a later one.
+        self._joined: deque[tuple[int, str]] = deque(maxlen=OTHER_EVENTS)
+
+    def note(self, kind: str, who: str = "", text: str = "") -> None:
+        """Note something that is of no group."""
+        self._newest = next(self._numbers)
+        self._others.append(_Noted(self._newest, time.time(), kind, who, text, None, None, 0))
+
+    def note_version(self, version: int) -> None:
+        """Note a policy version; one right behind a lower one is the same event."""
+        before = self._others[-1] if self._others else None
+        if before is None or before.kind != "policy_version" or int(before.text) >= version:
+            self.note("policy_version", text=str(version))
+            return
+        self._joined.append((before.number, before.text))
+        self._newest = next(self._numbers)
+        self._others[-1] = before._replace(
+            number=self._newest,
+            unix_s=time.time(),
+            text=str(version),
+            first=before.first or before.text,
+            since=before.since or before.number,
+        )
+
+    def note_group(
+        self,
+        kind: str,
+        key: Hashable,
+        who: str = "",
+        text: str = "",
+        *,
+        index: int | None = None,
+        count: int = 0,
+    ) -> None:
+        """Note what happened to a group, or to one of its samples."""
+        self._newest = next(self._numbers)
+        self._groups.append(_Noted(self._newest, time.time(), kind, who, text, key, index, count))
+
+    def read(
+        self, after: int, limit: int, *, groups: bool = True
+    ) -> tuple[list[BusEvent], int, int]:
+        """Return events behind a number."""
+        if after > self._newest:
+            after = 0  # a number of an earlier daemon
+        found = _newest_of(self._others, after, limit)
+        if groups:
+            found += _newest_of(self._groups, after, limit)
+        found.sort()
+        shown = found[-limit:]
+        joined = sum(number > after for number, _ in self._joined)
+        missed = self._newest - after - len(shown) - joined
+        return [self._told(each, after) for each in shown], self._newest, missed
+
+    def of_group(self, key: Hashable, limit: int) -> list[BusEvent]:
+        """Return the newest events of one group, oldest first."""
+        found = [each for each in self._groups if each.key == key]
+        return [self._told(each) for each in found[-limit:]]
+
+    def _text(self, noted: _Noted, after: int) -> str:
+        """Of a run of versions: those behind a number."""
+        if noted.since > after:
+            return f"{noted.first} to {noted.text}"
+        newer = (text for number, text in self._joined if after < number < noted.number)
+        first = next(newer, noted.text) if noted.since else noted.text
+        return noted.text if first == noted.text else f"{first} to {noted.text}"
+
+    def _told(self, noted: _Noted, after: int = 0) -> BusEvent:
+        key, round, split = ("", None, _core.SPLIT_TRAIN)
+        if noted.key is not None:
+            key, round, split = split_key(noted.key)
+        return BusEvent(
+            number=noted.number,
+            unix_s=noted.unix_s,
+            kind=noted.kind,
+            who=noted.who,
+            text=self._text(noted, after)[: limits.FAIL_REASON_CHARS],
+            instance_id=key,
+            round=round,
+            split=_core.split_label(self._segment, split),
+            index=noted.sample,
+            count=noted.amount,
+        )
+
+
+def _newest_of(events: deque[_Noted], after: int, limit: int) -> list[_Noted]:
+    newer = itertools.takewhile(lambda each: each.number > after, reversed(events))
+    return list(itertools.islice(newer, limit))
+
+
+class ProducerWatch:
+    """Tells which producers came and went between two looks at their slots."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._deaths = 0
+        #: Slot by producer number: its name, and whether it had closed.
+        self._known: dict[int, tuple[str, bool]] = {}
+
+    def name(self, number: int) -> str:
+        """Name a producer, as of the last look."""
+        return self._known[number][0] if number in self._known else f"producer {number}"
+
+    def look(self, segment: _core.Segment, deaths: int) -> Iterable[tuple[str, str]]:
+        """Compare the slots with the last look; costs a load where nobody came or went."""
+        if segment.attach_epoch == self._epoch:
+            return ()
+        self._epoch = segment.attach_epoch
+        rows = segment.producers()
+        now = {
+            row[2]: (f"{row[4] or f'producer {row[2]}'} (pid {row[3]})", row[1])
+            for row in rows
+            if row[2]
+        }
+        return list(self._changes(now, deaths))
+
+    def _changes(self, now: dict[int, tuple[str, int]], deaths: int) -> Iterable[tuple[str, str]]:
+        attached = {number: who for number, (who, state) in now.items() if state != _FREE}
+        gone = [
+            who for number, (who, closed) in self._known.items()
+            if number not in attached and not closed
+        ]  # fmt: skip
+        # A slot that is free again does not say how its owner ended; the count of deaths may.
+        ended = "producer_died" if deaths - self._deaths >= len(gone) else "producer_gone"
+        self._deaths = deaths
+        for who in gone:
+            yield ended, who
+        for number, who in attached.items():
+            closed = now[number][1] == _core.SLOT_CLOSED
+            known = self._known.get(number)
+            if known is None:
+                yield "producer_came", who
+            if closed and (known is None or not known[1]):
+                yield "producer_left", who
+        self._known = {
+            number: (who, now[number][1] == _core.SLOT_CLOSED) for number, who in attached.items()
+        }
 
 
 class History:
-    """The history of one bus, while one daemon serves it.
-
-    Parameters
-    ----------
-    collector : Collector
-        Tells of its drops and failures from now on.
-
-    Attributes
-    ----------
-    failed_attempts : Counter[str]
-        Of samples, by the kind of their reason.
-    """
+    """The history of one bus, while one daemon serves it."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -47,6 +209,7 @@ class History:
         self._producers = ProducerWatch()
         #: Who is ending a lease, so that a drop has a name.
         self._ending = ""
+        #: Of samples, by the kind of their reason.
         self.failed_attempts: Counter[str] = Counter()
         self._paused = self._segment.paused()
         self._lane_pause = collector.lane_pause

@@ -13,7 +13,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from shmbus import limits
 from shmbus._keys import split_of
@@ -22,7 +21,7 @@ from shmbus.inspect.types import LeaseStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
-__all__ = ["Lease", "LeaseTable", "Session", "Way", "extents_of", "split_identities"]
+__all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
 
 #: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
 MAX_GRANT_TRAJECTORIES = 32_768
@@ -30,8 +29,6 @@ MAX_GRANT_TRAJECTORIES = 32_768
 Trajectory = _core.Trajectory
 _PLACE = struct.Struct("=IIQQ")
 _IDENTITY_BYTES = 16
-#: Confirmations that are made ready before it is known whether a reply follows: a few microseconds.
-_FEW_CONFIRMED = 64
 
 
 def split_identities(packed: bytes) -> list[bytes]:
@@ -45,26 +42,7 @@ def extents_of(samples: list[Trajectory]) -> list[int]:
 
 
 class Lease:
-    """One group on its way through the daemon.
-
-    Attributes
-    ----------
-    number : int
-        By which its client names it; a new one each time that the group is leased.
-    group : GroupEntry | None
-        Its entry in the stash. None for a claimed group, which never was in this daemon's stash:
-        its trajectories were recognised by their identity while the ring was read.
-    samples : list[Trajectory]
-        The trajectories, by index.
-    size : int
-        Samples of the complete group.
-    step, rank : int
-        The step and the rank that it belongs to; -1 without ranks.
-    trained_at : int
-        The trainer's step that it was trained as; -1 where it was not, or without ranks.
-    born_s : float
-        Since when it is leased; on the monotonic clock.
-    """
+    """One group on its way through the daemon."""
 
     __slots__ = ("born_s", "group", "number", "rank", "samples", "size", "step", "trained_at")
 
@@ -75,13 +53,21 @@ class Lease:
         samples: list[Trajectory],
         size: int,
     ) -> None:
+        #: By which its client names it; a new one each time that the group is leased.
         self.number = number
+        #: Its entry in the stash. None for a claimed group, which never was in this daemon's stash:
+        #: its trajectories were recognised by their identity while the ring was read.
         self.group = group
+        #: The trajectories, by index.
         self.samples = samples
+        #: Samples of the complete group.
         self.size = size
+        #: The step and the rank that it belongs to; -1 without ranks.
         self.step = -1
         self.rank = -1
+        #: The trainer's step that it was trained as; -1 where it was not, or without ranks.
         self.trained_at = -1
+        #: Since when it is leased; on the monotonic clock.
         self.born_s = time.monotonic()
 
     @property
@@ -96,28 +82,8 @@ class Lease:
         )
 
 
-class Way(Protocol):
-    """A client's socket, for a reply that is written to it at once."""
-
-    def direct(self) -> int | None:
-        """Return the socket, where it has taken all that was sent before; else None."""
-
-    def send_rest(self, rest: bytes) -> None:
-        """Send the end of what was written to it."""
-
-
 class Session:
-    """One client that was admitted.
-
-    Parameters
-    ----------
-    client : int
-        Its number: of its lease locks, and in its claims after a reconnect.
-    hello : Hello
-        What it said of itself.
-    send : callable
-        Sends replies, together; never blocks.
-    """
+    """One client that was admitted."""
 
     def __init__(self, client: int, hello: messages.Hello, send: Callable[..., None]) -> None:
         self.client = client
@@ -128,8 +94,6 @@ class Session:
         self.split = hello.split
         self.observer = hello.observer
         self._send = send
-        #: Its socket; None where there is only `send`.
-        self.way: Way | None = None
         self._ended: list[int] = []
         self._unknown: list[int] = []
         self.leases: dict[int, Lease] = {}
@@ -203,21 +167,6 @@ class Session:
         self._ended, self._unknown = [], []
         return held
 
-    def direct(self) -> tuple[int, bytes] | None:
-        """Return a socket to write a reply to, and what to write before it; None for `send`."""
-        fd = None if self.way is None else self.way.direct()
-        unconfirmed = len(self._ended) + len(self._unknown)
-        if fd is None or unconfirmed > _FEW_CONFIRMED:
-            return None
-        held = messages.Ended(numbers=self._ended, unknown=self._unknown)
-        return fd, messages.frame(held) if unconfirmed else b""
-
-    def sent_directly(self, rest: bytes) -> None:
-        """Note that both were written to that socket, but for the end of it."""
-        self._ended, self._unknown = [], []
-        if rest and self.way is not None:
-            self.way.send_rest(rest)
-
     def status(self) -> LeaseStatus:
         """Return what a status says of this client."""
         now = time.monotonic()
@@ -248,11 +197,6 @@ class LeaseTable:
         self.claimed_records = 0
         #: The version at which `drop_stale` judged the last time.
         self._judged_version = -1
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next lease."""
-        return self._numbers + 1
 
     @property
     def ready_groups(self) -> int:
@@ -314,10 +258,8 @@ class LeaseTable:
 
     def end(self, lease: Lease, reason: int) -> None:
         """Release a group: all of its trajectories, or, if the daemon dies now, none."""
-        if lease.group is not None:
-            self._collector.end(lease.group, reason)
-        else:
-            self._collector.end_unknown(lease.samples, reason)
+        self._collector.release(lease.samples, reason, lease.group)
+        if lease.group is None:
             self.claimed_records -= len(lease.samples)
 
     def drop_stale(self, leases: list[Lease]) -> set[Lease]:

@@ -43,16 +43,7 @@ class _Text(logging.Formatter):
 
 
 def set_up(form: Literal["json", "text"], level: str) -> None:
-    """Write the records of the logger ``shmbus`` to stderr.
-
-    Parameters
-    ----------
-    form : "json" | "text"
-        One object a line with time, level, logger, message and the fields of `extra`; or plain
-        text.
-    level : str
-        The least level that is written: "info", "warning", ...
-    """
+    """Write the records of the logger ``shmbus`` to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         _Json() if form == "json" else _Text("%(asctime)s %(levelname)s %(message)s")

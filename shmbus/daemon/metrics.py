@@ -49,13 +49,7 @@ MAX_SLOTS_LABELLED = 64
 
 
 class BusCollector(Collector):
-    """Collects the metrics of one bus at each scrape.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    """
+    """Collects the metrics of one bus at each scrape."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -477,19 +471,7 @@ def _label(number: int) -> str:
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:
-    """Check whether a bus works, for ``/healthz``.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Returns
-    -------
-    tuple[bool, dict]
-        Whether it is healthy, and the body of the answer. A bus is unhealthy if it cannot be read,
-        its daemon does not answer, or its ledger does not balance.
-    """
+    """Check whether a bus works, for ``/healthz``."""
     try:
         status = read_status(name, walk=False)
     except (errors.ShmbusError, OSError) as error:
@@ -510,29 +492,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` of one bus from a thread.
-
-    Parameters
-    ----------
-    name : str
-        The bus; it need not exist yet.
-    port : int
-        Where to listen; 0 takes any free port.
-    host : str
-        Loopback unless told otherwise.
-    on_failure : callable, optional
-        Called with the exception that ended the server.
-
-    Raises
-    ------
-    DaemonUnavailableError
-        The port is in use, or this user may not bind it.
-
-    Attributes
-    ----------
-    host, port : str, int
-        Where it listens.
-    """
+    """Serves ``/metrics`` and ``/healthz`` of one bus from a thread."""
 
     def __init__(
         self,
@@ -552,6 +512,7 @@ class MetricsServer:
                 f"bus {name!r}: cannot serve metrics at {host}:{port}: {error}; choose another "
                 f"port, or find its owner: ss -ltnp 'sport = :{port}'"
             ) from error
+        #: Where it listens.
         self.host = host
         self.port = int(listener.getsockname()[1])
         self._server = HttpServer(listener, self._answer, on_failure)

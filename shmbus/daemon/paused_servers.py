@@ -13,65 +13,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Final
 
-from shmbus._programs import program
 from shmbus.inspect.processes import servers_left
 
-__all__ = ["RESUME_PROGRAM", "PausedServers", "may_start"]
+__all__ = ["PausedServers"]
 
 logger = logging.getLogger(__name__)
 
-#: Ends what a dead trainer left of an update: ``python -m`` it, with the bus's name. It runs in a
-#: process of its own, and nothing of it is imported here.
-RESUME_PROGRAM: Final = "shmbus.engines.resume"
 #: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.
 CHECK_S: Final = 2.0
 #: Seconds after a program that did not resume all of them.
 REST_S: Final = 60.0
 
 
-def may_start(now: float, last_look: float, last_failure: float, running: bool) -> bool:
-    """Whether it is time to look again.
-
-    Parameters
-    ----------
-    now, last_look, last_failure : float
-        Seconds of one clock; ``-inf`` for never.
-    running : bool
-        Whether a program still runs.
-
-    Returns
-    -------
-    bool
-    """
-    return not running and now - last_look >= CHECK_S and now - last_failure >= REST_S
-
-
 class PausedServers:
-    """Watches the note of one bus.
+    """Watches the note of one bus, and runs `resume` where its writer has died."""
 
-    Parameters
-    ----------
-    name : str
-        The bus.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, resume: Sequence[str]) -> None:
         self._name = name
+        self._resume_command = resume
         self._last_look = self._last_failure = float("-inf")
         self._task: asyncio.Task[None] | None = None
 
     def check(self, now: float) -> None:
-        """Look at the note, and have the servers resumed where its writer has died.
-
-        Parameters
-        ----------
-        now : float
-            Seconds of the loop's clock.
-        """
+        """Look at the note, and have the servers resumed where its writer has died."""
         running = self._task is not None and not self._task.done()
-        if not may_start(now, self._last_look, self._last_failure, running):
+        if running or now - self._last_look < CHECK_S or now - self._last_failure < REST_S:
             return
         self._last_look = now
         if servers_left(self._name):
@@ -84,7 +53,7 @@ class PausedServers:
             self._name,
         )
         process = await asyncio.create_subprocess_exec(
-            *program(RESUME_PROGRAM, self._name),
+            *self._resume_command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -72,10 +72,8 @@ class Claims:
                 self._by_identity.setdefault(identity, claim)
 
     def forget(self, session: Session, *, dead: bool) -> None:
-        """Forget what a client held that has left again; what it had ended stays ended.
-
-        The groups of a dead client are for others. One that lives claims its groups again.
-        """
+        """Forget what a client held that has left again; what it had ended stays ended."""
+        # The groups of a dead client are for others. One that lives claims its groups again.
         held = [c for c in self._claims if c.session is session and c.held.reason == LEASE_HELD]
         for claim in held:
             claim.session = None
@@ -143,15 +141,9 @@ def keep(session: Session, lease: Lease, held: messages.Held) -> None:
 
 
 class Withheld:
-    """Trajectories that clients of the previous daemon may hold, and the rest of their groups.
+    """Trajectories that clients of the previous daemon may hold, and the rest of their groups."""
 
-    Later samples of such a group are withheld, too, so that it is not delivered in two parts.
-
-    Parameters
-    ----------
-    collector : Collector
-        Its stash gets the trajectories that no client can hold.
-    """
+    # Later samples of such a group are withheld, too, so that it is not delivered in two parts.
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -275,10 +267,8 @@ class InDoubt:
         return messages.Claimed(kept=kept, ended=ended, lost=lost)
 
     def clear(self, client: int) -> list[Lease]:
-        """Release what only this client could hold: it has claimed its groups, or is dead.
-
-        Returns its leases; withheld trajectories go into the stash.
-        """
+        """Release what only this client could hold: it has claimed its groups, or is dead."""
+        # Returns its leases; withheld trajectories go into the stash.
         self.withheld.clear(client)
         return self._leases.pop(client, [])
 

@@ -26,7 +26,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,9 +36,7 @@ import uvloop
 from shmbus import errors, limits
 from shmbus._throttle import LimitedLog
 from shmbus.control import messages, socket_path
-from shmbus.daemon import notify
 from shmbus.daemon.connection import Connection
-from shmbus.daemon.granting import Granted, Granting
 from shmbus.daemon.leases import Session
 from shmbus.daemon.paused_servers import PausedServers
 from shmbus.daemon.service import Service
@@ -48,7 +46,7 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus.store import snapshot
 
-__all__ = ["Server", "serve"]
+__all__ = ["Server", "notify", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +60,7 @@ _WAKE_AGAIN_S = 0.005
 
 
 class Server:
-    """Serves one bus until it is told to stop.
-
-    Parameters
-    ----------
-    collector : Collector
-        Attached to the bus; the server closes it.
-    policy : dict[str, Any]
-        The stash's options by the names that Consumer gives them.
-    drain_timeout_s : float
-        Seconds that leases have to end after SIGTERM or SIGINT.
-    on_stop : callable, optional
-        Called before that, and must not block: what started beside the daemon ends its leases.
-    """
+    """Serves one bus until it is told to stop."""
 
     def __init__(
         self,
@@ -82,12 +68,12 @@ class Server:
         policy: dict[str, Any],
         *,
         drain_timeout_s: float,
+        resume: Sequence[str],
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.service = Service(collector, policy)
-        self._granting = Granting(self.service)
         #: Held by the thread that is in the service.
-        self.lock: AbstractContextManager[Any] = self._granting
+        self.lock: AbstractContextManager[Any] = threading.RLock()
         self.connections: set[Connection] = set()
         #: For warnings whose number clients decide.
         self.limited_log = LimitedLog(logger, limits.LOG_INTERVAL_S)
@@ -95,7 +81,7 @@ class Server:
         self._collector = collector
         self._drain_timeout_s = drain_timeout_s
         self._on_stop = on_stop
-        self._paused_servers = PausedServers(collector.segment.name)
+        self._paused_servers = PausedServers(collector.segment.name, resume)
         self._failure: BaseException | None = None
         #: Set when the loop has read the ring: the watcher thread may sleep on it again.
         self._ring_read = threading.Event()
@@ -122,11 +108,11 @@ class Server:
         watcher = threading.Thread(target=self._watch, name="shmbus-ring", daemon=True)
         watcher.start()
         self._tick()
-        notify.notify("READY=1")
+        notify("READY=1")
         logger.info("serving", extra={"bus": self._collector.segment.name, "socket": self.path})
         try:
             await self._stop.wait()
-            notify.notify("STOPPING=1")
+            notify("STOPPING=1")
             if self._on_stop is not None:
                 self._on_stop()
             if self._failure is None:
@@ -223,14 +209,9 @@ class Server:
             except errors.ProtocolError:
                 raise
             except BaseException as error:
-                self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the daemon; this thread is in the service."""
-        logger.critical("the daemon ends: %r", error)
-        self._failure = error
-        self._granting.stop()
-        self._loop.call_soon_threadsafe(self._stop.set)
+                logger.critical("the daemon ends: %r", error)
+                self._failure = error
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def snapshot(self, session: Session, request: messages.TakeSnapshot) -> None:
         """Write the bus to disk in a thread; until then the service defers releases and moves."""
@@ -268,12 +249,10 @@ class Server:
     def _watch(self) -> None:
         """Sleep on the ring in a thread of its own, and lease what has become complete."""
         while not self._stopping:
-            granted = self._await_ring()
-            done = granted is not None and self._note_granted(granted)
+            self._collector.reader.wait(None)
             if self._stopping:
                 return
-            if granted is None:
-                done = self._serve_ring()
+            done = self._serve_ring()
             if not done:
                 self._ring_read.clear()
                 if self._stopping:
@@ -294,53 +273,19 @@ class Server:
         def work() -> None:
             nonlocal read
             if self._failure is None and not self.service.is_special:
-                read = not self.service.pump(time.monotonic())
+                try:
+                    read = not self.service.pump(time.monotonic())
+                except errors.ProtocolError as error:
+                    # No client has said anything here, so none is to be refused for it.
+                    raise RuntimeError(f"reading the ring: {error}") from error
 
-        self._guard_ring(work)
+        self.guard(work)
         # The kernel wakes a client on the processor of who has written to it, where it would wait
         # until this thread sleeps.
         os.sched_yield()
         with self.lock:
             self._set_hurry()
         return read
-
-    def _await_ring(self) -> Granted | None:
-        """Sleep on the ring, and return what was granted to the request that was next."""
-        try:
-            return self._granting.wait()
-        except BaseException as error:
-            with self.lock:
-                self._fail(error)
-            return None
-
-    def _note_granted(self, granted: Granted) -> bool:
-        """Note what was granted, and go on; this thread is in the service, and leaves it.
-
-        False where it is the loop's to go on.
-        """
-        more = True
-
-        def work() -> None:
-            nonlocal more
-            more = self.service.note_granted(*granted, time.monotonic())
-
-        try:
-            self._guard_ring(work)
-            self._set_hurry()
-        finally:
-            self.lock.__exit__(None, None, None)
-        return not more
-
-    def _guard_ring(self, work: Callable[[], None]) -> None:
-        """Do as `guard`; no client has said anything here, so none is to be refused for it."""
-
-        def read() -> None:
-            try:
-                work()
-            except errors.ProtocolError as error:
-                raise RuntimeError(f"reading the ring: {error}") from error
-
-        self.guard(read)
 
     def _clear_up(self) -> None:
         """Do what is due after the ring was read, and can be a little late."""
@@ -414,38 +359,15 @@ def serve(
     duplicate: Any,
     options: dict[str, Any],
     drain_timeout_s: float,
+    resume: Sequence[str],
     on_stop: Callable[[], None] | None = None,
 ) -> bool:
-    """Attach to a bus and serve it until SIGTERM or SIGINT.
-
-    Parameters
-    ----------
-    name : str
-        A bus that exists.
-    policy : StashPolicy
-        What happens to groups that are late, stale, useless or too many.
-    duplicate : "drop" | "error"
-        As for `Consumer`.
-    options : dict[str, Any]
-        The same, by the names that Consumer gives them.
-    drain_timeout_s : float
-        Seconds that leases have to end after SIGTERM or SIGINT.
-    on_stop : callable, optional
-        Called before that, and must not block.
-
-    Returns
-    -------
-    bool
-        Whether the bus is there still; if it was removed, its name may be another's.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, another process reads it, or it has another layout.
-    """
+    """Attach to a bus and serve it until SIGTERM or SIGINT."""
     collector = Collector(name, policy, duplicate, DAEMON_LABEL)
     collector.reader.lend()
-    server = Server(collector, options, drain_timeout_s=drain_timeout_s, on_stop=on_stop)
+    server = Server(
+        collector, options, drain_timeout_s=drain_timeout_s, resume=resume, on_stop=on_stop
+    )
     loop = uvloop.new_event_loop()
     try:
         loop.run_until_complete(server.run())
@@ -453,3 +375,19 @@ def serve(
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
     return not server.service.removed
+
+
+def notify(state: str) -> bool:
+    """Tell systemd a state such as ``READY=1``; False where nobody is told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address[:1] not in ("/", "@"):
+        return False
+    # A leading "@" stands for the NUL of the abstract namespace.
+    target = "\0" + address[1:] if address[0] == "@" else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        try:
+            sender.sendto(state.encode(), target)
+        except OSError as error:
+            logger.warning("could not send %s to NOTIFY_SOCKET %s: %s", state, address, error)
+            return False
+    return True

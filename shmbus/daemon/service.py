@@ -26,7 +26,6 @@ from shmbus.daemon import admission
 from shmbus.daemon.groups import find_group, group_cells, oldest_groups
 from shmbus.daemon.history import History
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Session
-from shmbus.daemon.plain import PlainGrants, Waiting
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner
 from shmbus.ledger import Ledger
@@ -40,41 +39,48 @@ MAX_WAITING = 64
 #: Seconds between checks whether a disconnected client still holds the locks of its leases; a dying
 #: process closes socket and segment within much less.
 _REAP_INTERVAL_S = 0.02
+#: Groups for which the ring is read in one go, before other messages have their turn.
+_PORTION = 256
 
 Trajectory = _core.Trajectory
 
 
-class Service(PlainGrants):
-    """Leases the groups of one collector to sessions.
+class Waiting:
+    """A Take or TakeStep that has not been answered."""
 
-    Parameters
-    ----------
-    collector : Collector
-        Attached; the service reads the ring through it.
-    policy : dict[str, Any]
-        The stash's options by the names that Consumer gives them.
+    __slots__ = ("deadline_s", "request", "session", "split", "wanted")
 
-    Attributes
-    ----------
-    sessions : dict[int, Session]
-        The clients that are attached, by number.
-    draining : bool
-        Set to grant nothing more, before the end.
-    frozen : bool
-        Whether a snapshot is being written.
-    removed : bool
-        Set when the bus has lost its name: what is there is granted, nothing is waited for.
-    """
+    def __init__(
+        self,
+        session: Session,
+        request: messages.Take | messages.TakeStep,
+        split: int,
+        now: float,
+    ) -> None:
+        self.session = session
+        self.split = split
+        self.request = request
+        #: Ready groups up to which the ring is read in one go.
+        self.wanted = request.max_groups if isinstance(request, messages.Take) else _PORTION
+        self.wanted = min(self.wanted, _PORTION)
+        self.deadline_s = None if request.timeout_s is None else now + request.timeout_s
+
+
+class Service:
+    """Leases the groups of one collector to sessions."""
 
     def __init__(self, collector: Collector, policy: dict[str, object]) -> None:
         self.collector = collector
         self.policy = policy
+        #: The clients that are attached, by number.
         self.sessions: dict[int, Session] = {}
+        #: Set to grant nothing more, before the end.
         self.draining = False
+        #: Whether a snapshot is being written.
         self.frozen = False
+        #: Set when the bus has lost its name: what is there is granted, nothing is waited for.
         self.removed = False
         self.began_s = time.monotonic()
-        self.splits = 0
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
         self._waiting: list[Waiting] = []
@@ -83,6 +89,8 @@ class Service(PlainGrants):
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
         #: Received while frozen, too.
         self._deferred_trained: list[tuple[Session, messages.EndTrained]] = []
+        #: Received before the clients of the previous daemon have said what they trained.
+        self._deferred_asks: list[tuple[Session, messages.GetTrained]] = []
         #: What each rank, or -1 for a client without one, counts as trained.
         self._trained: dict[int, set[bytes]] = {}
         self._next_forget_s = 0.0
@@ -108,11 +116,9 @@ class Service(PlainGrants):
     # -- the ring -------------------------------------------------------------------------------
 
     def pump(self, now: float) -> bool:
-        """Read a portion of the ring and answer requests that wait; True if there may be more.
-
-        The portion is as large as the waiting requests need, and else small, so that a message
-        which arrives in between is not delayed.
-        """
+        """Read a portion of the ring and answer requests that wait; True if there may be more."""
+        # The portion is as large as the waiting requests need, and else small, so that a message
+        # which arrives in between is not delayed.
         if self._claims is not None:
             return False
         self.history.look_at_producers()
@@ -231,6 +237,10 @@ class Service(PlainGrants):
         self._in_doubt.withheld.begin(rest, expected)
         for session, claimed in answers.items():
             session.send(claimed)
+        asks, self._deferred_asks = self._deferred_asks, []
+        for session, ask in asks:
+            if self.sessions.get(session.client) is session:
+                session.send(self._what_was_trained(ask))
         self.serve(now)
 
     def _locked(self, client: int) -> bool:
@@ -258,13 +268,12 @@ class Service(PlainGrants):
         if session.rank >= 0:
             assert self._planner is not None
             self._planner.join(session.rank, hello.next_step, returns=hello.client >= 0)
-        self.serve(time.monotonic())  # whoever asked ahead is not alone any more
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
         """Have a number for its split, or return why there is none."""
         try:
-            self.splits |= 1 << _core.split_number(self.collector.segment, hello.split)
+            _core.split_number(self.collector.segment, hello.split)
         except ValueError as error:
             message = f"bus {hello.bus!r}: {error}"
             return messages.Refused(kind="value", message=message)
@@ -343,13 +352,7 @@ class Service(PlainGrants):
     # -- requests -------------------------------------------------------------------------------
 
     def handle(self, session: Session, request: messages.Request) -> None:
-        """Handle a request.
-
-        Raises
-        ------
-        ProtocolError
-            This client may not send it, or not now.
-        """
+        """Handle a request."""
         now = time.monotonic()
         if isinstance(request, (messages.Take, messages.TakeStep)):
             self._wait(session, request, now)
@@ -370,7 +373,10 @@ class Service(PlainGrants):
                 if number in session.leases:
                     session.leases[number].trained_at = request.step
         elif isinstance(request, messages.GetTrained):
-            session.send(self._what_was_trained(request))
+            if self._claims is None:
+                session.send(self._what_was_trained(request))
+            else:
+                self._deferred_asks.append((session, request))
         elif isinstance(request, messages.EndTrained):
             if session.observer:
                 raise errors.ProtocolError("EndTrained from an observer")
@@ -414,8 +420,6 @@ class Service(PlainGrants):
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.begin_wait(now)
-        if isinstance(request, messages.Take) and request.ahead:
-            self._end_ahead(session, now)
         waiting = Waiting(session, request, self._split_of(session), now)
         self._waiting.append(waiting)
         if self._table.ready_of(waiting.split) >= waiting.wanted:
@@ -477,7 +481,7 @@ class Service(PlainGrants):
 
     def _answer(self, waiting: Waiting, now: float) -> bool:
         session, request = waiting.session, waiting.request
-        step, leases, others = -1, None, False
+        step, leases = -1, None
         if not self.draining and not self.frozen:
             error = self.collector.next_error()
             if error is not None:
@@ -490,8 +494,7 @@ class Service(PlainGrants):
                     message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
                     session.send(messages.Refused(kind="busy", message=message, id=request.id))
                     return True
-                others = request.ahead and not self._is_alone()
-                if not others:
+                if not request.ahead or self._is_alone():
                     leases = self._lease(request.max_groups, waiting.split)
             elif session.rank not in self._in_doubt.ranks():
                 assert self._planner is not None
@@ -501,7 +504,7 @@ class Service(PlainGrants):
                     return True
                 taken = self._planner.take(session.rank, request, now)
                 step, leases = (-1, None) if taken is None else taken
-        late = others or (waiting.deadline_s is not None and now >= waiting.deadline_s)
+        late = waiting.deadline_s is not None and now >= waiting.deadline_s
         if not (leases or late or self.removed):
             return False
         for lease in leases or []:
@@ -513,6 +516,10 @@ class Service(PlainGrants):
             )
         )
         return True
+
+    def _is_alone(self) -> bool:
+        """Whether there is one client that takes groups."""
+        return sum(not session.observer for session in self.sessions.values()) == 1
 
     # -- what was trained ------------------------------------------------------------------------
 
@@ -608,10 +615,8 @@ class Service(PlainGrants):
         return (0, 0) if planner is None else (planner.waiting_groups, planner.waiting_records)
 
     def ledger(self) -> Ledger:
-        """Return the ledger: leased is what clients hold, also as claimed, or may hold.
-
-        What was given back, or waits for its rank, is stashed.
-        """
+        """Return the ledger: leased is what clients hold, also as claimed, or may hold."""
+        # What was given back, or waits for its rank, is stashed.
         ledger = self.collector.stats()
         table = self._table
         groups, records = self._unheld()

@@ -33,20 +33,7 @@ def _in_order(shards: Shards) -> Shards:
 
 
 def balanced(weights: Sequence[int], ranks: int) -> Shards:
-    """Split groups over ranks by weight; each rank gets at least one if there are enough.
-
-    Parameters
-    ----------
-    weights : sequence of int
-        The weight of each group, 1 or more.
-    ranks : int
-        1 or more.
-
-    Returns
-    -------
-    list[list[int]]
-        Positions in `weights`, ascending, for each rank.
-    """
+    """Split groups over ranks by weight; each rank gets at least one if there are enough."""
     shards: Shards = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for i in _heaviest_first(weights):
@@ -57,20 +44,7 @@ def balanced(weights: Sequence[int], ranks: int) -> Shards:
 
 
 def balanced_counts(weights: Sequence[int], ranks: int) -> Shards:
-    """Split groups over ranks by weight, the same number to each.
-
-    Parameters
-    ----------
-    weights : sequence of int
-        The weight of each group; their number is a multiple of `ranks`.
-    ranks : int
-        1 or more.
-
-    Returns
-    -------
-    list[list[int]]
-        Positions in `weights`, ascending, for each rank.
-    """
+    """Split groups over ranks by weight, the same number to each."""
     shards: Shards = [[] for _ in range(ranks)]
     loads = [0] * ranks
     order = _heaviest_first(weights)
@@ -90,27 +64,7 @@ def plan_step(
     tokens: int | None = None,
     hurry: bool = False,
 ) -> Shards | None:
-    """Form a step of the first groups, or return None while there are too few.
-
-    Parameters
-    ----------
-    weights : sequence of int
-        The weight of each group that is ready, in the order of completion.
-    ranks : int
-        How many shards.
-    groups : int, optional
-        How many groups each rank gets.
-    tokens : int, optional
-        Instead: as many groups as fit into this weight for each rank. The only group of a rank may
-        be heavier.
-    hurry : bool
-        The wait is over: form the step of what is ready, if each rank gets a group.
-
-    Returns
-    -------
-    list[list[int]] or None
-        Positions in `weights`, ascending, for each rank: together a prefix of the groups.
-    """
+    """Form a step of the first groups, or return None while there are too few."""
     ready = len(weights)
     if ready < ranks:
         return None

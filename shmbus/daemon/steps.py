@@ -65,26 +65,14 @@ class GroupSource(Protocol):
 
 
 class StepPlanner:
-    """The steps of ranks 0 to size - 1, and the groups of which the next steps are formed.
-
-    Parameters
-    ----------
-    size : int
-        2 or more.
-    source : GroupSource
-        Leases the groups that are ready, and drops those that became too old since.
-
-    Attributes
-    ----------
-    next_steps : dict[int, int]
-        The step that each rank takes next; ranks that have not taken or been given one are absent.
-    waiting_groups, waiting_records : int
-        Groups here that no rank holds, and their trajectories.
-    """
+    """The steps of ranks 0 to size - 1, and the groups of which the next steps are formed."""
 
     def __init__(self, size: int, source: GroupSource) -> None:
         self.size = size
+        #: The step that each rank takes next; ranks that have not taken or been given one are
+        #: absent.
         self.next_steps: dict[int, int] = {}
+        #: Groups here that no rank holds, and their trajectories.
         self.waiting_groups = 0
         self.waiting_records = 0
         #: The first step that was not formed yet for each rank.
@@ -103,11 +91,9 @@ class StepPlanner:
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
     def join(self, rank: int, next_step: int, *, returns: bool) -> None:
-        """Admit a rank.
-
-        One that `returns` was attached before, maybe to the previous daemon: it knows its next
-        step. A new process continues its predecessor's steps, or begins with the slowest rank's.
-        """
+        """Admit a rank."""
+        # One that `returns` was attached before, maybe to the previous daemon: it knows its next
+        # step. A new process continues its predecessor's steps, or begins with the slowest rank's.
         if not returns:
             return
         if rank in self._provisional:

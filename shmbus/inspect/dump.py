@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbus._format import label_text, printable
+from shmbus._format import label_text, printable, several
 from shmbus._schema import SchemaField
 from shmbus.inspect.records import RecordRow, Run, Scan
 from shmbus.inspect.schema import read_schema
@@ -275,10 +275,6 @@ def _slots(file: SegmentFile) -> list[SlotView]:
     return found
 
 
-def _several(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
     own = run.slot == file.max_producers
     alive = collects if own else file.slot_alive(run.slot)
@@ -288,11 +284,11 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
             "its owner still writes there" if alive else "its dead owner, until the next sweep"
         )
     if scan.reserved:
-        pins.append(_several(scan.reserved, "open reservation"))
+        pins.append(several(scan.reserved, "open reservation"))
     if scan.committed:
         pins.append(f"{scan.committed:,} undelivered or unacknowledged")
     if run.writer_pins:
-        pins.append(_several(run.writer_pins, "writable view"))
+        pins.append(several(run.writer_pins, "writable view"))
     if file.viewed(run):
         pins.append("views in a process that the daemon serves")
     if not pins:

@@ -21,7 +21,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors
-from shmbus._format import printable
+from shmbus._format import printable, several
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
 from shmbus.segment.lifecycle import unlink
@@ -260,7 +260,7 @@ def _users(file: SegmentFile) -> str:
     if status.collector.alive:
         parts.append(f"read by {status.collector.label} (pid {status.collector.pid})")
     if alive:
-        parts.append(f"{alive} living producer{'s' if alive > 1 else ''}")
+        parts.append(f"{several(alive, 'living producer')}")
     return ", ".join(parts) or "a living process has it open"
 
 

@@ -63,6 +63,8 @@ class OpenGroups:
     ----------
     incomplete, complete : int | None
         How many groups; None where records were not sorted.
+    whole : list of (str, int | None, str)
+        Instance ids, rounds and splits of the complete ones.
     oldest : list[GroupStatus]
         The incomplete ones that have waited longest.
     """
@@ -70,18 +72,19 @@ class OpenGroups:
     def __init__(self, file: SegmentFile, undelivered: int) -> None:
         self.incomplete: int | None = None
         self.complete: int | None = None
+        self.whole: list[tuple[str, int | None, str]] = []
         self.oldest: list[GroupStatus] = []
         self._groups: dict[object, _Open] = {}
         if undelivered > MAX_RECORDS:
             return
         groups: dict[object, _Open] = {}
-        self.complete = 0
         for row in undelivered_records(file):
             group = groups.setdefault(row.key, _Open(0, 0, {}, {}))
             group.add(row)
             if len(group.rows) == group.need > 0:
                 del groups[row.key]
-                self.complete += 1
+                self.whole.append((row.instance_id, row.round, file.split_label(row.split)))
+        self.complete = len(self.whole)
         now = _core.monotonic_ns()
         self.incomplete = len(groups)
         self._file, self._groups, self._now_ns = file, groups, now

@@ -6,7 +6,7 @@ Invariant: texts of a segment are printed escaped; `shmbus.inspect.status` has e
 from __future__ import annotations
 
 from shmbus._arguments import TRAIN
-from shmbus._format import bar, fold, show_count, show_duration, show_size, table
+from shmbus._format import bar, fold, several, show_count, show_duration, show_size, table
 from shmbus.inspect.schema import schema_text
 from shmbus.inspect.types import BusStatus, DaemonStatus, RelayStatus
 
@@ -126,7 +126,7 @@ def _splits(status: BusStatus) -> str:
     head = ("split", "acknowledged>", "dropped>", "stashed>", "groups incomplete>", "ready>")
     lines = ["splits", table(head, rows)]
     lines += [
-        f"  {show_count(split.groups_ready)} groups of split {split.split!r} wait for a consumer: "
+        f"  split {split.split!r} has {several(split.groups_ready, 'complete group')}: "
         f"take them with Consumer({status.name!r}, split={split.split!r}), or take(split=...)"
         for split in status.splits
         if split.groups_ready and split.split != TRAIN
@@ -148,14 +148,13 @@ def _requests(status: BusStatus) -> str:
             else f"the last was taken {show_duration(lane.taken_s)} ago"
         )
         lines.append(
-            f"requests  {show_count(lane.groups)} groups; {served}\n"
-            f"  of {show_count(lane.offered)} samples {show_count(lane.open)} are open, "
+            f"requests  {several(lane.groups, 'group')}; {served}\n"
+            f"  of {several(lane.offered, 'sample')} {show_count(lane.open)} open, "
             f"{show_count(lane.claimed)} with workers, {show_count(lane.done)} done, "
             f"{show_count(lane.given_up)} given up"
         )
     if status.lead is not None:
-        held = show_count(status.lead.held)
-        begun = "1 group is" if status.lead.held == 1 else f"{held} groups are"
+        begun = several(status.lead.held, "group", "are")
         limit = show_count(status.lead.limit)
         lines.append(f"lead  {begun} begun and not delivered, of at most {limit} now")
     return "\n".join(lines)
@@ -188,7 +187,7 @@ def _wanted(status: BusStatus) -> str:
     lines = [
         f"failures  {show_count(status.ledger.dropped.get('failed', 0))} dropped, "
         f"{show_count(len(status.wanted))} asked for again, "
-        f"{show_count(status.groups_given_up)} groups given up"
+        f"{several(status.groups_given_up, 'group')} given up"
     ]
     rows = [
         (
@@ -234,7 +233,7 @@ def _daemon(daemon: DaemonStatus) -> str:
     if daemon.recovering:
         lines.append(
             "  recovering: it waits for clients of an earlier daemon, which may hold "
-            f"{show_count(daemon.in_doubt)} groups"
+            f"{several(daemon.in_doubt, 'group')}"
         )
     if daemon.draining:
         lines.append("  draining: it stops when all leases have ended")

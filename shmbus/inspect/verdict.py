@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from shmbus._format import show_count, show_duration
+from shmbus._format import several, show_count, show_duration
 from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
 from shmbus.inspect.view_types import Finding, GroupCells, Verdict
 from shmbus.inspect.who_is_missing import waiting_for
@@ -122,11 +122,6 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:] + ("." if text else "")
 
 
-def _count(number: int, what: str) -> str:
-    many = what[:-1] + "ies" if what.endswith("y") else what + "s"
-    return f"{show_count(number)} {what if number == 1 else many}"
-
-
 def _alive(status: BusStatus) -> int:
     return sum(producer.state == "alive" for producer in status.producers)
 
@@ -208,8 +203,8 @@ def _damage(status: BusStatus) -> list[Finding]:
         Finding(
             kind="unbalanced",
             cost=1.0,
-            what=f"The ledger does not balance: {show_count(status.ledger.unreadable)} committed "
-            "trajectories cannot be found",
+            what="The ledger does not balance: "
+            f"{several(status.ledger.unreadable, 'committed trajectory')} cannot be found",
             advice="`shmbus inspect` shows where the damage is; the next consumer counts them as "
             "corrupt and goes on",
         )
@@ -226,7 +221,7 @@ def _reader(status: BusStatus) -> list[Finding]:
                 kind="reader_stopped",
                 cost=0.99,
                 what=f"{name} is stopped"
-                + (f" and holds {_count(held, 'group')}" if held else ", and nobody else reads"),
+                + (f" and holds {several(held, 'group')}" if held else ", and nobody else reads"),
                 advice=f"`kill -CONT {collector.pid}` continues it",
                 who=[name],
             )
@@ -248,7 +243,7 @@ def _reader(status: BusStatus) -> list[Finding]:
                 kind="recovering",
                 cost=0.5,
                 what="A new daemon waits for the clients of the one before, which may hold "
-                f"{_count(daemon.in_doubt, 'group')}",
+                f"{several(daemon.in_doubt, 'group')}",
                 advice="it goes on by itself within seconds",
             )
         ]
@@ -276,8 +271,8 @@ def _what_waits(status: BusStatus) -> str:
     waiting = status.ledger.undelivered
     prompts = 0 if status.requests is None else status.requests.unmade
     parts = [
-        f"{_count(waiting, 'trajectory')}" if waiting else "",
-        f"{_count(prompts, 'open prompt')}" if prompts else "",
+        f"{several(waiting, 'trajectory')}" if waiting else "",
+        f"{several(prompts, 'open prompt')}" if prompts else "",
     ]
     text = " and ".join(part for part in parts if part)
     if text:
@@ -286,7 +281,7 @@ def _what_waits(status: BusStatus) -> str:
     aborted = sum(producer.aborted for producer in status.producers)
     if not status.space_wanted or not aborted:
         return ""
-    return f"{_count(aborted, 'aborted reservation')} stay until somebody reads the bus"
+    return f"{several(aborted, 'aborted reservation', 'stay')} until somebody reads the bus"
 
 
 def _unused(status: BusStatus) -> Finding:
@@ -346,7 +341,7 @@ def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
             kind="still",
             cost=0.7 if status.ledger.undelivered else 0.3,
             what=f"Nothing has moved for {show_duration(still_s)}",
-            cause=f"{_count(alive, 'producer')} and "
+            cause=f"{several(alive, 'producer')} and "
             f"{'a collector' if status.collector.alive else 'no collector'} are there",
             advice="see what the producers do; `py-spy dump --pid` shows it",
         )
@@ -371,7 +366,7 @@ def _space(status: BusStatus) -> list[Finding]:
         advice = "acknowledge groups sooner, or give the bus more capacity"
     elif most == "ring":
         who = [status.collector.label] if status.collector.alive else []
-        cause = f"{show_count(ledger.in_ring)} trajectories wait to be read by " + (
+        cause = f"{several(ledger.in_ring, 'trajectory', 'wait')} to be read by " + (
             f"{status.collector.label} (pid {status.collector.pid})" if who else "nobody"
         )
         advice = "take groups faster" if who else "start the trainer, or `shmbus serve`"
@@ -388,16 +383,16 @@ def _stashed(status: BusStatus) -> tuple[str, str]:
     daemon = status.daemon
     if daemon is None or not daemon.groups_ready:
         return (
-            f"{show_count(status.ledger.stashed)} trajectories wait in incomplete groups",
+            f"{several(status.ledger.stashed, 'trajectory', 'wait')} in incomplete groups",
             "set group_timeout, or give the bus more capacity",
         )
     if daemon.groups_ready >= daemon.groups_open:
         return (
-            f"{_count(daemon.groups_ready, 'complete group')} wait for a trainer to take them",
+            f"{several(daemon.groups_ready, 'complete group', 'wait')} for a trainer",
             "the trainer is what limits; more capacity only buffers more",
         )
     return (
-        f"{_count(daemon.groups_open, 'incomplete group')}, and "
+        f"{several(daemon.groups_open, 'incomplete group')}, and "
         f"{show_count(daemon.groups_ready)} complete ones that wait for a trainer",
         "have the trainer take groups, set group_timeout, or give the bus more capacity",
     )
@@ -410,14 +405,14 @@ def _holder(status: BusStatus) -> tuple[str, list[str]]:
         name = _trainer_name(most)
         gone = "" if most.connected else ", and is not connected"
         return (
-            f"{name} holds {_count(most.groups, 'group')} for "
+            f"{name} holds {several(most.groups, 'group')} for "
             f"{show_duration(most.oldest_lease_s)}{gone}",
             [name],
         )
     collector = status.collector
     name = f"{collector.label} (pid {collector.pid})"
     return (
-        f"{name} holds {_count(collector.leased_groups, 'group')} for "
+        f"{name} holds {several(collector.leased_groups, 'group')} for "
         f"{show_duration(collector.oldest_lease_s)}",
         [name],
     )
@@ -446,7 +441,7 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
     """Say what there is to say of a producer that `waits` groups wait for alone."""
     name = producer_name(producer)
     each = "waits" if waits == 1 else "wait"
-    groups = f"{_count(waits, 'group')} {each} for it alone"
+    groups = f"{several(waits, 'group')} {each} for it alone"
     advice = ""
     idle_s = producer.idle_s or 0.0
     silent = idle_s >= SILENT_S
@@ -467,7 +462,7 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
         cost = 0.3 + 0.6 * share
     elif producer.reservations and idle_s >= RESERVED_S:
         what = (
-            f"{name} has {_count(producer.reservations, 'record')} reserved and has sent nothing "
+            f"{name} has {several(producer.reservations, 'record')} reserved and has sent nothing "
             f"for {show_duration(idle_s)}" + (f", and {groups}" if waits else "")
         )
         advice = f"see what it does: `py-spy dump --pid {producer.pid}`"
@@ -498,9 +493,9 @@ def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -
     stopped = [each for each in status.producers if each.stopped]
     worker = "worker" if prompts else "producer"
     if prompts:
-        what = f"{_count(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} open"
+        what = f"{several(prompts, 'prompt', 'are')} open"
     elif incomplete:
-        what = f"{_count(incomplete, 'incomplete group')} {'waits' if incomplete == 1 else 'wait'}"
+        what = f"{several(incomplete, 'incomplete group', 'wait')}"
     else:
         what = waits
     if stopped:
@@ -553,8 +548,8 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
             Finding(
                 kind="untaken",
                 cost=0.5,
-                what=f"{_count(lane.unmade, 'prompt')} {'is' if lane.unmade == 1 else 'are'} open,"
-                f" and none of {_count(len(running), 'producer')} takes one{since}",
+                what=f"{several(lane.unmade, 'prompt', 'are')} open,"
+                f" and none of {several(len(running), 'producer')} takes one{since}",
                 advice="workers take them by `producer.requests.next()`; see what they do: "
                 f"`py-spy dump --pid {running[0].pid}`",
             )
@@ -570,10 +565,7 @@ def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
             kind="nothing_open",
             cost=0.7,
             what=f"{waits}, and no prompt is open",
-            cause=f"{_count(lost, 'group')} {'was' if lost == 1 else 'were'} given up for failed "
-            "samples"
-            if lost
-            else "",
+            cause=f"{several(lost, 'group', 'were')} given up for failed samples" if lost else "",
             advice="offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of "
             "them",
         )
@@ -611,12 +603,12 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
     who = [names.get(number, f"producer {number}") for number, _ in by.most_common(_NAMED)]
     reason, alike = reasons.most_common(1)[0]
     if many:
-        what = f"{_count(samples, 'sample')} failed, {show_count(alike)} of them alike"
+        what = f"{several(samples, 'sample')} failed, {show_count(alike)} of them alike"
         advice = "see what they have in common; " + (
             "set sample_retries to have them made again" if final else "they are asked for again"
         )
     else:
-        what = f"{_count(failing, 'group')} {'has' if failing == 1 else 'have'} a failed sample"
+        what = f"{several(failing, 'group', 'have')} a failed sample"
         advice = "" if status.wanted else "set sample_retries to have them made again"
     return [
         Finding(
@@ -643,7 +635,7 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
     here = [lease for lease in daemon.leases if lease.connected]
     if not here:
         ready = daemon.groups_ready
-        waits = f"{_count(ready, 'complete group')} {'waits' if ready == 1 else 'wait'}, and no"
+        waits = f"{several(ready, 'complete group', 'wait')}, and no"
         return [
             Finding(
                 kind="no_trainer" if status.space_wanted else "trainer_away",
@@ -675,7 +667,7 @@ def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:
         kind="trainer_stopped",
         cost=0.3 + 0.6 / trainers,
         what=f"{name} is stopped"
-        + (f" and holds {_count(lease.groups, 'group')}" if lease.groups else ""),
+        + (f" and holds {several(lease.groups, 'group')}" if lease.groups else ""),
         advice=f"`kill -CONT {lease.pid}` continues it",
         who=[name],
     )
@@ -689,7 +681,7 @@ def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> lis
     made = f"{show_count(incomplete)} {'is' if incomplete == 1 else 'are'} incomplete"
     if lane is not None and lane.unmade:
         made += (
-            f", {_count(lane.claimed, 'sample')} {'is' if lane.claimed == 1 else 'are'} with "
+            f", {several(lane.claimed, 'sample', 'are')} with "
             f"workers and {show_count(lane.open)} not taken yet"
         )
     return [Finding(kind="trainers_wait", cost=0.2, what=waits, cause=made, who=_who_waits(status))]
@@ -699,7 +691,7 @@ def _all_is_well(status: BusStatus) -> str:
     alive = _alive(status)
     ledger = status.ledger
     return (
-        f"Nothing stands in the way: {_count(alive, 'producer')}, "
-        f"{show_count(ledger.undelivered)} trajectories on their way, "
+        f"Nothing stands in the way: {several(alive, 'producer')}, "
+        f"{several(ledger.undelivered, 'trajectory')} not delivered, "
         f"{show_count(ledger.acknowledged)} trained on."
     )

@@ -93,7 +93,7 @@ class VersionPatch:
 
 
 def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
-    """Read the patch of a leased version, checked against its checksums; None where there is none."""
+    """Read the patch of a leased version, checked against its checksums, where it has one."""
     found = _core.pool_patch_runs(lease)
     if found is None:
         return None
@@ -124,7 +124,7 @@ def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
 
 
 def has_patch(write: VersionWrite) -> bool:
-    """Whether a version gets a patch, as far as it is written; after its end, whether it has one."""
+    """Whether a version gets a patch, as far as it is written, or has one after its end."""
     return _core.pool_patch_is_made(write.buffer)
 
 

@@ -91,11 +91,16 @@ class PoolPublisher:
             self.close(remove=made)
             raise
         if not claimed:
-            holder = self._holder()
+            pid, holder = self._holder()
             self._pool.close()
+            again = (
+                ". That is this process: where a notebook's cell makes its publisher again, have "
+                "its first line close() the one before"
+            )
             raise BusBusyError(
                 f"pool {kind!r} of bus {bus!r}: {holder} is rank {rank} already; a pool has one "
                 "process a rank: close that one first, or publish under another name"
+                + (again if pid == os.getpid() else "")
             )
 
     @property
@@ -103,11 +108,11 @@ class PoolPublisher:
         """Return the handle of the extension."""
         return self._pool
 
-    def _holder(self) -> str:
+    def _holder(self) -> tuple[int, str]:
         for rank in status_of_pool(self.bus, self.kind, self._pool).ranks:
             if rank.rank == self.rank:
-                return f"pid {rank.pid} ({rank.label})"
-        return "another process"
+                return rank.pid, f"pid {rank.pid} ({rank.label})"
+        return 0, "another process"
 
     def begin(
         self,

@@ -142,7 +142,7 @@ class PoolReader:
             self._pool.refused(0, 0, 0, "")
 
     def loading(self, lease: VersionLease, code: int) -> None:
-        """Say that this process has begun to load a version, and runs no whole one until `applied`."""
+        """Say that this process began to load a version, and runs no whole one until `applied`."""
         self.refused(lease, code, "it is being loaded")
         # What it ran is no more, also where that was this version, or a newer one.
         self._pool.applied(0, 0)

@@ -9,7 +9,7 @@ import os
 from typing import Final
 
 from shmbus import errors
-from shmbus._format import show_size
+from shmbus._format import several, show_size
 from shmbus.pool.status import PoolStatus, read_pool
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion
 
@@ -56,7 +56,7 @@ def read_pools(bus: str | None = None) -> list[PoolStatus]:
 
 
 def describe_pool(status: PoolStatus) -> str:
-    """Say in a line what a pool holds, who publishes it, and who does not run its newest version."""
+    """Say in a line what a pool holds, who publishes it, and who runs an older version."""
     newest = "no version yet" if status.version is None else f"version {status.version}"
     publisher = next((rank for rank in status.ranks if rank.rank == 0), None)
     who = "no publisher"
@@ -64,7 +64,8 @@ def describe_pool(status: PoolStatus) -> str:
         who = f"publisher pid {publisher.pid}"
         who += "" if publisher.state == "alive" else " (died)"
     readers = [reader for reader in status.readers if reader.state == "alive"]
-    parts = [f"{status.kind}: {newest}, {show_size(status.size)}", who, _count(len(readers))]
+    read = several(len(readers), "reader") if readers else "no readers"
+    parts = [f"{status.kind}: {newest}, {show_size(status.size)}", who, read]
     behind = sum(reader.applied_version != status.version for reader in readers)
     if readers and status.version is not None:
         parts[-1] += f", {behind} without that version" if behind else ", all run it"
@@ -74,7 +75,3 @@ def describe_pool(status: PoolStatus) -> str:
         if reader.refused_version is not None
     ]
     return "; ".join(parts)
-
-
-def _count(readers: int) -> str:
-    return f"{readers or 'no'} reader{'' if readers == 1 else 's'}"

@@ -6,21 +6,11 @@ anything of it is put.
 
 from __future__ import annotations
 
-from shmbus import RecordHead, errors
-from shmbus.relay.origins import make_origin
+from shmbus import errors
 from shmbus_ext import _core
 from shmbus_ext._core import OriginHead
 
-__all__ = ["OriginHead", "head_of", "unpack_heads"]
-
-
-def head_of(bus: str, head: RecordHead) -> OriginHead:
-    """Return what a head of the bus of this identity is among all buses."""
-    return OriginHead(
-        make_origin(bus, *head.id), head.instance_id, head.round, head.group_size, head.index,
-        head.score, head.policy_version, head.nbytes, head.committed_ns, head.check, head.need,
-        head.reason,
-    )  # fmt: skip
+__all__ = ["OriginHead", "unpack_heads"]
 
 
 def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]:

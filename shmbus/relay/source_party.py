@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shmbus import Bus
-from shmbus.origin_reader import OriginReader
-from shmbus.record_reader import reason_of
 from shmbus.relay.codec import Envelope
 from shmbus.relay.messages import (
     Announcement,
@@ -28,6 +26,7 @@ from shmbus.relay.messages import (
     Wanted,
 )
 from shmbus.relay.origins import Origin
+from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.retry_rows import RetryRows
 from shmbus.relay.rooms import Rooms
 from shmbus.relay.source import Source
@@ -82,7 +81,7 @@ class SourceParty:
     """
 
     def __init__(self, bus: str, mailbox: Mailbox, coordinator: str) -> None:
-        self.reader = OriginReader(bus)
+        self.reader = RecordReader(bus)
         self._bus = Bus.open(bus)
         self._segment = lifecycle.open_segment(bus)
         self.rows = RetryRows(self._segment, self.reader.identity)
@@ -109,7 +108,7 @@ class SourceParty:
 
     def _poll(self) -> int:
         """Read what has come, to be announced; return how many records."""
-        origins, records = self.reader.poll_records(_POLL_AT_ONCE)
+        origins, records = self.reader.poll(_POLL_AT_ONCE)
         relayed = dict(zip(origins, records, strict=True))
         if not _TRAINED.issuperset(map(_SPLIT, records)):
             relayed = {origin: t for origin, t in relayed.items() if t.split in _TRAINED}
@@ -210,7 +209,7 @@ class SourceParty:
                 held = self.source.held
                 size = _core.BLOCK_HEADER_BYTES
                 size += sum([held[origin].nbytes for origin in message.origins])
-                payload = self.reader.export_records(message.origins, self._rooms.take(size))
+                payload = self.reader.export(message.origins, self._rooms.take(size))
                 # The block names them, and the sink has them in hand: it had asked for them.
                 message = message._replace(origins=())
             self._mailbox.send(sink, message, payload)
@@ -220,7 +219,7 @@ class SourceParty:
         if not self.source.held.keys() >= asked.origins:
             here = [origin for origin in here if origin in self.source.held]
         for at in range(0, len(here), _RELEASE_AT_ONCE):
-            self.reader.release_records(here[at : at + _RELEASE_AT_ONCE], asked.reason)
+            self.reader.release(here[at : at + _RELEASE_AT_ONCE], asked.reason)
         self.released += len(here)
         for message in self.source.release(asked):
             self._mailbox.send(asker, message)

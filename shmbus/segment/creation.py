@@ -169,7 +169,7 @@ def ensure_segment(
     bounds: Bounds = NO_BOUNDS,
     schema: _core.DeclaredSchema | None = None,
 ) -> _core.Segment:
-    """Open a segment that fits, or create it where there is none; any number of processes at once."""
+    """Open a segment that fits, or create it where there is none; by any number of processes."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S

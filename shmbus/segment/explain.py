@@ -12,7 +12,7 @@ import time
 from typing import Final
 
 from shmbus import errors, limits
-from shmbus._format import printable, show_duration, show_size, show_wait
+from shmbus._format import printable, several, show_duration, show_size, show_wait
 from shmbus._version import VERSION
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
 from shmbus.segment.shared_file import free_and_total
@@ -81,7 +81,7 @@ def lead_text(segment: _core.Segment) -> str:
     bounds = [f"max_lead={max_groups}"] if max_groups else []
     if max_versions >= 0:
         bounds.append(f"max_lead_versions={max_versions}, {a_version} groups in the last version")
-    begun = "1 group is" if held == 1 else f"{held} groups are"
+    begun = several(held, "group", "are")
     return f"{begun} begun and not delivered, of at most {limit} ({'; '.join(bounds)})"
 
 
@@ -124,16 +124,16 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
     if attached and collector["leased_groups"]:
         parts.append(
             f"consumer pid {collector['pid']} ({printable(collector['label'])}) holds "
-            f"{collector['leased_groups']} unacknowledged groups "
-            f"({collector['leased_records']} trajectories): ack() or give_back() them"
+            f"{several(collector['leased_groups'], 'unacknowledged group')} "
+            f"({several(collector['leased_records'], 'trajectory')}): ack() or give_back() them"
         )
     if attached and collector["stashed_records"]:
         parts.append(
-            f"{collector['stashed_records']} trajectories of {collector['stashed_groups']} "
-            "incomplete or untaken groups are stashed"
+            f"{several(collector['stashed_records'], 'trajectory')} of "
+            f"{several(collector['stashed_groups'], 'incomplete or untaken group')} stashed"
         )
     parts += [
-        f"{ready} groups of split {printable(label)!r} wait for a consumer: take them with "
+        f"split {printable(label)!r} has {several(ready, 'complete group')}: take them with "
         f"take(split=...) or Consumer({segment.name!r}, split=...)"
         for number, label, _, _, _, ready, _ in _core.splits(segment)
         if attached and ready and number != _core.SPLIT_TRAIN
@@ -170,9 +170,9 @@ def requests_text(segment: _core.Segment) -> str:
     else:
         served = "nobody has ever taken a sample: start workers that call Producer.requests.next"
     return (
-        f"{groups} groups are in the lane, {open_} samples of them open and {claimed} in the hands "
-        f"of workers, {show_size(free)} of {show_size(room)} for prompts are free; {workers} "
-        f"producers are attached, {served}"
+        f"{several(groups, 'group', 'are')} in the lane, {several(open_, 'sample')} of them open "
+        f"and {claimed} in the hands of workers, {show_size(free)} of {show_size(room)} for "
+        f"prompts are free; {several(workers, 'producer', 'are')} attached, {served}"
     )
 
 

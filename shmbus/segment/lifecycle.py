@@ -41,7 +41,7 @@ _LAST_LOOK_S = 0.1
 
 
 def until_there(name: str, wait_s: float | None) -> Iterator[float]:
-    """Yield seconds to sleep until there is a bus of that name, finished; the caller sleeps them."""
+    """Yield seconds for the caller to sleep until there is a finished bus of that name."""
     if wait_s == 0:
         return
     began = time.monotonic()

@@ -33,20 +33,15 @@ from shmbus.ledger import (
 from shmbus.segment import lifecycle
 from shmbus.stall import Watch
 from shmbus.stash.drops import DropLog, duplicate_error
-from shmbus.stash.lead import Lead
-from shmbus.stash.requests import Requests
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Stash, StashPolicy
+from shmbus.stash.upkeep import Upkeep
 from shmbus_ext import _core
 
 __all__ = ["Collector"]
 
 #: Portions of `limits.POLL_RECORDS` that a `take` reads at most, so that it returns under any load.
 _TAKE_POLLS = 16
-#: Stragglers are moved when less than this fraction of the extents is free ...
-_EVACUATE_FREE_FRACTION = 0.125
-#: ... and at most this often, in seconds, since each attempt walks all stashed trajectories.
-_EVACUATE_INTERVAL_S = 0.05
 
 #: What the core's totals of requests begin with.
 _REQUEST_COUNTS = ("offered", "open", "claimed", "done", "given_up", "groups")
@@ -57,24 +52,7 @@ Undecided: TypeAlias = "list[_core.GroupEntry[Trajectory] | tuple[int, Trajector
 
 
 class Collector:
-    """Attaches to a bus as its only reader, and leases complete groups.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    policy : StashPolicy
-        What happens to groups that are late, stale, useless or too many.
-    duplicate : "drop" | "error"
-        Whether a second sample of an index is also raised, by the next `take`.
-    label : str, optional
-        The name of this process in messages of others.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        There is no such bus, another process reads it already, or its layout differs.
-    """
+    """Attaches to a bus as its only reader, and leases complete groups."""
 
     def __init__(
         self,
@@ -89,8 +67,6 @@ class Collector:
         self._bounded = policy.max_stash_bytes is not None
         self._duplicate = duplicate
         self._errors: list[errors.ProtocolError] = []
-        self._next_sweep_s = 0.0
-        self._next_evacuation_s = 0.0
         #: Withholds samples from the stash, and returns the others; None withholds nothing.
         self.divert: Callable[[list[Trajectory]], list[Trajectory]] | None = None
         self.segment = lifecycle.open_segment(name)
@@ -100,18 +76,18 @@ class Collector:
             self.segment.close()
             raise
         self.drops = DropLog(self.segment)
-        self.deaths = 0  # of attached producers that this has reaped
         self._corrupt = self.segment.released()[_core.DROP_CORRUPT]
         self._retries = Retries(self.segment, self.stash)
-        self._attach_epoch = self.segment.attach_epoch
-        self._lead = Lead(self.segment)
-        self._requests = Requests(self.segment, self.stash.table.recent)
+        self._upkeep = Upkeep(self.segment, self.reader, self.stash.table.recent)
+        self._lead = self._upkeep.lead
+        self._requests = self._upkeep.requests
         self.stash.offered_again = self._requests.offered_again
         #: Lasting names of samples that a checkpoint counts as trained and that may come yet.
         self.trained: set[bytes] = set()
         #: Whether nothing may be released now: a snapshot is being written.
         self.frozen = False
         self.stash.failures.in_lane = self._requests.is_open
+        self.stash.failures.has_open = self._requests.has_open
         #: Groups that others hold from an earlier collector, and the stash never had; None while
         #: some of them are not known.
         self.held_elsewhere: Callable[[], list[list[Trajectory]] | None] = list
@@ -127,15 +103,7 @@ class Collector:
     # -- from the ring to a lease ---------------------------------------------------------------
 
     def intake(self, kind: type[_core.GroupBase], watch: Watch) -> _core.Intake:
-        """Return the loop that takes complete groups: in C, except for `on_due`.
-
-        Parameters
-        ----------
-        kind : type
-            The class of a leased group.
-        watch : Watch
-            Checks for a stall while a caller waits.
-        """
+        """Return the loop that takes complete groups: in C, except for `on_due`."""
         policy = self.stash.policy
         timeout_s = math.inf if policy.on_timeout == "wait" else policy.group_timeout_s
         # The watch must not refer to the intake: the last reference to a Consumer ends everything.
@@ -161,18 +129,7 @@ class Collector:
         return lag is not None or self._lead.bounded or self._requests.used
 
     def on_due(self, intake: _core.Intake, undecided: Undecided, wanted: int, now: float) -> bool:
-        """Decide on undecided samples, run maintenance, poll, and set when to be called next.
-
-        Returns
-        -------
-        bool
-            Whether the ring may have more now.
-
-        Raises
-        ------
-        ProtocolError
-            For each duplicate, under ``duplicate="error"``; nothing is lost by it.
-        """
+        """Decide on undecided samples, run maintenance, poll, and set when to be called next."""
         stash = self.stash
         stash.apply_policy(undecided, now)
         self.run_maintenance(now)
@@ -190,16 +147,15 @@ class Collector:
             or self.trained
             or stash.inherited
         )
-        intake.due_s = min(self._next_sweep_s, self._next_evacuation_s)
-        due_s = stash.next_deadline_s()
-        intake.wake_s = self._next_sweep_s if due_s is None else min(self._next_sweep_s, due_s)
+        sweep_s, due_s = self._upkeep.next_sweep_s, stash.next_deadline_s()
+        intake.due_s = min(sweep_s, self._upkeep.next_evacuation_s)
+        intake.wake_s = sweep_s if due_s is None else min(sweep_s, due_s)
         return more
 
     def pump_once(self, now: float) -> bool:
         """Move one portion of records into the stash; True if the ring may have more."""
         stash = self.stash
-        self._lead.begin_check()
-        self._requests.begin_check()
+        self._upkeep.begin_checks()
         if self.divert is None and not self.trained:
             undecided: Undecided = []
             count = self.reader.poll_into(stash.table, limits.POLL_RECORDS, now, undecided)
@@ -215,17 +171,15 @@ class Collector:
             stash.settle_inherited(now)
         if stash.failures.active or stash.failures.dirty:
             self._update_failing(now, drained=not more)
-        if not more and (self._lead.checks or self._requests.checks):
+        if not more and self._upkeep.checks:
             self._end_checks()
         if stash.table.cancelled:
             self.flush()
         return more
 
     def read_inherited(self) -> None:
-        """Read the ring before a lease, where an earlier collector has leased a group in part.
-
-        A late sample that is read first would begin the group anew.
-        """
+        """Read the ring before a lease, where an earlier collector has leased a group in part."""
+        # A late sample that is read first would begin the group anew.
         if _core.leased_in_part(self.segment):
             self._read_all(time.monotonic())
             self.stash.settle_inherited(time.monotonic())
@@ -266,7 +220,7 @@ class Collector:
             self.stash.note_complete(key)
             self._requests.note_end(key)
             self.reader.release(trained, _core.ACKED)
-        self._doubt()  # their requests end once all is read
+        self._upkeep.doubt()  # their requests end once all is read
 
     def end_trained_waiting(self, now: float) -> None:
         """End the trained ones of what is not leased; the others begin their groups anew."""
@@ -279,11 +233,9 @@ class Collector:
             self.flush()
 
     def end_trained(self, origins: Iterable[bytes], held: Iterable[Trajectory] = ()) -> None:
-        """End all samples that a checkpoint counts as trained, and those that come later.
-
-        It reads what is in the ring. So only what others hold (`held`) comes later, and what a
-        relay brings.
-        """
+        """End all samples that a checkpoint counts as trained, and those that come later."""
+        # It reads what is in the ring. So only what others hold (`held`) comes later, and what a
+        # relay brings.
         with self.lock:
             _core.uninterrupted(self._end_trained, {*origins}, [*held])
 
@@ -313,25 +265,14 @@ class Collector:
 
     def _end_checks(self) -> None:
         """Clear up after deaths and discards, with all that was committed before in the stash."""
-        present: set[Hashable] = {sample.key for sample in self.stash.waiting_samples()}
-        if self._requests.checks:
-            # First: a request that has ended holds no place for its group.
-            self._end_requests(present)
-        if self._lead.checks:
-            self._lead.end_check(present.union(self._requests.handed_out()))
-
-    def _end_requests(self, present: set[Hashable]) -> None:
+        waiting: set[Hashable] = {sample.key for sample in self.stash.waiting_samples()}
         elsewhere = self.held_elsewhere()
         if elsewhere is None:
-            self._requests.end_check(lambda key: True)
-            self._requests.doubt()
+            self._upkeep.end_checks(waiting, lambda key: True)
+            self._requests.doubt()  # and look again, once it is known
             return
-        held = present.union(samples[0].key for samples in elsewhere if samples)
-        self._requests.end_check(lambda key: key in held or self.stash.is_full(key))
-
-    def _doubt(self) -> None:
-        self._lead.doubt()
-        self._requests.doubt()
+        held = waiting.union(samples[0].key for samples in elsewhere if samples)
+        self._upkeep.end_checks(waiting, lambda key: key in held or self.stash.is_full(key))
 
     def expire(self, now: float) -> None:
         """End groups and requests whose deadline has passed, also when no record arrives."""
@@ -373,14 +314,6 @@ class Collector:
             raise
         return leased
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether what the table has ready may be leased as it is: no policy has a say."""
-        stash, failures = self.stash, self.stash.failures
-        judged = self._bounded or stash.policy.max_policy_lag is not None or bool(self._errors)
-        judged = judged or bool(self.trained) or bool(stash.inherited)
-        return not (judged or self.divert or stash.discards or failures.active or failures.dirty)
-
     def note_leased(self, leased: list[_core.GroupEntry[Trajectory]]) -> None:
         """Let others begin in the place of groups that were leased; hand out no more of them."""
         if self._lead.bounded:
@@ -389,7 +322,7 @@ class Collector:
 
     def wait_s(self, now: float, remaining_s: float | None) -> float:
         """Seconds until the caller's deadline, the stash's, or the next sweep."""
-        candidates = [self._next_sweep_s - now]
+        candidates = [self._upkeep.next_sweep_s - now]
         if remaining_s is not None:
             candidates.append(remaining_s)
         group_deadline = self.stash.next_deadline_s()
@@ -402,19 +335,9 @@ class Collector:
     def run_maintenance(self, now: float) -> None:
         """Sweep for dead producers and free space, each at its interval."""
         self.flush()
-        if now >= self._next_sweep_s:
-            self._next_sweep_s = now + limits.SWEEP_INTERVAL_S
-            self.deaths += self.reader.sweep()
-            if self.segment.attach_epoch != self._attach_epoch:
-                # Whoever died may have been reaped by another producer.
-                self._attach_epoch = self.segment.attach_epoch
-                self._doubt()
+        if self._upkeep.run(now, self.stash.waiting_samples, self.stash.leased_groups):
             self._retries.check_claimants()
             self._log_drops(now)
-            self._lead.follow(self.stash.leased_groups)
-        if now >= self._next_evacuation_s:
-            self._next_evacuation_s = now + _EVACUATE_INTERVAL_S
-            self._free_space()
 
     def _log_drops(self, now: float) -> None:
         """Log what the reader has quarantined, and the sums of recent drops."""
@@ -424,16 +347,6 @@ class Collector:
             self._corrupt = corrupt
         self.drops.flush()
         self.drops.sum_up(now)
-
-    def _free_space(self) -> None:
-        """Free space: reuse empty runs, and move stragglers where space is short."""
-        reader = self.reader
-        segment = self.segment
-        reader.tidy()
-        few = segment.extent_count * _EVACUATE_FREE_FRACTION
-        if segment.space_wanted() or segment.free_extents() < few:
-            self.deaths += reader.sweep()
-            reader.evacuate(self.stash.waiting_samples())
 
     def flush(self) -> None:
         """Publish what this process holds, for messages of others."""
@@ -460,7 +373,7 @@ class Collector:
         discards = self.stash.take_discards()
         if not discards:
             return
-        self._doubt()
+        self._upkeep.doubt()
         now = time.monotonic()
         useless, self.stash.useless = self.stash.useless, 0
         if useless:
@@ -481,37 +394,37 @@ class Collector:
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
     ) -> int:
-        """End the leases of groups, up to the first that this collector does not hold.
-
-        Ring, table and group change in one call of C: no exception comes between.
-        """
+        """End the leases of groups, up to the first that this collector does not hold."""
+        # Ring, table and group change in one call of C: no exception comes between.
         if not (reason or self.stash.reports or self._requests.used or self._lead.in_versions):
             return _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
-        ended = _core.uninterrupted(self._end_noted, consumer, groups, reason, state)
+
+        def end() -> int:
+            ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
+            for group in groups[:ended]:
+                self._note_end(group._lease.samples, reason, group._lease)
+            return ended
+
+        ended = _core.uninterrupted(end)
         self.drops.flush()
         return ended
 
-    def _end_noted(
-        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
-    ) -> int:
-        """Do so where a drop must be logged, or reports of failures belong to some groups."""
-        ended = _core.end_groups(self.reader, self.stash.table, consumer, groups, reason, state)
-        self._count_useless(reason, [group._lease.samples for group in groups[:ended]])
-        now = time.monotonic()
-        for group in groups[:ended]:
-            if reason:
-                self.drops.note(REASONS[reason], group._lease.samples, now)
-            self.stash.end_reports(group._lease)
-            self._requests.ended(group._lease.samples)
-        self._lead.follow(self.stash.leased_groups, ended)
-        self.release_discards()
-        return ended
-
-    def _count_useless(self, reason: int, groups: list[list[Trajectory]]) -> None:
-        """Count groups that a trainer has dropped: as many more have to be sampled."""
+    def _note_end(
+        self,
+        samples: list[Trajectory],
+        reason: int,
+        group: _core.GroupEntry[Trajectory] | None,
+    ) -> None:
+        """Do what follows from the end of a lease: log a drop, end reports, request and lead."""
         if reason:
-            useless = sum(split_of(samples[0].key) == _core.SPLIT_TRAIN for samples in groups)
-            _core.note_useless(self.segment, useless)
+            self.drops.note(REASONS[reason], samples, time.monotonic())
+            # As many more have to be sampled.
+            _core.note_useless(self.segment, split_of(samples[0].key) == _core.SPLIT_TRAIN)
+        self._requests.ended(samples)
+        if group is not None:
+            self.stash.end_reports(group)
+            self._lead.follow(self.stash.leased_groups, 1)
+            self.release_discards()
 
     def recall(self) -> None:
         """Do nothing: this leases no group ahead of a take."""
@@ -525,25 +438,19 @@ class Collector:
 
     def end(self, group: _core.GroupEntry[Trajectory], reason: int) -> None:
         """Release a leased group: if this process dies now, all of its samples or none."""
-        if reason:
-            self.drops.note(REASONS[reason], group.samples, time.monotonic())
-        self._count_useless(reason, [group.samples])
-        self.reader.release(group.samples, reason)
-        self.stash.end_lease(group)
-        self._requests.ended(group.samples)
-        self._lead.follow(self.stash.leased_groups, 1)
-        if reason:
-            self.drops.flush()
-        if self.stash.discards:
-            self.release_discards()
+        self.release(group.samples, reason, group)
 
-    def end_unknown(self, samples: list[Trajectory], reason: int) -> None:
-        """Release a group that an earlier collector had leased, and this stash does not know."""
-        if reason:
-            self.drops.note(REASONS[reason], samples, time.monotonic())
-        self._count_useless(reason, [samples])
+    def release(
+        self,
+        samples: list[Trajectory],
+        reason: int,
+        group: _core.GroupEntry[Trajectory] | None = None,
+    ) -> None:
+        """Release a group; one that an earlier collector had leased is not known to this stash."""
         self.reader.release(samples, reason)
-        self._requests.ended(samples)
+        if group is not None:
+            self.stash.table.end_lease(group)
+        self._note_end(samples, reason, group)
         self.drops.flush()
 
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
@@ -554,6 +461,11 @@ class Collector:
         self.reader.wake()
 
     # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def deaths(self) -> int:
+        """How many attached producers this has reaped."""
+        return self._upkeep.deaths
 
     @property
     def lane_pause(self) -> LanePauseStatus | None:
@@ -573,7 +485,7 @@ class Collector:
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
         with self.lock:
-            self.deaths += self.reader.sweep()
+            self._upkeep.sweep()
             committed, in_ring = self.reader.count_unread()
             stash = self.stash
             segment = self.segment

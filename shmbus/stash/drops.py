@@ -1,8 +1,8 @@
 """DropLog: nothing is dropped without a line in the log.
 
 The first drop of each reason is told in full: group, samples, producer, and what to do. Those that
-follow within LOG_INTERVAL_S are summed up. A message is made before the space of its samples is
-released, and logged after it: what a handler of the log does must not come between.
+follow within LOG_INTERVAL_S are summed up. A message is logged after its samples were released:
+what a handler of the log does must not come between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from shmbus import errors, limits
-from shmbus._format import printable
+from shmbus._format import printable, several
 from shmbus._keys import split_key
 from shmbus._throttle import Throttle
 from shmbus_ext import _core
@@ -55,13 +55,7 @@ _REMEDIES = {
 
 
 class DropLog:
-    """Tells what a collector drops.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus.
-    """
+    """Tells what a collector drops."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self._segment = segment
@@ -78,7 +72,7 @@ class DropLog:
         *,
         superseded: bool = False,
     ) -> None:
-        """Note samples of one group that are about to be released for a reason."""
+        """Note samples of one group that are released; reports of failures while they are held."""
         if self.told is not None and not superseded:
             self.told(reason, samples)
         if superseded:
@@ -91,7 +85,7 @@ class DropLog:
     def note_corrupt(self, count: int, now_s: float) -> None:
         """Note records that the reader has quarantined."""
         if self._throttle.first("corrupt", now_s, count):
-            what = f"dropped {count} records as corrupt: {_REMEDIES['corrupt']}"
+            what = f"dropped {several(count, 'record')} as corrupt: {_REMEDIES['corrupt']}"
             self._messages.append((logging.WARNING, self._line(what)))
 
     def flush(self) -> None:
@@ -103,7 +97,9 @@ class DropLog:
     def sum_up(self, now_s: float = math.inf) -> None:
         """Log the sums of intervals that are over; all of them without a time."""
         for reason, count in self._throttle.sums(now_s):
-            what = f"dropped {count:,} more trajectories as {reason} since the last such line"
+            what = (
+                f"dropped {several(count, 'more trajectory')} as {reason} since the last such line"
+            )
             logger.log(_level(reason), "%s", self._line(what))
 
     def _line(self, what: str) -> str:

@@ -15,7 +15,11 @@ Invariants
   other samples. So a failure never makes a group wait for ever.
 - A failed sample is asked for again only once its backoff is over.
 - A failure that comes while the request lane is paused for failures that are alike uses up none of
-  its sample's attempts, however often it comes.
+  its sample's attempts, however often it comes. Nor does one that may be the engine's: no sample
+  has come since this one was asked for again, and there are others that fail or that nobody has
+  taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at the most.
+- Whether a failure that an earlier collector had read has used up an attempt is not known, so it
+  uses up none.
 - The report of a failure stays in the ring until its sample has arrived or its group has ended. So
   the next collector finds what failed, and how often.
 """
@@ -28,7 +32,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from shmbus import limits
 from shmbus._backoff import backoff_s
-from shmbus.stash.lane_pause import LanePause
+from shmbus.stash.lane_pause import LanePause, words_of
 from shmbus_ext._core import GroupEntry
 
 __all__ = ["FailingGroup", "Failures", "FailedIndex", "Reported", "Request"]
@@ -66,7 +70,10 @@ _MAX_ATTEMPTS = 1 << 20
 class Request:
     """A retry request for one sample."""
 
-    __slots__ = ("attempt", "deadline_s", "due_s", "group_size", "index", "key", "need", "reason")
+    __slots__ = (
+        "attempt", "deadline_s", "due_s", "group_size", "index", "key", "need", "reason",
+        "successes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -90,6 +97,8 @@ class Request:
         self.due_s = due_s
         #: None until producers can take it.
         self.deadline_s: float | None = None
+        #: How many samples had come by then.
+        self.successes: int | None = None
 
 
 class FailedIndex(Generic[S]):
@@ -106,7 +115,8 @@ class FailedIndex(Generic[S]):
         self.failures = 0
         #: How many samples had come when it failed last.
         self.successes = 0
-        #: Whether it failed again after others had succeeded: so it may be itself that fails.
+        #: Whether it failed again, in the same words, after others had succeeded: so it may be
+        #: itself that fails.
         self.suspect = False
         self.reason = ""
         self.report: S | None = None
@@ -204,6 +214,8 @@ class Failures(Generic[S]):
         self.lane = LanePause(backoff)
         #: Whether a group was asked for through the request lane.
         self.in_lane: Callable[[Hashable], bool] = lambda key: False
+        #: Whether the lane has samples that nobody has taken yet.
+        self.has_open: Callable[[], bool] = lambda: False
         self.groups = groups
         #: Open requests by key and index, in the order in which they were made.
         self.requests: dict[tuple[Hashable, int], Request] = {}
@@ -293,13 +305,7 @@ class Failures(Generic[S]):
             failed = group.failed[index] = FailedIndex()
         failed.reported = True
         self._replace(failed, report)
-        reason = _reason(report)
-        successes = self.lane.successes
-        failed.suspect |= failed.failures > 0 and successes > failed.successes
-        failed.successes = successes
-        if not failed.suspect and self.in_lane(group.key):
-            self.lane.failed(group.key, reason, now_s)
-        self._fail(group, index, attempt, reason, now_s)
+        self._fail(group, index, attempt, _reason(report), now_s, reported=True)
 
     def fail(self, request: Request, reason: str, now_s: float) -> None:
         """Count an attempt that ended without a report: its producer died, or its time is over."""
@@ -310,13 +316,32 @@ class Failures(Generic[S]):
         self._touch(group, now_s)
 
     def _fail(
-        self, group: FailingGroup[S], index: int, attempt: int, reason: str, now_s: float
+        self,
+        group: FailingGroup[S],
+        index: int,
+        attempt: int,
+        reason: str,
+        now_s: float,
+        *,
+        reported: bool = False,
     ) -> None:
         """Count a failed attempt, 0 for the first, and request the next one, if any is left."""
-        excused = self.lane.paused and self.in_lane(group.key)
         failed = group.failed[index]
+        in_lane, successes = self.in_lane(group.key), self.lane.successes
+        alike = words_of(reason) == words_of(failed.reason)
+        failed.suspect |= failed.failures > 0 and successes > failed.successes and alike
+        asked = None if failed.request is None else failed.request.successes
+        alone = successes == (failed.successes if asked is None else asked)
+        if reported and in_lane and not failed.suspect:
+            self.lane.failed(group.key, reason, now_s)
+        excused = in_lane and (
+            self.lane.paused
+            or (attempt > 0 and not failed.failures)
+            or (alone and self._may_be_engine(failed))
+        )
         self._withdraw(group, index, failed)
         failed.reason = reason
+        failed.successes = successes
         at = (group.key, index)
         attempt = max(attempt + (not excused), self.earlier_attempts.get(at, 0))
         failed.attempts = attempt
@@ -331,6 +356,12 @@ class Failures(Generic[S]):
             self.dirty = True
         if self.told is not None:
             self.told(group.key, index, failed)
+
+    def _may_be_engine(self, failed: FailedIndex[S]) -> bool:
+        """Whether a sample that fails while no other comes is not known to fail by itself."""
+        if failed.suspect or failed.failures - failed.attempts >= limits.ALIKE_FAILURES:
+            return False
+        return failed.failures > 0 and (self.has_open() or len(self.groups) > 1)
 
     def _withdraw(self, group: FailingGroup[S], index: int, failed: FailedIndex[S]) -> None:
         if failed.request is not None:
@@ -355,6 +386,7 @@ class Failures(Generic[S]):
     def publish(self, request: Request, now_s: float) -> None:
         """Start the timeout of a request: from now on producers can take it."""
         request.deadline_s = now_s + self.retry_timeout_s
+        request.successes = self.lane.successes
         group = self.groups[request.key]
         assert group is not None
         self._schedule(group)

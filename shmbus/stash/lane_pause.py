@@ -20,10 +20,15 @@ from typing import Final
 from shmbus import limits
 from shmbus._backoff import backoff_s
 
-__all__ = ["LanePause"]
+__all__ = ["LanePause", "words_of"]
 
 #: Words that are no part of what a reason says: numbers, addresses, ids.
 _WITH_DIGIT: Final = re.compile(r"[\w.:-]*\d[\w.:-]*")
+
+
+def words_of(reason: str) -> str:
+    """Return what failures that are alike have in common."""
+    return _WITH_DIGIT.sub("#", reason)
 
 
 class LanePause:
@@ -83,7 +88,7 @@ class LanePause:
         """Note a sample of a group that a worker reported as failed."""
         if self._mixed:
             return
-        alike = _WITH_DIGIT.sub("#", reason)
+        alike = words_of(reason)
         if alike != self._alike:
             self._alike, self._count = alike, 0
             self._keys.clear()

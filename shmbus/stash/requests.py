@@ -26,16 +26,7 @@ __all__ = ["Requests"]
 
 
 class Requests:
-    """Ends the requests of a bus as their groups end.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus, of which this process is the collector.
-    recent : dict, optional
-        Keys with rounds whose groups were complete, as the stash remembers them; of a group that
-        has ended this notes the last request by then.
-    """
+    """Ends the requests of a bus as their groups end."""
 
     def __init__(
         self, segment: _core.Segment, recent: dict[Hashable, int | None] | None = None
@@ -59,6 +50,10 @@ class Requests:
         """Whether a group was offered through the lane, and has not ended."""
         return self.used and self._find(key) is not None
 
+    def has_open(self) -> bool:
+        """Whether there are samples that nobody has taken yet."""
+        return _core.request_totals(self._segment)[1] > 0
+
     def _key(self, id_: str, round: int | None, split: str) -> Hashable:
         return make_key(id_, round, _core.split_number(self._segment, split))
 
@@ -70,12 +65,10 @@ class Requests:
         return found[0] if found else None
 
     def _learn(self) -> None:
-        """Learn of requests that were offered since.
-
-        One feeder at a time opens rows, in the order of their numbers. So all before the number
-        that was the last when the look began are open by then; that one may still be written, and
-        newer ones may lie in rows that the look has passed.
-        """
+        """Learn of requests that were offered since."""
+        # One feeder at a time opens rows, in the order of their numbers. So all before the number
+        # that was the last when the look began are open by then; that one may still be written, and
+        # newer ones may lie in rows that the look has passed.
         last = _core.request_number(self._segment)
         if last == self._number:
             return

@@ -99,51 +99,36 @@ _REFUSALS: dict[int, Reason] = {
 
 
 class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to groups that are late, stale, useless or too many.
+    """What happens to groups that are late, stale, useless or too many."""
 
-    Attributes
-    ----------
-    group_timeout_s : float | None
-        Seconds that a group may stay incomplete; None for ever.
-    on_timeout : "wait" | "drop" | "partial"
-        Keep it, discard it, or deliver the samples that are there.
-    max_policy_lag : int | None
-        A group is stale if its oldest sample is more than this many versions behind. Of the split
-        "train" only, as `skip_zero_variance` is: nothing is learned from the others.
-    skip_zero_variance : bool
-        Discard complete groups whose scores are all equal: they give no gradient.
-    max_stash_bytes : int | None
-        Ring bytes that incomplete groups may hold.
-    on_overflow : "wait" | "drop" | "partial"
-        What happens to the oldest incomplete groups above that.
-    sample_retries : int
-        Retry requests for a sample that failed, or is missing at its group's deadline.
-    retry_timeout_s : float
-        Seconds that a request may stay unanswered, and that a group with a finally failed sample
-        waits for its others.
-    retry_backoff_s : tuple of float
-        Seconds before a failed sample is requested again: first, and at most.
-    on_failure : "drop" | "partial"
-        What happens to a group with a finally failed sample, once its others are there.
-    """
-
+    #: Seconds that a group may stay incomplete; None for ever.
     group_timeout_s: float | None = None
+    #: Keep it, discard it, or deliver the samples that are there.
     on_timeout: Literal["wait", "drop", "partial"] = "wait"
+    #: A group is stale if its oldest sample is more than this many versions behind. Of the split
+    #: "train" only, as `skip_zero_variance` is: nothing is learned from the others.
     max_policy_lag: int | None = None
+    #: Discard complete groups whose scores are all equal: they give no gradient.
     skip_zero_variance: bool = False
+    #: Ring bytes that incomplete groups may hold.
     max_stash_bytes: int | None = None
+    #: What happens to the oldest incomplete groups above that.
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
+    #: Retry requests for a sample that failed, or is missing at its group's deadline.
     sample_retries: int = 0
+    #: Seconds that a request may stay unanswered, and that a group with a finally failed sample
+    #: waits for its others.
     retry_timeout_s: float = limits.RETRY_TIMEOUT_S
+    #: Seconds before a failed sample is requested again: first, and at most.
     retry_backoff_s: tuple[float, float] = limits.RETRY_BACKOFF_S
+    #: What happens to a group with a finally failed sample, once its others are there.
     on_failure: Literal["drop", "partial"] = "drop"
 
 
 class Discard(Generic[S]):
-    """Samples that leave for another reason than acknowledgement.
+    """Samples that leave for another reason than acknowledgement."""
 
-    `superseded`: reports of failures that have served, and cost their group nothing more.
-    """
+    # `superseded`: reports of failures that have served, and cost their group nothing more.
 
     __slots__ = ("key", "reason", "samples", "superseded")
 
@@ -157,13 +142,7 @@ class Discard(Generic[S]):
 
 
 class Stash(Generic[S]):
-    """Groups samples by key and hands out complete groups under lease.
-
-    Parameters
-    ----------
-    policy : StashPolicy
-        What happens to groups that are late, stale, useless or too many.
-    """
+    """Groups samples by key and hands out complete groups under lease."""
 
     def __init__(self, policy: StashPolicy | None = None) -> None:
         policy = self.policy = policy or StashPolicy()
@@ -255,10 +234,8 @@ class Stash(Generic[S]):
         self.table.push(entry)
 
     def settle_inherited(self, now_s: float) -> None:
-        """Take what is left for samples as any other, once all that was committed has been read.
-
-        Their collector died while it wrote the lease down, so nobody has had the group.
-        """
+        """Take what is left for samples as any other, once all that was committed has been read."""
+        # Their collector died while it wrote the lease down, so nobody has had the group.
         inherited, self.inherited = self.inherited, {}
         for members in inherited.values():
             _core.forget_leased(members)
@@ -307,10 +284,7 @@ class Stash(Generic[S]):
             self._end_oldest(policy, "overflow", now_s)
 
     def take_out(self, samples: Iterable[S]) -> list[S]:
-        """Take waiting samples out, as if they had never come; return the others of their groups.
-
-        Those are nowhere then: the caller adds them again.
-        """
+        """Take waiting samples out; return the others of their groups, to be added again."""
         out = {id(sample) for sample in samples}
         rest: list[S] = []
         for key in {sample.key for sample in samples}:
@@ -402,7 +376,8 @@ class Stash(Generic[S]):
             self._discard_group(reason, key, samples)
             self._discard("failed", key, reports)
         if has_round(key):
-            self.table.recent[key] = None
+            # Where nobody has asked for it on this bus, whoever does so begins it anew.
+            self.table.recent[key] = None if self.failures.in_lane(key) else 0
         self._cancel(key)
         self._note_failing()
 
@@ -442,10 +417,8 @@ class Stash(Generic[S]):
     # -- time -----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """End the incomplete groups whose deadline has passed, as the policy says.
-
-        With retries, their missing samples are requested instead.
-        """
+        """End the incomplete groups whose deadline has passed, as the policy says."""
+        # With retries, their missing samples are requested instead.
         while (deadline_s := self._open_deadline_s()) is not None and now_s >= deadline_s:
             if self.policy.sample_retries:
                 entry = self.table.take_oldest()
@@ -467,8 +440,7 @@ class Stash(Generic[S]):
     def follow_lane(self, now_s: float) -> None:
         """Open the request lane once a sample has come, and note which requests are due."""
         lane = self.failures.lane
-        if lane.paused:
-            lane.look(self.table.accepted)
+        lane.look(self.table.accepted)
         if lane.changed:
             lane.changed = False
             self.failures.dirty = True
@@ -489,10 +461,8 @@ class Stash(Generic[S]):
     def lease(
         self, max_groups: int, policy_version: int = 0, split: int = SPLIT_TRAIN
     ) -> list[GroupEntry[S]]:
-        """Hand out ready groups of a split, in the order of completion.
-
-        Stale ones of the split "train" are discarded instead.
-        """
+        """Hand out ready groups of a split, in the order of completion."""
+        # Stale ones of the split "train" are discarded instead.
         if self.policy.max_policy_lag is None or split != SPLIT_TRAIN:
             return self.table.lease(max_groups, split)
         fresh: list[GroupEntry[S]] = []
@@ -549,10 +519,8 @@ class Stash(Generic[S]):
         return discards
 
     def oldest(self, count: int) -> list[GroupEntry[S] | FailingGroup[S]]:
-        """Return the incomplete groups that have waited longest, oldest first.
-
-        They are copies, except for failing groups.
-        """
+        """Return the incomplete groups that have waited longest, oldest first."""
+        # They are copies, except for failing groups.
         found: list[GroupEntry[S] | FailingGroup[S]] = [*self.table.oldest(count)]
         found += [group for group in self.failures.groups.values() if group is not None]
         return sorted(found, key=lambda group: group.born_s)[:count]

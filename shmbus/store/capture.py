@@ -227,7 +227,7 @@ def replay(
     speed: float | None = 1.0,
     timeout: float | None = None,
 ) -> Replayed:
-    """Put the trajectories of a capture or snapshot onto a bus, in their order and at their pace."""
+    """Put the trajectories of a capture or snapshot onto a bus, in order and at their pace."""
     if speed is not None and not 0 < speed < float("inf"):
         raise ValueError(f"speed: expected more than 0, or None for no pace, got {speed}")
     directory = Path(os.path.abspath(directory))

@@ -17,6 +17,8 @@ from shmbus import limits
 from shmbus._arguments import TRAIN, check_timeout
 from shmbus._schema import Schema, mapping_of, parse
 from shmbus.feeder import Feeder, check_offer
+from shmbus.inspect.open_groups import OpenGroups
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.take.attached import AttachedConsumer
 from shmbus_ext import _core
 
@@ -77,6 +79,11 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         Requests behind that one that have ended, on this bus: they were trained after the state was
         saved, and must be offered again. `OnlineDataHandler.request` and whoever else goes over the
         data again does; a `Feeder` in another process must be told.
+    whole : list of (str, int | None, str)
+        Groups with a round that are complete on this bus, and whose request neither it nor the
+        state has, where it is another than the state's: a snapshot has what came of a request, and
+        not the request. They are as those of `beyond`; one that is offered before it is taken is
+        trained once, too.
     """
 
     offered: int
@@ -85,6 +92,7 @@ class RestoredRequests(msgspec.Struct, frozen=True):
     trained: list[tuple[str, int | None, str]]
     number: int | None = None
     ended: int = 0
+    whole: list[tuple[str, int | None, str]] = []
 
 
 class PromptRequests(AttachedConsumer):
@@ -304,6 +312,8 @@ class PromptRequests(AttachedConsumer):
             feeder._offer([offer], timeout)
             offered += 1
         here = number is not None and state.get("bus") == feeder._segment.identity
+        known = {*there, *trained, *map(_key, state["open"])}
+        complete = self._complete_groups() if number is not None and not here else []
         return RestoredRequests(
             offered,
             kept,
@@ -311,7 +321,14 @@ class PromptRequests(AttachedConsumer):
             list(trained.elements()),
             number,
             max(0, newest - (number or 0) - there.total()) if here else 0,
+            [key for key in complete if key not in known],
         )
+
+    def _complete_groups(self) -> list[tuple[str, int | None, str]]:
+        """Return the groups with a round that are whole on the bus, delivered or not."""
+        with SegmentFile(self.name) as file:
+            file.require()
+            return [key for key in OpenGroups(file, 0).whole if key[1] is not None]
 
 
 def _key(request: OpenRequest) -> tuple[str, int | None, str]:

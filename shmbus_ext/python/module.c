@@ -43,7 +43,6 @@
 #include "python/read/borrower.h"
 #include "python/read/consumer_base.h"
 #include "python/read/end_lease.h"
-#include "python/read/granter.h"
 #include "python/read/reader_object.h"
 #include "python/read/recursive_lock.h"
 #include "python/read/take.h"
@@ -104,7 +103,6 @@ static bool add_types(PyObject *module) {
         {"Reader", &ReaderType},           {"Borrower", &BorrowerType},
         {"RecursiveLock", &RecursiveLockType}, {"LockAttempt", &LockAttemptType},
         {"Intake", &IntakeType},           {"ConsumerBase", &ConsumerBaseType},
-        {"Granter", &GranterType},
         {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},

@@ -63,23 +63,6 @@ enum doorbell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns)
     return result;
 }
 
-enum doorbell_wait doorbell_sleep_openly(struct bus_header *header, int64_t timeout_ns) {
-    uint32_t announced = BELL_ANNOUNCED;
-    /* SYNC: bell-asleep. The last look at the lanes has found nothing, and nobody has rung since. */
-    if (!atomic_compare_exchange_strong_explicit(&header->bell, &announced, BELL_ASLEEP,
-                                                 memory_order_seq_cst, memory_order_seq_cst)) {
-        return DOORBELL_WOKEN;
-    }
-    enum doorbell_wait result = futex_wait(&header->bell, BELL_ASLEEP, timeout_ns);
-    doorbell_stay(header);
-    return result;
-}
-
-bool doorbell_is_asleep(const struct bus_header *header) {
-    /* SYNC: bell-asleep. Whoever has put before this has rung, and it says so no more. */
-    return atomic_load_explicit(&header->bell, memory_order_seq_cst) == BELL_ASLEEP;
-}
-
 uint32_t doorbell_want_space(struct bus_header *header) {
     uint32_t ticket = atomic_load_explicit(&header->space_bell, memory_order_acquire);
     /* SYNC: space. A flag and no count: a waiter that dies leaves at most one spare wake-up. */

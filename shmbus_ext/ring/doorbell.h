@@ -17,17 +17,13 @@ enum doorbell_wait { DOORBELL_WOKEN = 0, DOORBELL_TIMEOUT = 1, DOORBELL_INTERRUP
 /* Producer, after it has published. Whether it woke a reader. */
 bool doorbell_ring(struct bus_header *header);
 
-/* What the bell says; a producer rings it in either case. */
-enum doorbell_state { BELL_AWAKE = 0, BELL_ANNOUNCED = 1, BELL_ASLEEP = 2 };
+/* What the bell says. */
+enum doorbell_state { BELL_AWAKE = 0, BELL_ANNOUNCED = 1 };
 
 /* Reader: announce sleep, look again, then doorbell_sleep or doorbell_stay. */
 void doorbell_announce(struct bus_header *header);
 void doorbell_stay(struct bus_header *header);
 enum doorbell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns);
-/* The same, for a reader that others may find asleep: then nothing that was published before they
- * looked is unread, and nothing that was read waits for anybody. */
-enum doorbell_wait doorbell_sleep_openly(struct bus_header *header, int64_t timeout_ns);
-bool doorbell_is_asleep(const struct bus_header *header);
 
 /* Producer: announce the wish for space, try again, then sleep. Returns the ticket to sleep on. */
 uint32_t doorbell_want_space(struct bus_header *header);

@@ -96,7 +96,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *     12     4  layout_hash      creator      all         before magic
  *     16    40  geometry         creator      all         before magic; geometry_crc covers 8..56
  *     56     4  geometry_crc     creator      all         before magic
- *    128     4  bell             reader, producers        seq_cst: 0 while the reader is awake; doorbell.h
+ *    128     4  bell             reader, producers        seq_cst: 1 while the reader sleeps
  *    192     4  space_bell       reader       producers   futex word, bumped when space is freed
  *    196     4  space_wanted     producers, reader        seq_cst: 1 while someone waits
  *    200     8  jumbo_until_ns   producers    producers   advisory; CLOCK_MONOTONIC

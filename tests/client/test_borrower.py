@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -48,10 +49,23 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
+#: A connection that is not over.
+CONNECTION, _DAEMON = socket.socketpair()
+
+
+def receive(
+    borrower: _core.Borrower, granted: list[messages.Granted]
+) -> tuple[list[_core.ClientLease], list[int]]:
+    """Receive groups, and keep them nowhere."""
+    received = borrower.receive(granted, -1, {}, CONNECTION.fileno())
+    borrower.ready.clear()
+    return received
+
+
 def borrow(borrower: _core.Borrower, places: bytes) -> _core.ClientLease:
     """Borrow what is at these places, as one group."""
     granted = messages.Granted(number=7, size=len(places) // _core.PLACE_BYTES, places=places)
-    leases, refused = borrower.borrow([granted], -1)
+    leases, refused = receive(borrower, [granted])
     assert not refused
     (lease,) = leases
     return lease
@@ -93,7 +107,7 @@ def test_a_borrowed_trajectory_is_what_the_reader_has(
 
 def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
     """Borrow what is no group of this bus; return what it refuses."""
-    leases, refused = borrower.borrow([messages.Granted(number=3, size=1, places=places)], -1)
+    leases, refused = receive(borrower, [messages.Granted(number=3, size=1, places=places)])
     assert not leases
     return refused
 
@@ -292,7 +306,7 @@ def test_exactly_the_extents_of_leases_and_of_views_are_locked(
             # One of which nothing can be made leaves the locks of the others alone.
             grants.insert(0, messages.Granted(number=0, size=1, places=grants[-1].places[:24] * 2))
             grants[0].places = grants[0].places[:28] + b"\xff" + grants[0].places[29:]
-            fresh, refused = borrower.borrow(grants, -1)
+            fresh, refused = receive(borrower, grants)
             assert refused == [0] and [lease.number for lease in fresh] == list(at)
             for lease in fresh:
                 leases[lease.number] = ({extents[i] for i in at[lease.number]}, lease)
@@ -319,13 +333,14 @@ def test_exactly_the_extents_of_leases_and_of_views_are_locked(
 
 
 BORROW = """
-import sys, time
+import socket, sys, time
 from shmbus.control import messages
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 borrower = _core.Borrower(lifecycle.open_segment(sys.argv[1], read_only=True))
 granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
-leases, _ = borrower.borrow([granted], -1)
+connection, daemon = socket.socketpair()
+leases, _ = borrower.receive([granted], -1, {}, connection.fileno())
 view = leases[0].samples[0]["tokens"]
 print("looking")
 time.sleep(600)

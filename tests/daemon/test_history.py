@@ -12,7 +12,7 @@ import pytest
 from conftest import Daemon, Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.daemon.events import GROUP_EVENTS, OTHER_EVENTS, Events, ProducerWatch
+from shmbus.daemon.history import GROUP_EVENTS, OTHER_EVENTS, Events, ProducerWatch
 from shmbus.inspect.history import read_events, read_group
 from shmbus.inspect.status import read_status
 

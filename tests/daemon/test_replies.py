@@ -12,8 +12,8 @@ from typing import cast
 import uvloop
 
 from shmbus.control import messages
+from shmbus.daemon.connection import MAX_UNSENT_BYTES, Replies
 from shmbus.daemon.leases import Session
-from shmbus.daemon.replies import MAX_UNSENT_BYTES, Replies
 
 DEADLINE_S = 60.0
 SEED = 20261122

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
 from conftest import Daemon, Spawner, wait_until
-from daemon.waiting_client import take_beside
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, Consumer, Group, Producer
+from shmbus.control.ask import ask_status
+from shmbus.control.messages import StatusReply
 
 # Longer than anything here takes on a loaded machine.
 DEADLINE_S = 30.0
@@ -43,6 +45,20 @@ def pump_or_fail(self, now):
 Service.pump = pump_or_fail
 sys.exit(main())
 """
+
+
+def take_beside(consumer: Consumer, seconds: float) -> tuple[threading.Thread, list[Group]]:
+    """Have a consumer take in a thread, and wait until its daemon says that it waits."""
+    groups: list[Group] = []
+    taker = threading.Thread(target=lambda: groups.extend(consumer.take(timeout=seconds)))
+    taker.start()
+    wait_until(lambda: _somebody_waits(consumer.name), what="the client to wait")
+    return taker, groups
+
+
+def _somebody_waits(name: str) -> bool:
+    reply = ask_status(name)
+    return isinstance(reply, StatusReply) and any(client.waiting for client in reply.clients)
 
 
 def put(name: str, key: str) -> None:

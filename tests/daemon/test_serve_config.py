@@ -18,7 +18,7 @@ from operators import cli
 from shmbus import Bus
 from shmbus.cli import main
 from shmbus.daemon.config import ConfigError, Settings, load
-from shmbus.daemon.notify import notify
+from shmbus.daemon.server import notify
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib before Python 3.11")
 

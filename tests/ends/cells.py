@@ -7,12 +7,14 @@ value that is added to an axis fails test_ends.py until each of its cells has on
 from __future__ import annotations
 
 import itertools
+import os
 from typing import NamedTuple
 
 __all__ = [
     "HELD",
     "HOLDS",
     "HOWS",
+    "LONG",
     "OTHER_SIDES",
     "PROGRAMS",
     "SIGNALS",
@@ -22,6 +24,9 @@ __all__ = [
     "cells",
     "why_not",
 ]
+
+#: Whether all cells run, each by itself.
+LONG = os.environ.get("SHMBUS_TEST_ENDS") == "all"
 
 #: How a life ends.
 HOWS = {

@@ -98,8 +98,20 @@ class Held:
         self.party.wait(self)
 
 
+def prefetching() -> int:
+    return sum(thread.name == "shmbus-prefetch" for thread in threading.enumerate())
+
+
+def await_threads(others: int = 0) -> None:
+    """Wait for threads that prefetched: one at work has its handler, which is in a cycle, then."""
+    while prefetching() > others:
+        gc.collect()
+        time.sleep(0.02)
+
+
 def live_on() -> NoReturn:
     """Have the process outlive its handles."""
+    await_threads()
     print("gone", flush=True)
     while True:
         signal.pause()
@@ -260,8 +272,10 @@ def load(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
 
 
 def load_by_workers(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, _utils
 
+    # Seconds that torch waits for the end of a worker that failed, each time in vain.
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.2
     # One of each party: all that it says.
     for held in {held.task.who: held for held in lives}.values():
         loader = DataLoader(held.handle, batch_size=None, num_workers=1)
@@ -310,9 +324,11 @@ def run_again(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> N
             assert party.ALONE and str(os.getpid()) in str(error), error
             new = None
         if new is None:
+            others = prefetching() - (task.who == "prefetch")
             for name in [name for name in scope if name.startswith("name_")]:
                 del scope[name]
             gc.collect()
+            await_threads(others)
             new = party.live(task._replace(life=2))
         else:
             assert not party.ALONE, f"there are two of {party} now"

@@ -1,15 +1,14 @@
 """However a life ends, the next ones find everything: nothing lost, nothing doubled.
 
 For each way to end and each party, two lives end so, one after the other, each with something of
-every cell in its hands; the third life is the test. Between them all free space is written over.
-SHMBUS_TEST_ENDS=all runs each cell in processes of its own too, and all of them in fresh
-interpreters.
+its cells in its hands; the third life is the test. Between them all free space is written over.
+The short form has all parties of a way in one process, with some cells of most.
+SHMBUS_TEST_ENDS=all has all cells of a room in fresh interpreters, and each in its own processes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,12 @@ from conftest import SHM_DIR, Child, Daemon, Spawner, segments_named, wait_until
 pytest.importorskip("torch")
 
 from bus_parties import BUS_PARTIES, GROUPS, Party
-from cells import HELD, HOLDS, HOWS, PROGRAMS, WHOS, Cell, cells, why_not
+from cells import HELD, HOLDS, HOWS, LONG, PROGRAMS, WHOS, Cell, cells, why_not
 from endings import ENDINGS, LIVES_ON, STATUS, Task
 from tensor_parties import TENSOR_PARTIES
 
 from shmbus.inspect import leftovers
 
-LONG = os.environ.get("SHMBUS_TEST_ENDS") == "all"
 HERE = Path(__file__).parent
 SCRIPT = f"""
 import sys
@@ -42,14 +40,15 @@ TOGETHER = {
     "bus": ("producer", "consumer", "feeder"),
     "torch": ("handler", "prefetch", *TENSOR_PARTIES),
 }
+ROOMS = TOGETHER if LONG else {"all": tuple(who for whos in TOGETHER.values() for who in whos)}
 #: Those all of whose cells are in the short form, and which share of the others' is.
-WHOLE = ("producer", "consumer", "feeder", "handler")
+WHOLE = ("producer", "consumer", "feeder")
 SOME = 3
 POSSIBLE = [cell for cell in cells() if not why_not(cell)]
 RUNS = {
     (how, room): [cell for cell in POSSIBLE if cell.how == how and cell.who in whos]
     for how in HOWS
-    for room, whos in TOGETHER.items()
+    for room, whos in ROOMS.items()
 }
 
 
@@ -96,11 +95,12 @@ class Lives:
                 daemon.kill()
             elif task.other == "closed":
                 daemon.stop()
-        self._end(first, 1)
-        for task, daemon in self._daemons.items():
-            if task.other != "open":
-                daemon.start()
-        if self.how != "again":
+        if self.how == "again":  # its second life is in the same process
+            self._start_daemons()
+            self._end(first, 1)
+        else:
+            self._end(first, 1)
+            self._start_daemons()
             self._press("between")
             self._end(self._begin(2), 2)
         if peers is not None:
@@ -111,6 +111,11 @@ class Lives:
                 self._read(peer)
         self._press("after")
         self._judge()
+
+    def _start_daemons(self) -> None:
+        for task, daemon in self._daemons.items():
+            if task.other != "open":
+                daemon.start()
 
     def _start(self, what: str, life: int, tasks: list[Task], fresh: bool) -> Child:
         needs_torch = any(task.who in TOGETHER["torch"] for task in tasks)
@@ -211,22 +216,19 @@ class Lives:
 def batches(how: str, room: str) -> list[tuple[list[Cell], bool]]:
     """Cells that run in one process each time, and whether by fresh interpreters."""
     together = RUNS[how, room]
-    if not LONG:
-        # All cells of who reads and writes a bus; of the others some, and in all ends together all.
-        # A daemon serves one bus: one cell.
-        at = [*HOWS].index(how)
-        if room == "daemon":
-            return [([together[at % len(together)]], False)]
-        some = [
-            cell
-            for number, cell in enumerate(together)
-            if cell.who in WHOLE or (number + at) % SOME == 0
-        ]
-        return [(some, False)]
-    return [(together, True), *(([cell], False) for cell in together)]
+    if LONG:
+        return [(together, True), *(([cell], False) for cell in together)]
+    at = [*HOWS].index(how)
+    # A daemon serves one bus: one cell.
+    leased = [cell for cell in together if cell.who == "leaser"]
+    others = [cell for cell in together if cell.who != "leaser"]
+    some = [
+        cell for number, cell in enumerate(others) if cell.who in WHOLE or (number + at) % SOME == 0
+    ]
+    return [([*leased[at % 9 :][:1], *some], False)]
 
 
-@pytest.mark.timeout(1200 if LONG else 120)
+@pytest.mark.timeout(1200 if LONG else 200)
 @pytest.mark.parametrize(("how", "room"), [at for at, found in RUNS.items() if found])
 def test_what_a_life_had_is_found_by_the_next_ones(
     how: str, room: str, spawn: Spawner, tmp_path: Path, bus_name: str, seed: int

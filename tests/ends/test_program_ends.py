@@ -6,6 +6,7 @@ A cell is (signal, what it held, what its other side did), as in cells.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 from collections.abc import Callable
@@ -14,11 +15,17 @@ from typing import Any
 
 import pytest
 from bus_parties import GROUPS, LeaserParty
-from cells import OTHER_SIDES, SIGNALS, Cell, cells, why_not
+from cells import LONG, OTHER_SIDES, SIGNALS, Cell, cells, why_not
 from conftest import Daemon, Spawner
 from endings import Task
 
 HERE = Path(__file__).parent
+#: Each signal with each other side; in the short form with one.
+ENDS = [
+    (how, other)
+    for (m, how), (n, other) in itertools.product(enumerate(SIGNALS), enumerate(OTHER_SIDES))
+    if LONG or m == n
+]
 #: Holds a lease of a daemon until it is told, and acknowledges it then; "closed" leaves before.
 CLIENT = f"""
 import json, os, sys, time
@@ -46,8 +53,7 @@ def signalled(how: str, child: Any) -> None:
     assert "Traceback" not in child.output(), child.output()
 
 
-@pytest.mark.parametrize("other", OTHER_SIDES)
-@pytest.mark.parametrize("how", SIGNALS)
+@pytest.mark.parametrize(("how", "other"), ENDS)
 def test_what_a_daemon_had_is_found_by_its_successors(
     how: str,
     other: str,
@@ -91,8 +97,7 @@ def programs(who: str) -> list[Cell]:
     return [cell for cell in cells() if cell.who == who and not why_not(cell)]
 
 
-@pytest.mark.parametrize("other", OTHER_SIDES)
-@pytest.mark.parametrize("how", SIGNALS)
+@pytest.mark.parametrize(("how", "other"), ENDS)
 def test_what_a_gateway_had_is_found_by_its_successors(
     how: str,
     other: str,

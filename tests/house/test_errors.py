@@ -575,7 +575,7 @@ def test_the_message_of_a_full_bus_names_who_holds_the_space(bus_name: str) -> N
             assert f"pid {os.getpid()} (slow trainer) holds {len(held)} unackn" in message, message
             held.pop().give_back()
             message = full_message(modest)
-            assert f"holds {len(held)} unackn" in message and "1 trajectories" in message, message
+            assert f"holds {len(held)} unackn" in message and "1 trajectory" in message, message
         assert "no consumer is attached now: start one" in full_message(modest)
 
 

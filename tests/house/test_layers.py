@@ -58,10 +58,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus.consumer",
         "shmbus.feeder",
         "shmbus.group",
-        "shmbus.origin_reader",
         "shmbus.producer",
         "shmbus.put",
-        "shmbus.record_reader",
         "shmbus.source",
         "shmbus.stash",
         "shmbus.take",
@@ -84,7 +82,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "parts of a trainer": (
         "trainer_adapter._arguments",
         "trainer_adapter._masked",
-        "trainer_adapter._near_names",
         "trainer_adapter.advantages",
         "trainer_adapter.attention",
         "trainer_adapter.balance",
@@ -105,10 +102,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room in rooms}
 
-# What a trainer may use of shmbus: its public names, these rooms, how files are called, and how
-# programs are started.
+# What a trainer may use of shmbus: its public names, these rooms, how files are called, how
+# programs are started, and words of messages.
 OPEN_TO_TRAINERS = (
     "shmbus._arguments.",
+    "shmbus._format.several",
     "shmbus._near_names.",
     "shmbus._programs.",
     "shmbus.batch.",

@@ -65,8 +65,6 @@ SHMBUS_ALL = [
     "ProducerRequests",
     "ProducerStats",
     "ProtocolError",
-    "RecordHead",
-    "RecordReader",
     "RecordTooLargeError",
     "Request",
     "RequestCounts",

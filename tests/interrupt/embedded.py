@@ -326,13 +326,15 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] =
 }
 
 
-def every(make: Callable[[], Any], run: Callable[[Any, int], object]) -> Iterator[tuple[str, str]]:
-    """Interrupt each event of an operation; yield where, and what was wrong after it."""
-    at = 0
+def every(
+    make: Callable[[], Any], run: Callable[[Any, int], object], first: int = 1, step: int = 1
+) -> Iterator[tuple[str, str]]:
+    """Interrupt each event of an operation, or some; yield where, and what was wrong after it."""
+    at = first - step
     case = make()
     try:
         while True:
-            at += 1
+            at += step
             wrong = ""
             try:
                 run(case, at)
@@ -356,9 +358,16 @@ def report_of(
 ) -> dict[str, Any]:
     """Run what the command line says; how many exceptions were raised in each, and what was wrong.
 
-    The arguments after the bus's name are operations, and ``--seed N`` for the shape of a seed.
+    The arguments after the bus's name are operations, ``--seed N`` for the shape of a seed, and
+    ``--from FIRST --step N`` for each Nth event only.
     """
     chosen = sys.argv[2:]
+    part = {"--from": 1, "--step": 1}
+    for name in part:
+        if name in chosen:
+            at = chosen.index(name)
+            part[name] = int(chosen[at + 1])
+            del chosen[at : at + 2]
     if "--seed" in chosen:
         at = chosen.index("--seed")
         SHAPE.seed(int(chosen[at + 1]))
@@ -367,7 +376,7 @@ def report_of(
     for operation in chosen or operations:
         options, run = operations[operation]
         count = 0
-        for where, wrong in every(functools.partial(make, **options), run):
+        for where, wrong in every(functools.partial(make, **options), run, *part.values()):
             count += 1
             if wrong:
                 report["faults"].append(f"{operation}: {where}: {wrong}"[:300])

@@ -116,14 +116,9 @@ def stepping(case: Case, at: int) -> Injection:
     return injection
 
 
-def looking(case: Case, at: int) -> Injection:
-    """A look of a consumer that looks again and again, whose request stands with the daemon."""
+def polling(case: Case, at: int) -> Injection:
+    """A poll: the answer is there at once, whatever it is."""
     consumer = case.consumer
-    source = consumer._source
-    deadline = time.monotonic() + PATIENCE_S
-    while source.state.open_take is None:
-        if consumer.take(1, 0) or time.monotonic() > deadline:
-            raise Fault(f"expected looks in vain: {consumer.stats()}")
     case.offer()
 
     def operate() -> object:
@@ -236,7 +231,7 @@ def setting(case: Case, at: int) -> Injection:
 
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
     "take": ({}, embedded.taking),
-    "look": ({}, looking),
+    "poll": ({}, polling),
     "ack": ({}, embedded.ending("ack")),
     "ack-list": ({}, embedded.ending_many),
     "drop": ({}, embedded.ending("drop")),

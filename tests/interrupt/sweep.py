@@ -42,9 +42,15 @@ PATHS: dict[str, tuple[str, list[str]]] = {
         "served.py",
         [f"rank-{verb}" for verb in ("step", "ack", "drop", "give-back", "with", "attach")],
     ),
-    "handler": ("handler.py", [*_HANDLER, "next-stale", "attach"]),
-    "handler, daemon": ("handler.py", [f"served-{verb}" for verb in [*_HANDLER, "attach"]]),
-    "handler, two ranks": ("handler.py", [f"rank-{verb}" for verb in [*_HANDLER, "attach"]]),
+    "handler": ("handler.py", [*_HANDLER, "offer", "next-stale", "attach"]),
+    "handler, daemon": (
+        "handler.py",
+        [f"served-{verb}" for verb in [*_HANDLER, "offer", "attach"]],
+    ),
+    "handler, two ranks": (
+        "handler.py",
+        [f"rank-{verb}" for verb in [*_HANDLER, "offer", "attach"]],
+    ),
     "handler, prefetch": ("handler.py", [f"{verb}-prefetch" for verb in _HANDLER]),
     "handler, prefetch, daemon": (
         "handler.py",

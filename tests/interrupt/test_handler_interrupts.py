@@ -18,7 +18,10 @@ def run(spawn: Spawner, script: str, *arguments: object) -> dict[str, Any]:
     return report
 
 
-#: What each test runs; `make interrupts` has all of it, offers too, and more often.
+#: Of an offer, which has most events, the suite interrupts one in so many, from a seed's on.
+OFFER_STEP = 9
+
+#: What each test runs; `make interrupts` has all of it, and more often.
 OPERATIONS = [
     "next",
     "next-stale",
@@ -50,6 +53,15 @@ def test_an_exception_at_any_step_of_the_handler_loses_nothing(
     report = run(spawn, "handler.py", bus_name, operation)
     assert report["faults"] == []
     assert report[operation] > 20
+
+
+def test_an_exception_at_some_steps_of_an_offer_offers_each_prompt_once(
+    bus_name: str, seed: int, spawn: Spawner
+) -> None:
+    part = ("--from", 1 + seed % OFFER_STEP, "--step", OFFER_STEP)
+    report = run(spawn, "handler.py", bus_name, "offer", *part)
+    assert report["faults"] == []
+    assert report["offer"] > 20
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

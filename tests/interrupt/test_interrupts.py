@@ -44,7 +44,7 @@ def test_an_exception_at_any_step_of_a_served_consumer_costs_nothing(
     bus_name: str, reports: Reports
 ) -> None:
     # Of the others `make interrupts` takes care: they go through the same lines.
-    short = "take look ack ack-list give-back with stats version close rank-step rank-attach"
+    short = "take poll ack ack-list give-back with stats version close rank-step rank-attach"
     doubted = "doubted-ack doubted-give-back"
     (report,) = reports("served.py", bus_name, *f"{short} {doubted}".split())
     assert report["injections"] > 1000

@@ -20,7 +20,7 @@ from shmbus.client import daemon_client
 from shmbus.client import leases as client_leases
 from shmbus.control import messages
 from shmbus.daemon import connection, leases, recovery, server, service, steps
-from shmbus.stash import collector
+from shmbus.stash import collector, upkeep
 from shmbus.store import directory, parts
 
 __all__ = ["POINTS", "arm"]
@@ -80,7 +80,7 @@ POINTS = {
     "ack-confirmed": _Point(connection.Connection, "send", counts=_ENDED),
     "shard-back": _Point(steps.StepPlanner, "give_back"),
     "client-left": _Point(service.Service, "leave"),
-    "relieve-begun": _Point(collector.Collector, "_free_space", before=True),
+    "relieve-begun": _Point(upkeep.Upkeep, "_free_space", before=True),
     # Shutdown.
     "drain-begun": _Point(server.Server, "_drain", before=True),
     "drain-over": _Point(server.Server, "_drain"),

@@ -52,6 +52,7 @@ def _build(tree: Path) -> None:
         ("failpoints", "producer"),
         ("failpoints", "collector"),
         ("failpoints", "mover"),
+        ("failpoints", "partial"),
         ("retry_points", "collector"),
         ("retry_points", "producer"),
         ("group_points", "whole"),

@@ -241,7 +241,10 @@ def publish(model: torch.nn.Linear, publisher: WeightPublisher | None, version: 
 
 
 def evaluate(handler: OnlineDataHandler) -> None:
-    """Ask some prompts of the other split, and wait for their groups."""
+    """Ask some prompts of the other split, and wait for their groups.
+
+    The last that is left may be given up while the engine is away: it has nothing beside it.
+    """
     asked = {f"eval-{handler.step}-{number}" for number in range(EVALUATED)}
     for number, id_ in enumerate(sorted(asked)):
         prompt = np.array([3 * number], np.int32)
@@ -253,6 +256,7 @@ def evaluate(handler: OnlineDataHandler) -> None:
             for group in handler.take("eval", timeout=0.2):
                 with group:
                     asked.discard(group.instance_id)
+        asked &= {id_ for id_, _, split in handler._consumer.open_requests() if split == "eval"}
 
 
 # --- what goes wrong

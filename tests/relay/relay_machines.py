@@ -11,11 +11,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from relay.every_order import ASK, DIE, STEP, Faults, Found, Said, visit_every_order
+from relay.heads import RecordHead, head_of
 
-from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.origin_head import OriginHead, head_of
+from shmbus.relay.origin_head import OriginHead
 from shmbus.relay.origins import Origin, bus_of
 from shmbus.relay.sink import Journal, Sink
 from shmbus.relay.source import Source

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
+from relay.heads import export, poll
 from relay.local import COORDINATOR, LocalRelay, put_group, relay, stats, take
 
 import shmbus
 from shmbus.relay import messages as m
-from shmbus.relay.origins import make_origin
+from shmbus.relay.record_reader import RecordReader
 from shmbus.relay.sink_party import SinkParty
 
 pytest_plugins = ["relay.relay_fixtures"]
@@ -30,14 +31,13 @@ def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
 def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_again(
     buses: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
+    with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
         put_group([buses["a"]], 2)
-        heads = sorted(reader.poll(), key=lambda head: (head.instance_id, head.index))
-        bus = reader.identity
+        heads = sorted(poll(reader), key=lambda head: (head.instance_id, head.index))
         sink: SinkParty = made.parties[buses["t"]]
         wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
-        origins = tuple(make_origin(bus, *head.id) for head in heads[:4])
+        origins = tuple(head.origin for head in heads[:4])
         checks = tuple(head.check for head in heads[:4])
         state = sink.sink
         made.send(
@@ -45,14 +45,17 @@ def test_a_block_that_is_cut_foreign_or_another_record_is_refused_and_asked_for_
             m.Assignment(buses["t"], state.incarnation, state.term, origins, 99, checks),
         )  # fmt: skip
         wait_until(lambda: bool(state.wanted))
-        good = reader.export([head.id for head in heads[:4]])
+        good = export(reader, [head.origin for head in heads[:4]])
         flipped = bytearray(good)
         flipped[-1] ^= 1
         for count, (payload, why) in enumerate(
             [
                 (good[:-64], "cut"),
                 (bytes(flipped), "checksum"),
-                (reader.export([head.id for head in heads[4:]]), "not those that its sender names"),
+                (
+                    export(reader, [head.origin for head in heads[4:]]),
+                    "not those that its sender names",
+                ),
                 (b"", "cut"),
             ]
         ):
@@ -69,17 +72,17 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
     buses: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a source sends it: without names beside it, in any order, and once more as a double."""
-    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
+    with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
         put_group([buses["a"]], 2)
         put_group([buses["a"]], 3)
-        heads = sorted(reader.poll(), key=lambda head: (head.instance_id, head.index))
+        heads = sorted(poll(reader), key=lambda head: (head.instance_id, head.index))
         sink: SinkParty = made.parties[buses["t"]]
         wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
         state = sink.sink
 
         def group(at: int, to: str) -> m.Assignment:
-            origins = tuple(make_origin(reader.identity, *head.id) for head in heads[at : at + 4])
+            origins = tuple(head.origin for head in heads[at : at + 4])
             checks = tuple(head.check for head in heads[at : at + 4])
             return m.Assignment(to, state.incarnation, state.term, origins, 99, checks)
 
@@ -87,11 +90,11 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
         made.send(COORDINATOR, buses["t"], several)
         wait_until(lambda: len(state.wanted) == 8)
         assert len(state.batches) == 1 and not state.waiting
-        ids = [head.id for head in heads]
+        ids = [head.origin for head in heads]
         for count, (payload, why) in enumerate(
             [
-                (reader.export(ids[8:]), "none of its 4 records"),
-                (reader.export(ids[:8])[:-64], "cut"),
+                (export(reader, ids[8:]), "none of its 4 records"),
+                (export(reader, ids[:8])[:-64], "cut"),
             ]
         ):
             forged(made, buses["t"], "x", payload=payload, origins=())
@@ -100,10 +103,10 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
             assert stats(buses["t"]).committed == 0 and len(state.wanted) == 8
         # A message that has lost its block says nothing.
         forged(made, buses["t"], "x", payload=b"", origins=())
-        forged(made, buses["t"], "x", payload=reader.export(ids[7:3:-1]), origins=())
+        forged(made, buses["t"], "x", payload=export(reader, ids[7:3:-1]), origins=())
         wait_until(lambda: len(state.wanted) == 4)
-        forged(made, buses["t"], "x", payload=reader.export(ids[4:8]), origins=())
-        forged(made, buses["t"], "x", payload=reader.export(ids[:4]), origins=())
+        forged(made, buses["t"], "x", payload=export(reader, ids[4:8]), origins=())
+        forged(made, buses["t"], "x", payload=export(reader, ids[:4]), origins=())
         with shmbus.Consumer(buses["t"]) as consumer:
             found = take(consumer, 2)
             assert {each.instance_id for each in found} == {"q1", "q2"}
@@ -115,12 +118,12 @@ def test_a_block_that_names_itself_is_compared_with_what_was_asked_for(
 def test_a_record_that_says_another_thing_than_its_head_is_refused(
     buses: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with relay([], [buses["t"]]) as made, shmbus.RecordReader(buses["a"]) as reader:
+    with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1, size=1)
-        (head,) = reader.poll()
+        (head,) = poll(reader)
         sink: SinkParty = made.parties[buses["t"]]
         wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
-        origin = make_origin(reader.identity, *head.id)
+        origin = head.origin
         state = sink.sink
         made.send(
             COORDINATOR, buses["t"],
@@ -129,7 +132,7 @@ def test_a_record_that_says_another_thing_than_its_head_is_refused(
             ),
         )  # fmt: skip
         wait_until(lambda: bool(state.wanted))
-        forged(made, buses["t"], "x", payload=reader.export([head.id]))
+        forged(made, buses["t"], "x", payload=export(reader, [head.origin]))
         wait_until(lambda: sink.refused == 1)
         assert "another thing than its head" in caplog.text
         assert stats(buses["t"]).committed == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import random
 
-import msgspec
 import pytest
+from relay.heads import RecordHead, head_of
 
-from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.origin_head import head_of
 from shmbus.relay.origins import make_origin
 from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
@@ -241,7 +239,7 @@ def test_what_a_dead_sink_owed_to_an_earlier_coordinator_is_placed_again(
     announced_first: bool,
 ) -> None:
     origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
-    heads = pack(B0, *(msgspec.structs.replace(head("q", 2, i, i), round=1) for i in range(2)))
+    heads = pack(B0, *(head("q", 2, i, i)._replace(round=1) for i in range(2)))
     # It begins with a sink that has a group of the coordinator before, in its memory alone.
     made = Coordinator(4, [B0], ["t0", "t1"])
     made.begin()

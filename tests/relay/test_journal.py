@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from relay.heads import export
 
 import shmbus
 from shmbus.ledger import REASONS
+from shmbus.relay.record_reader import RecordReader
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
@@ -149,8 +151,8 @@ def relay(bus: str, sink: Sink, count: int) -> None:
         with shmbus.Producer(bus + ".from") as producer:
             for i in range(count):
                 producer.put("q", group_size=count, index=i, x=np.arange(500))
-        with shmbus.RecordReader(bus + ".from") as reader:
-            block = reader.export([head.id for head in reader.poll()])
+        with RecordReader(bus + ".from") as reader:
+            block = export(reader, reader.poll(count)[0])
     _core.check_block(block)
     entries = _core.relay_intend(sink.producer, origins(*range(count)), numbers(*[NEW] * count))
     assert entries is not None
@@ -162,10 +164,10 @@ def test_the_journal_says_what_became_of_each_record(bus: str) -> None:
     sink = Sink(bus)
     relay(bus, sink, 6)
     assert _core.relay_ends(sink.segment) == {}
-    with shmbus.RecordReader(bus) as reader:
-        ids = [head.id for head in reader.poll()]
-        reader.release(ids[:2], "acknowledged")
-        reader.release(ids[2:5], "stale")
+    with RecordReader(bus) as reader:
+        polled, _ = reader.poll(100)
+        reader.release(polled[:2], "acknowledged")
+        reader.release(polled[2:5], "stale")
     acknowledged, stale = REASONS.index("acknowledged"), REASONS.index("stale")
     assert _core.relay_ends(sink.segment) == {acknowledged: numbers(0, 1), stale: numbers(2, 3, 4)}
     sink.close()

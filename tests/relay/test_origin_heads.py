@@ -13,11 +13,10 @@ from relay.local import COORDINATOR, put_group, relay, take
 
 import shmbus
 from shmbus import errors
-from shmbus.origin_reader import OriginReader
-from shmbus.record_reader import reason_of
 from shmbus.relay import messages as m
-from shmbus.relay.origin_head import OriginHead, head_of, unpack_heads
+from shmbus.relay.origin_head import OriginHead, unpack_heads
 from shmbus.relay.origins import bus_of, by_bus, is_of, make_origin, name_origin
+from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
 
 BUS = "ab" * 16
@@ -73,19 +72,23 @@ def test_what_is_packed_is_unpacked() -> None:
     assert (heads[0].made_ns, heads[0].committed_ns) == (5, 2)
 
 
-def test_a_records_head_is_what_its_reader_says_of_it(bus_name: str) -> None:
+def test_a_records_head_is_what_the_record_says(bus_name: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         for i in range(3):
             producer.put("q", group_size=3, index=i, score=None, round=2, x=np.zeros(9))
         producer.fail("r", 1, "no memory")
         producer.put("s", group_size=4, need=2, round=0, index=3, policy_version=6, x=np.ones(1))
-        with shmbus.RecordReader(bus_name) as reader:
-            known = reader.poll()
-        with OriginReader(bus_name) as other:
-            origins, records = other.poll_records(100)
-            found = unpack_heads(other.identity, _core.read_heads(records, reason_of))
-            expected = [head_of(other.identity, each) for each in known]
-            assert found == expected and [each.origin for each in found] == origins
+        with RecordReader(bus_name) as reader:
+            origins, records = reader.poll(100)
+            found = unpack_heads(reader.identity, _core.read_heads(records, reason_of))
+            for head, t, check in zip(found, records, _core.record_checks(records), strict=True):
+                assert (head.instance_id, head.round) == (t.instance_id, t.round)
+                assert (head.group_size, head.index) == (t.group_size, t.index)
+                assert head.need == (0 if t.failed else t.need)
+                assert (head.policy_version, head.nbytes) == (t.policy_version, t.nbytes)
+                assert (head.made_ns, head.check) == (t.committed_ns, check)
+                assert head.score == t.score if t.scored else math.isnan(head.score)
+            assert [each.origin for each in found] == origins
             assert [each.reason for each in found] == [None, None, None, "no memory", None]
 
 

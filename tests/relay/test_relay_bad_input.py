@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import wait_until
+from relay.heads import RecordHead, head_of
 from relay.local import COORDINATOR, put_group, relay, take
 
 import shmbus
-from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.clocks import Clocks
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.origin_head import OriginHead, head_of
+from shmbus.relay.origin_head import OriginHead
 from shmbus_ext import _core
 
 SECOND = 1_000_000_000

@@ -17,12 +17,11 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 from relay.every_order import Faults
+from relay.heads import RecordHead
 from relay.relay_machines import Plan, System
 
-from shmbus import RecordHead
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.sink import Batch, Journal, Sink
@@ -43,10 +42,7 @@ def head(group: str, size: int, index: int, sequence: int) -> RecordHead:
 
 
 def changed(plan: Plan, **changes: Any) -> Plan:
-    return {
-        bus: [msgspec.structs.replace(each, **changes) for each in heads]
-        for bus, heads in plan.items()
-    }
+    return {bus: [each._replace(**changes) for each in heads] for bus, heads in plan.items()}
 
 
 #: A group of two samples, one from each source.
@@ -60,7 +56,7 @@ USELESS = changed(ONE_GROUP, score=1.0)
 #: Two groups of one sample each, from one source each.
 TWO_GROUPS = {
     A: [head("q", 1, 0, 0)],
-    B: [msgspec.structs.replace(head("r", 1, 0, 0), score=1.0)],
+    B: [head("r", 1, 0, 0)._replace(score=1.0)],
 }
 
 

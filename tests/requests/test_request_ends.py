@@ -9,6 +9,8 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
 from shmbus.stash.requests import Requests
+from shmbus.store import snapshot as store
 from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
@@ -502,3 +505,29 @@ def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_n
         text = status_text(status)
         assert "requests  3 groups; " in text and "\n  of 10 samples " in text
         assert "lead  1 group is begun" in text
+
+
+def test_a_group_that_a_restored_bus_gave_up_is_made_when_it_is_offered_again(
+    bus: Bus, bus_name: str, tmp_path: Path
+) -> None:
+    """The lane of a restored bus is empty until a trainer offers what its checkpoint has open."""
+    restored = f"{bus_name}-restored"
+    options: dict[str, Any] = {"sample_retries": 1, "retry_backoff": (0, 0)}
+    with Producer(bus.name) as producer:
+        with Consumer(bus.name, **options) as consumer:
+            consumer.request("q", group_size=1, round=0)
+            (request,) = take_all(producer)
+            assert producer.requests.fail(request, "once")
+            (request,) = ask(consumer, producer)
+        assert producer.requests.fail(request, "once more")
+    store.take(bus.name, tmp_path / "saved")
+    store.restore(tmp_path / "saved", restored)
+    with Consumer(restored, **options) as consumer, Producer(restored) as producer:
+        wait_until(lambda: not consumer.take(timeout=0.01) and consumer.stats().groups_given_up)
+        consumer.request("q", group_size=1, round=0)
+        (request,) = ask(consumer, producer)
+        assert producer.requests.answer(request, tokens=[1])
+        (group,) = consumer.take(timeout=10)
+        group.ack()
+        assert consumer.stats().requests.groups == 0 and consumer.stats().balanced
+    shmbus.unlink(restored)

@@ -165,7 +165,7 @@ def test_only_groups_whose_lease_really_ended_are_told_as_dropped(
         assert "group 'g0'" in lines(caplog)[0] and len(lines(caplog)) == 1
         assert consumer.stats().dropped == {"malformed": 2}
         assert groups[3].state == "leased"
-    assert "dropped 1 more trajectories as malformed" in lines(caplog)[1]
+    assert "dropped 1 more trajectory as malformed" in lines(caplog)[1]
 
 
 def test_a_dropped_group_is_told_with_the_failures_that_belonged_to_it(

@@ -25,6 +25,7 @@ class Lane:
             StashPolicy(**{"sample_retries": 2, "retry_backoff_s": (0.5, 30.0), **policy})  # type: ignore[arg-type]
         )
         self.stash.failures.in_lane = lambda key: True
+        self.stash.failures.has_open = lambda: bool(self.new)
         self.size = size
         self.now = 0.0
         self.new = deque((f"{key:03}", index) for key in range(groups) for index in range(size))
@@ -54,7 +55,10 @@ class Lane:
             self.now += 0.1
             return
         key, index, attempt = taken
-        reason = reason_of(key, index)
+        self.put(key, index, reason_of(key, index), attempt)
+
+    def put(self, key: str, index: int, reason: str | None = None, attempt: int = 0) -> None:
+        """Send a sample, or for what reason it failed."""
         sample = Sample(key, self.size, index, score=attempt)
         if reason is not None:
             self.failed += 1
@@ -159,6 +163,63 @@ def test_failures_that_come_together_with_successes_count_for_nothing() -> None:
         for number in range(10):
             lane.failed(str(number), REFUSED, 0.0)
     assert not lane.paused
+
+
+@pytest.mark.parametrize("before", [None, "tool call 7 failed"])
+def test_a_sample_that_fails_alone_while_no_other_comes_is_not_given_up(before: str | None) -> None:
+    """The engine may be away, and what else workers take they give back."""
+    lane = Lane(2, size=2)
+    if before is not None:
+        lane.put("000", 0, before)
+    lane.put("000", 1)
+    for _ in range(12):
+        request = lane.stash.failures.requests.get(("000", 0))
+        lane.put("000", 0, REFUSED, request.attempt if request else 0)
+        assert lane.stash.given_up == 0 and not lane.stash.failures.lane.paused
+    lane.put("000", 0)
+    assert lane.whole == ["000"]
+
+
+def test_a_failure_counts_only_where_a_sample_has_come_since_it_was_asked_for() -> None:
+    lane = Lane(2, size=2)
+    failures = lane.stash.failures
+    lane.put("000", 0, "tool call 7 failed")
+    lane.put("000", 1)
+    lane.stash.follow_lane(1.0)
+    failures.publish(failures.requests["000", 0], 1.0)  # and the engine goes away
+    lane.put("000", 0, REFUSED, attempt=1)
+    assert failures.requests["000", 0].attempt == 1
+    failures.publish(failures.requests["000", 0], 2.0)
+    lane.put("001", 0)
+    lane.put("000", 0, "tool call 8 failed", attempt=1)
+    assert failures.requests["000", 0].attempt == 2
+
+
+@pytest.mark.parametrize("away_s", [0.4, 5.0, 30.0, 3600.0])
+def test_few_prompts_of_one_sample_outlive_an_engine_that_is_away(away_s: float) -> None:
+    lane = Lane(3, size=1)
+    while lane.ended < 3:
+        lane.step(lambda key, index: REFUSED if lane.now < away_s else None)
+    assert lane.stash.given_up == 0 and lane.now < away_s + 40
+
+
+def test_a_new_collector_gives_up_nothing_for_failures_of_the_last_one() -> None:
+    """The last one may have excused them: what they count is not in their reports."""
+    lane = Lane(1, size=2)
+    lane.new.clear()
+    lane.put("000", 0)
+    lane.put("000", 1, REFUSED, attempt=2)
+    assert lane.stash.given_up == 0
+    lane.put("000", 1, REFUSED, attempt=2)
+    assert lane.stash.given_up == 1
+
+
+def test_prompts_that_fail_and_are_the_last_are_given_up() -> None:
+    lane = Lane(2, size=1)
+    while lane.ended < 2:
+        lane.step(lambda key, index: f"the prompt has {lane.failed} tokens")
+        assert not lane.stash.failures.lane.paused
+    assert lane.failed <= 2 * (3 + limits.ALIKE_FAILURES)
 
 
 def test_groups_that_did_not_come_by_the_lane_fail_as_ever() -> None:

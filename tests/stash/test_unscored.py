@@ -17,7 +17,9 @@ from conftest import Daemon
 import shmbus
 from shmbus import Consumer, Producer, UnscoredError
 from shmbus.inspect.status import read_status
+from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.store import snapshot
+from shmbus_ext import _core
 
 TOKENS = np.arange(4, dtype=np.int32)
 
@@ -157,6 +159,7 @@ def test_a_snapshot_keeps_it_open(producer: Producer, tmp_path: Path) -> None:
 
 def test_a_relay_carries_it_as_it_is(producer: Producer) -> None:
     put_pair(producer)
-    with shmbus.RecordReader(producer.name) as reader:
-        heads = reader.poll(timeout=10)
+    with RecordReader(producer.name) as reader:
+        _, records = reader.poll(10)
+        heads = _core.unpack_heads(_core.read_heads(records, reason_of))
         assert math.isnan(heads[0].score) and heads[1].score == 0.5

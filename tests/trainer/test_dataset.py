@@ -243,7 +243,7 @@ def test_the_progress_line_says_what_came_and_what_is_behind_it(
         handler.ack(handler.next_batch(10))
         line = handler.progress.line
     assert written.getvalue() == (f"\r{line}\x1b[K\n" if stream is Terminal else f"{line}\n")
-    for words in ("step 0: 1 groups, 2 sequences, 8 tokens", "lag 2.0", "1 groups open"):
+    for words in ("step 0: 1 group, 2 sequences, 8 tokens", "lag 2.0", "1 group open"):
         assert words in line
 
 

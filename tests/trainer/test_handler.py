@@ -82,7 +82,12 @@ def test_a_timeout_says_what_is_missing(bus: Bus, producer: Producer) -> None:
         for timeout in (0, 0.05):
             with pytest.raises(TimeoutError) as caught:
                 handler.next_batch(timeout)
-        for words in ("0.05 s", repr(bus.name), "1 incomplete groups with 1 traj", "1 producers"):
+        for words in (
+            "0.05 s",
+            repr(bus.name),
+            "1 incomplete group with 1 trajectory",
+            "1 producer ",
+        ):
             assert words in str(caught.value)
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]

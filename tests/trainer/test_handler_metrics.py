@@ -279,7 +279,7 @@ def test_a_handler_says_its_bus_and_step(bus: Bus, producer: Producer) -> None:
         assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 0>"
         batch = handler.next_batch(10)
         assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 1 1 out>"
-        assert "step 0: 1 groups" in handler.progress.line
+        assert "step 0: 1 group," in handler.progress.line
         handler.ack(batch)
     assert repr(handler).endswith("step 1 closed>")
 

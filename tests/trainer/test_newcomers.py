@@ -23,7 +23,7 @@ def test_handler_and_batch_say_what_they_are_in_one_line(bus: Bus, producer: Pro
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 0>"
         batch = handler.next_batch(timeout=10)
-        words = "1 groups, 2 sequences, 12 tokens, packed on cpu, without logprobs"
+        words = "1 group, 2 sequences, 12 tokens, packed on cpu, without logprobs"
         assert repr(batch) == f"<Batch step 0: {words}>"
         assert repr(pack(batch.groups)) == f"<Batch: {words}>"
         assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 1 1 out>"
@@ -38,7 +38,7 @@ def test_the_progress_line_is_the_present_one_without_output_too(
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         assert handler.progress.line == "no batch yet"
         handler.ack(handler.next_batch(timeout=10))
-        assert handler.progress.line.startswith("step 0: 1 groups, 2 sequences, 12 tokens")
+        assert handler.progress.line.startswith("step 0: 1 group, 2 sequences, 12 tokens")
         assert "lag 0.0" in handler.progress.line
         handler.set_policy_version(3)
         assert "lag 3.0" in handler.progress.line

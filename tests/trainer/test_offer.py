@@ -21,6 +21,7 @@ from conftest import Daemon, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
+from shmbus.store import snapshot as store
 from trainer_adapter import OnlineDataHandler
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -770,3 +771,34 @@ def test_ranks_with_a_budget_of_tokens_train_all_that_fits_into_a_step(
     assert errors == []
     trained = found[0] + found[1]
     assert len(set(trained)) == len(trained) and len(trained) >= 10
+
+
+@pytest.mark.timeout(60)
+def test_what_was_offered_after_a_checkpoint_is_trained_once_on_a_restored_bus(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """A snapshot has the samples of a prompt, and not that it was offered."""
+    restored = f"{bus.name}-restored"
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, Producer(bus.name) as producer:
+        handler.offer(data := prompts(3), ahead=1, group_size=1)
+        state = json.loads(json.dumps(handler.state_dict()))
+        assert producer.requests.next(20).instance_id == "q0"
+        handler.offer(data, ahead=2, group_size=1)
+        answer(producer, request := producer.requests.next(20))
+        assert request.instance_id == "q1"
+    store.take(bus.name, tmp_path / "saved")
+    store.restore(tmp_path / "saved", restored)
+    with OnlineDataHandler(restored, groups_per_batch=1) as handler:
+        handler.load_state_dict(state)
+        handler.offer(prompts(3), ahead=1, group_size=1)
+        opened = handler.state_dict()["requests"]["open"]
+        assert [each["instance_id"] for each in opened] == ["q0", "q1"]
+        handler.ack(batch := handler.next_batch(20))
+        trained = ids(batch)
+        assert trained == ["q1"]
+        with worker(restored):
+            for batch in handler:
+                trained += ids(batch)
+                handler.ack(batch)
+    assert trained == ["q1", "q0", "q2"]
+    shmbus.unlink(restored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from conftest import Spawner, keys_of, wait_until
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, OnlineDataHandler
+from trainer_adapter.handler.prefetch import Prefetcher
 
 
 def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
@@ -65,6 +67,51 @@ def test_batches_come_in_the_same_order_and_are_ready_while_the_step_runs(
         assert got == keys
         assert (handler.stats().acknowledged, handler.stats().leased) == (40, 0)
     assert prefetch_threads() == 0
+
+
+def next_key(handler: OnlineDataHandler) -> str:
+    try:
+        (key,) = keys_of(handler.next_batch(10))
+    except MemoryError:
+        return ""
+    return key
+
+
+@pytest.mark.parametrize("step", ["_due", "_work", "_slice_s"])
+def test_memory_that_fails_in_a_step_of_the_thread_is_told_and_batches_go_on(
+    bus: Bus, producer: Producer, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = put_many(producer, 4)
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=2) as handler:
+        whole = getattr(Prefetcher, step)
+        calls = itertools.count()
+
+        def fail_at_times(*given: Any) -> Any:
+            if next(calls) % 3 == 1:
+                raise MemoryError("of the thread")
+            return whole(*given)
+
+        monkeypatch.setattr(Prefetcher, step, fail_at_times)
+        told = 0
+        got = []
+        # Batches that are ready come first.
+        while len(got) < 4:
+            try:
+                batch = handler.next_batch(10)
+            except MemoryError:
+                told += 1
+                continue
+            got += keys_of(batch)
+            handler.ack(batch)
+            if len(got) == 4 and not told:
+                with pytest.raises(MemoryError):
+                    handler.next_batch(10)
+                told += 1
+        assert got == keys
+        monkeypatch.undo()
+        put(producer, "last")
+        wait_until(lambda: next_key(handler) == "last", what="the batch after all")
+        assert handler.stats().balanced
 
 
 def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
@@ -200,7 +247,7 @@ def test_a_timeout_says_what_is_missing_and_loses_nothing(bus: Bus, producer: Pr
         with pytest.raises(TimeoutError, match="no batch within 0 s"):
             handler.next_batch(0)
         wait_until(lambda: handler.stats().stashed == 1, what="it is read")
-        with pytest.raises(TimeoutError, match=r"no batch.*1 incomplete groups"):
+        with pytest.raises(TimeoutError, match=r"no batch.*1 incomplete group "):
             handler.next_batch(0.05)
         producer.put("a", group_size=2, index=1, tokens=np.arange(3))
         assert handler.next_batch(10).instance_ids == ["a", "a"]

@@ -9,6 +9,8 @@ import functools
 import json
 import os
 import random
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -149,6 +151,76 @@ def test_a_rank_counts_of_others_what_they_were_yielded_up_to_its_own_step(
         one.give_back(theirs[1])
         one.give_back(theirs[0])
         wait_until(lambda: sum(len(pairs) for _, pairs in zero.state_dict()["trained"]) == 2)
+
+
+RANK_1 = """
+import sys, time
+from trainer_adapter import OnlineDataHandler
+with OnlineDataHandler(sys.argv[1], groups_per_batch=1, rank=1, world_size=2) as handler:
+    batch = handler.next_batch(60)
+    print("has its batch", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_new_daemon_says_what_was_trained_once_it_has_heard_of_every_rank(
+    spawn: Spawner, daemon: Served, bus_name: str
+) -> None:
+    served = daemon("--capacity", "4MiB")
+    put_groups(bus_name, range(2))
+    with OnlineDataHandler(bus_name, groups_per_batch=1, rank=0, world_size=2) as zero:
+        one = spawn.script(RANK_1, bus_name)
+        one.expect("has its batch")
+        zero.ack(zero.next_batch(20))
+        wait_until(lambda: names_of(zero) == 2)  # it holds nothing that it would have to claim
+        one.send_signal(signal.SIGSTOP)
+        served.kill()
+        served.start()
+        found: list[int] = []
+        asks = threading.Thread(target=lambda: found.append(names_of(zero)))
+        asks.start()
+        asks.join(0.3)
+        one.send_signal(signal.SIGCONT)
+        asks.join(30)
+        assert found == [2]
+
+
+def names_of(handler: OnlineDataHandler) -> int:
+    return sum(len(pairs) for _, pairs in handler.state_dict()["trained"])
+
+
+def test_a_prompt_that_another_rank_trained_after_rank_0_saved_is_not_offered_again(
+    daemon: Served, bus_name: str
+) -> None:
+    """The states of one step are one, though rank 1 had no batch of it yet when rank 0 saved."""
+    daemon("--capacity", "4MiB")
+
+    def ranks() -> list[OnlineDataHandler]:
+        return [
+            OnlineDataHandler(bus_name, groups_per_batch=1, rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+
+    zero, one = ranks()
+    with zero, one, Producer(bus_name) as producer:
+        zero.offer([(f"q{number}", np.arange(4)) for number in range(4)], group_size=1)
+        for request in producer.requests.next_many(4, timeout=20):
+            producer.requests.answer(request, tokens=np.arange(8, dtype=np.int32))
+        batches = [zero.next_batch(20)]
+        states = [zero.state_dict()]
+        batches.append(one.next_batch(20))
+        states.append(one.state_dict())
+        states = json.loads(json.dumps(states))
+        zero.ack(batches[0])
+        one.ack(batches[1])
+        assert wait_until(lambda: zero.stats().requests.groups == 2)
+    zero, one = ranks()
+    with zero, one:
+        for handler in (zero, one):
+            handler.load_state_dict(states)
+        found = zero.restored_requests
+        assert found is not None
+        assert (found.offered, found.kept, found.ended) == (0, 2, 0)
 
 
 def test_states_of_different_steps_are_refused(bus: Bus) -> None:

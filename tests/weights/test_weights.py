@@ -310,6 +310,18 @@ def test_weights_can_be_kept_and_taken_over(
         publishers(many(2))
 
 
+def test_a_cell_of_a_notebook_that_makes_its_publisher_again_is_told_what_to_do(
+    bus_name: str,
+) -> None:
+    make = "publisher = WeightPublisher(name, source, carrier='shm')"
+    scope = {"WeightPublisher": WeightPublisher, "name": bus_name, "source": ModuleSource(many(2))}
+    exec(make, scope)
+    with pytest.raises(BusBusyError, match=r"have its first line close\(\) the one before"):
+        exec(make, scope)
+    exec(f"publisher.close()\n{make}", scope)
+    exec("publisher.publish(version=1)\npublisher.close()", scope)
+
+
 def test_a_killed_publisher_leaves_the_last_whole_version(
     bus_name: str, spawn: Spawner, subscriber: WeightSubscriber
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import shmbus
+from shmbus._format import several
 from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
@@ -223,7 +224,7 @@ class Batch(TensorHolder):
         groups = len(self.groups) or len(self.group_sizes)
         extra = "".join(f", {name} {_shape(value)}" for name, value in self.extra.items())
         return (
-            f"<Batch{step}: {groups} groups, {self.sequences} sequences, "
+            f"<Batch{step}: {several(groups, 'group')}, {several(self.sequences, 'sequence')}, "
             f"{self.total_tokens} tokens, {self.layout} on {self.tokens.device}"
             f"{', without logprobs' if self.logprobs is None else ''}{extra}>"
         )

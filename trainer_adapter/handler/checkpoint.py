@@ -6,18 +6,23 @@ Invariants:
   and its sequence number there. No two samples share one, and a restored bus keeps it.
 - A state is plain ints, strs and lists, for any serialiser.
 - It names what all ranks had trained when it was saved. So any rank's state is the job's, whatever
-  its world size is; those of several ranks together are, too.
+  its world size is; those of several ranks together are, too, also where one saved before another
+  had its batch.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
-__all__ = ["HandlerState"]
+__all__ = ["HandlerState", "Key", "part_trained"]
+
+#: Instance id, round and split.
+Key = tuple[str, "int | None", str]
 
 STATE_VERSION: Final = 2
 
@@ -40,6 +45,8 @@ class HandlerState(msgspec.Struct, frozen=True):
         Requests that were offered and not trained, as `shmbus.Consumer.requests_state` has them.
     offer : dict | None
         Where it stands in the prompts of `OnlineDataHandler.offer`.
+    groups : list of (str, int or None, str)
+        Of a rank that saves no requests, the groups of its own batches that were yielded.
     """
 
     rank: int
@@ -49,6 +56,7 @@ class HandlerState(msgspec.Struct, frozen=True):
     trained: set[bytes]
     requests: Any = None
     offer: Any = None
+    groups: list[Key] = []
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as a dict, for `parse`.
@@ -73,6 +81,8 @@ class HandlerState(msgspec.Struct, frozen=True):
             state["requests"] = self.requests
         if self.offer is not None:
             state["offer"] = self.offer
+        if self.groups:
+            state["groups"] = [list(key) for key in self.groups]
         return state
 
     @classmethod
@@ -86,7 +96,7 @@ class HandlerState(msgspec.Struct, frozen=True):
         Returns
         -------
         HandlerState
-            Of a list, what all of them have trained, and the requests of rank 0.
+            Of a list, what all of them have trained, and the requests of rank 0 without that.
 
         Raises
         ------
@@ -105,8 +115,16 @@ class HandlerState(msgspec.Struct, frozen=True):
                 f"{' and '.join(map(str, steps))}; load those that the ranks saved together, or "
                 "one rank's alone"
             )
+        first = parsed[0]
+        requests = first.requests
+        if requests is not None:
+            known = requests["trained"]
+            groups = Counter(key for each in parsed[1:] for key in each.groups)
+            groups -= Counter(map(tuple, known))
+            found, opened = part_trained(requests["open"], groups)
+            requests = {**requests, "open": opened, "trained": [*known, *map(list, found)]}
         return msgspec.structs.replace(
-            parsed[0], trained=set().union(*(each.trained for each in parsed))
+            first, trained=set().union(*(each.trained for each in parsed)), requests=requests
         )
 
     @classmethod
@@ -128,6 +146,7 @@ class HandlerState(msgspec.Struct, frozen=True):
                 _names(state["trained"]),
                 state.get("requests"),
                 state.get("offer"),
+                [(str(id_), round, split) for id_, round, split in state.get("groups", ())],
             )
         except (
             KeyError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError,
@@ -142,6 +161,21 @@ class HandlerState(msgspec.Struct, frozen=True):
                 f"state_dict: expected step 0 or more, got {parsed.step}; it was never saved"
             )
         return parsed
+
+
+def part_trained(
+    opened: Iterable[dict[str, Any]], trained: Counter[Key]
+) -> tuple[list[Key], list[dict[str, Any]]]:
+    """Part open requests into the keys of those that are trained, and the others."""
+    left, found, rest = trained.copy(), [], []
+    for each in opened:
+        key = (each["instance_id"], each["round"], each["split"])
+        if left[key] > 0:
+            left[key] -= 1
+            found.append(key)
+        else:
+            rest.append(each)
+    return found, rest
 
 
 def _names(trained: Iterable[tuple[str, Iterable[Iterable[Any]]]]) -> set[bytes]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import shmbus
+from shmbus._format import several
 
 __all__ = ["DropNotes", "REASONS_IN_WORDS"]
 
@@ -77,7 +78,9 @@ class DropNotes:
         since, self._since = self._since, f"since the last such note, before step {step}"
         self._before = dict(ledger.dropped)
         each = [f"{n} {reason} ({self._why(reason, ledger)})" for reason, n in counts.items()]
-        return f"{sum(counts.values())} samples were dropped {since}: {', '.join(each)}"
+        return (
+            f"{several(sum(counts.values()), 'sample', 'were')} dropped {since}: {', '.join(each)}"
+        )
 
     def _why(self, reason: str, ledger: shmbus.Ledger) -> str:
         if reason == "stale" and self._max_policy_lag is not None:

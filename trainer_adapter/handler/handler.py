@@ -573,6 +573,7 @@ class OnlineDataHandler(
             trained,
             self._requests_to_save(Counter(known.groups)),
             self._offer_to_save(),
+            self._groups_to_save(),
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:

@@ -7,6 +7,8 @@ Invariants:
 - A batch that is ready is not out: it is in no state_dict, it is not acknowledged, and the planner
   can recall it.
 - An error takes the place of its batch, in order, and ends neither the thread nor the iteration.
+  Where memory fails in the thread's own steps it ends: the next wait without a batch raises that,
+  and each wait starts a thread where there is none, which goes on with what the last one took.
 - The thread that waits for a batch uses locks and queues of C only, and keeps no state while it
   waits: an exception of a signal's handler leaves nothing held and nothing begun.
 - The thread starts with the first request for a batch and ends with its handler. It exists in one
@@ -78,6 +80,8 @@ class Prefetcher:
         self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended: BaseException | None = None
+        self._failure: BaseException | None = None
+        self._taken: list[shmbus.Group] | BaseException = []
         self._stopping = False
         self._awaited = False
         self._thread: threading.Thread | None = None
@@ -141,6 +145,9 @@ class Prefetcher:
             while not self._planner.ready:
                 if self._ended is not None:
                     raise self._ended
+                if self._failure is not None:
+                    failure, self._failure = self._failure, None
+                    raise failure
                 now_s = time.monotonic()
                 waits_s = [note_s, IDLE_SLICE_S]
                 if deadline_s is not None:
@@ -192,6 +199,8 @@ class Prefetcher:
     def turn(self) -> _Wait | None:
         """Make all batches that are due; return the next wait, or None to end the thread."""
         with self._lock:
+            if not self._receive():
+                return None
             _empty(self._requests)
             while not self._stopping and len(self._planner.ready) < self._depth and self._due():
                 self._work(self._make)
@@ -202,20 +211,33 @@ class Prefetcher:
                 return _Wait(None, self._requests, IDLE_SLICE_S, False)
             return _Wait(self._take, self._requests, self._slice_s(), self._awaited)
 
-    def resume(self, groups: list[shmbus.Group] | BaseException) -> bool:
+    def resume(self, taken: list[shmbus.Group] | BaseException) -> bool:
         """Admit the groups of a wait, or keep its error; False if the bus was closed."""
         with self._lock:
-            if isinstance(groups, shmbus.BusClosedError):
-                self._ended = groups
-                self._changes.put(None)
-                return False
-            if isinstance(groups, BaseException):
-                self._planner.add_error(groups)
-                self._changes.put(None)
-            elif groups:
-                self._planner.inbox.extend(groups)
-                self._work(self._admit)
+            self._taken = taken
+            return self._receive()
+
+    def _receive(self) -> bool:
+        taken = self._taken
+        if isinstance(taken, shmbus.BusClosedError):
+            self._ended = taken
+            self._changes.put(None)
+            return False
+        if isinstance(taken, BaseException):
+            self._planner.add_error(taken)
+            self._changes.put(None)
+        elif taken:
+            # Some may be there already, where memory failed behind this.
+            self._planner.adopt(taken)
+            self._work(self._admit)
+        self._taken = []
         return True
+
+    def fail(self, error: BaseException) -> None:
+        """Have the next wait raise what ends the thread, and start another."""
+        self._failure = error
+        self._thread = None
+        self._changes.put(None)
 
     def _work(self, work: Callable[[], None]) -> None:
         """Do some work under the lock, and keep its error in the place of a batch."""
@@ -284,15 +306,20 @@ def _empty(notices: queue.SimpleQueue[None]) -> None:
 
 def _work(reference: weakref.ref[Prefetcher]) -> None:
     """Run the thread. While it waits, it refers to its `_Wait` alone, so the handler can end."""
-    while True:
-        prefetcher = reference()
-        wait = None if prefetcher is None else prefetcher.turn()
-        if wait is None:
-            return
-        del prefetcher
-        groups = wait()
-        del wait
-        prefetcher = reference()
-        if prefetcher is None or not prefetcher.resume(groups):
-            return
-        del prefetcher, groups
+    try:
+        while True:
+            prefetcher = reference()
+            wait = None if prefetcher is None else prefetcher.turn()
+            if wait is None:
+                return
+            del prefetcher
+            taken = wait()
+            del wait
+            prefetcher = reference()
+            if prefetcher is None or not prefetcher.resume(taken):
+                return
+            del prefetcher, taken
+    except BaseException as error:
+        if (prefetcher := reference()) is not None:
+            # Its frames would keep the handler.
+            prefetcher.fail(error.with_traceback(None))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple, TextIO
 
 import shmbus
+from shmbus._format import several
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 
@@ -122,9 +123,10 @@ class Progress:
         full = 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0
         dropped = sum(ledger.dropped.values())
         return (
-            f"step {last.step}: {len(last.groups)} groups, {last.sequences} sequences, "
-            f"{last.tokens:,} tokens{rate}; waited {last.waited_s:.2f} s; lag {lag:.1f}; ring "
-            f"{full:.0%} full, {ledger.groups_open} groups open, {ledger.producers} producers"
+            f"step {last.step}: {several(len(last.groups), 'group')}, "
+            f"{several(last.sequences, 'sequence')}, {several(last.tokens, 'token')}{rate}; "
+            f"waited {last.waited_s:.2f} s; lag {lag:.1f}; ring {full:.0%} full, "
+            f"{several(ledger.groups_open, 'group')} open, {several(ledger.producers, 'producer')}"
             + (f", {dropped} dropped" if dropped else "")
         )
 
@@ -161,12 +163,13 @@ def describe_wait(
     """
     held, wanted = len(planner.waiting), planner.wanted_text
     text = (
-        f"bus {name!r} has {ledger.groups_open} incomplete groups with "
-        f"{ledger.stashed - ledger.ready} trajectories, {ledger.in_ring} unread, "
-        f"{ledger.producers} producers attached"
+        f"bus {name!r} has {several(ledger.groups_open, 'incomplete group')} with "
+        f"{several(ledger.stashed - ledger.ready, 'trajectory')}, {ledger.in_ring} unread, "
+        f"{several(ledger.producers, 'producer')} attached"
     )
     out = len(planner.out)
-    here = f"{held}{wanted} groups are held for the next batch"
+    here = f"{held}{wanted} groups are" if wanted else several(held, "group", "are")
+    here += " held for the next batch"
     parts = [
         f"{here}, and {prompts}" if prompts else here,
         text,

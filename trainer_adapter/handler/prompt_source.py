@@ -74,6 +74,15 @@ class PromptSource:
         """How many prompts were passed."""
         return self._at[0]
 
+    def place_of(self, round_: int) -> int:
+        """Return how many prompts are to be passed before that of a round; negative behind it.
+
+        Parameters
+        ----------
+        round_ : int
+        """
+        return round_ - self._first_round - self.position
+
     # -- drawing --------------------------------------------------------------------------------
 
     def next(self) -> dict[str, Any] | None:

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
 from shmbus._arguments import check_int
+from shmbus._format import several
+from trainer_adapter.handler.checkpoint import Key as _Key
+from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prompt_source import PromptSource, check_state, rank_state
 
@@ -52,10 +55,6 @@ class _Seen(NamedTuple):
 
 class PromptsEndedError(EOFError):
     """Every prompt that was offered was trained or given up, and there are no more."""
-
-
-#: Instance id, round and split.
-_Key = tuple[str, "int | None", str]
 
 
 def _keys_of(groups: Iterable[shmbus.Group]) -> Counter[_Key]:
@@ -96,6 +95,8 @@ class RequestingHandler:
         self._restored_requests: shmbus.RestoredRequests | None = None
         #: Offered by an earlier life of this run, beyond where it stands in its data.
         self._ahead: Counter[_Key] = Counter()
+        #: Such, of which the bus has a complete group and no request: it is another bus since.
+        self._whole: set[_Key] = set()
         #: Trained by an earlier life, and not acknowledged yet.
         self._trained_open: Counter[_Key] = Counter()
 
@@ -128,6 +129,9 @@ class RequestingHandler:
         key = (str(instance_id), round, split)
         if self._ahead[key] > 0:
             self._ahead -= Counter([key])
+            return 0
+        if key in self._whole:
+            self._whole.discard(key)
             return 0
         return self._consumer.request(instance_id, round=round, split=split, **more)
 
@@ -252,6 +256,8 @@ class RequestingHandler:
         if source.unchecked:
             source.next()
         lacking = self._ahead_batches * self._planner.batch_groups - self._count_coming()
+        if self._whole:
+            lacking = max(lacking, self._count_whole(source))
         # A deadline that is over leaves time for prompts that cost none.
         until_s = time.monotonic() + LOOK_S
         if deadline_s is None or deadline_s > until_s:
@@ -263,6 +269,18 @@ class RequestingHandler:
                 return  # what is open must end first
             if time.monotonic() >= until_s:
                 return
+
+    def _count_whole(self, source: PromptSource) -> int:
+        """Count the prompts to offer now, since the bus has groups of them and no request.
+
+        Offered before it is trained, a group ends its request with it. One that the data reach much
+        later is trained by then, and not offered.
+        """
+        places = {key: source.place_of(key[1] or 0) for key in self._whole}
+        reach = self._ahead_batches * self._planner.batch_groups + len(places)
+        self._whole = {key for key, at in places.items() if 0 <= at < reach}
+        self._ahead.update(key for key, at in places.items() if at >= reach)
+        return 1 + max((places[key] for key in self._whole), default=-1)
 
     def _offer_one(self, source: PromptSource, given: dict[str, Any]) -> bool:
         """Offer a prompt; False where an earlier life of this run has."""
@@ -283,6 +301,7 @@ class RequestingHandler:
             ) from error
         source.passed()
         self._offering = None
+        self._whole.discard(key)
         return True
 
     def _open_keys(self) -> Counter[_Key]:
@@ -296,6 +315,14 @@ class RequestingHandler:
         return _keys_of(
             one.group for each in (*made, *planner.out.values()) for one in each.planned
         )
+
+    def _keys_out(self) -> Counter[_Key]:
+        """Return the groups of batches that were yielded, and not acknowledged yet."""
+        return _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
+
+    def _groups_to_save(self) -> list[_Key]:
+        """Return what rank 0 may not know of, where this is another: it may save before."""
+        return [] if self._saves_requests else list(self._keys_out().elements())
 
     def _count_coming(self) -> int:
         """Count the requests whose groups are open or on their way, and in no batch."""
@@ -352,7 +379,7 @@ class RequestingHandler:
             return ""
         coming = self._count_coming() - len(self._planner.waiting)
         if coming > 0:
-            return f"{coming} prompt{' is' if coming == 1 else 's are'} open or on their way"
+            return f"{several(coming, 'prompt', 'are')} open or on their way"
         if self._source is None:
             return "no prompt is open: offer more, or have handler.offer keep some open"
         return "no prompt is open" + (", and there are no more" if self._source.ended else "")
@@ -393,24 +420,13 @@ class RequestingHandler:
         if not self._saves_requests:
             return None
         state: Any = self._consumer.requests_state()
-        trained = self._trained_open + (
-            on_ranks
-            | _keys_of(one.group for made in self._planner.out.values() for one in made.planned)
-        )
-        found: list[_Key] = []
-        opened = []
-        for each in state["open"]:
-            key = (each["instance_id"], each["round"], each["split"])
-            if trained[key] > 0:
-                trained[key] -= 1
-                found.append(key)
-            else:
-                opened.append(each)
+        trained = self._trained_open + (on_ranks | self._keys_out())
+        found, opened = part_trained(state["open"], trained)
         self._trained_open &= Counter(found)  # the others have ended
         saved = {
             "open": opened,
             "trained": [list(key) for key in found],
-            "ahead": [list(key) for key in self._ahead.elements()],
+            "ahead": [list(key) for key in (*self._ahead.elements(), *self._whole)],
             "offers": self._offers,
         }
         # The number says to feeders where the data stood, also where nothing is open.
@@ -428,6 +444,8 @@ class RequestingHandler:
         restored = self._consumer.load_requests_state(state)
         self._restored_requests = restored
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
+        self._whole = {each for each in restored.whole if each[2] == self._split}
+        self._whole -= self._ahead.keys()
         self._trained_open = Counter(restored.trained)
         self._offers = bool(state.get("offers")) or self._source is not None
         if restored.ended and not self._offers:

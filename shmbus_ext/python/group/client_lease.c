@@ -20,8 +20,8 @@ static bool parse_place(const struct segment *segment, const char *bytes, struct
                (segment->extent_count - place.extent) * segment->extent_bytes;
 }
 
-ClientLeaseObject *py_client_lease_of_places(HolderObject *borrower, const char *bytes,
-                                             Py_ssize_t size) {
+static ClientLeaseObject *lease_of_places(HolderObject *borrower, const char *bytes,
+                                          Py_ssize_t size) {
     Py_ssize_t each = (Py_ssize_t)sizeof(struct wire_place), count = size / each;
     if (count == 0 || size % each != 0 || count > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
         return NULL;
@@ -55,7 +55,7 @@ ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted
     ClientLeaseObject *self =
         places == NULL || PyBytes_AsStringAndSize(places, &bytes, &count) < 0
             ? NULL
-            : py_client_lease_of_places(borrower, bytes, count);
+            : lease_of_places(borrower, bytes, count);
     if (self != NULL) {
         self->step = step;
         self->number = PyLong_AsLongLong(number);

@@ -37,9 +37,6 @@ static inline Py_ssize_t py_client_lease_records(const ClientLeaseObject *self) 
 /* Of what a message grants, read no further than its places; NULL with an exception, or without one
  * where they do not lie in this segment. */
 ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step);
-/* The same of its places alone: without a number and a size. */
-ClientLeaseObject *py_client_lease_of_places(HolderObject *borrower, const char *bytes,
-                                             Py_ssize_t size);
 bool py_client_lease_add_functions(PyObject *module);
 
 #endif

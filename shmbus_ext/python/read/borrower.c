@@ -1,18 +1,19 @@
-/* Borrower: holds the groups that a daemon leased to this process, and hands them out. They come in
- * receive_leases.c, their locks are in borrower_state.c, their ends in lease_ends.c.
+/* Borrower: the groups that a daemon leased to this process: received, handed out, ended. Their
+ * locks are in borrower_state.c.
  *
  * Invariants:
  *  - The segment is mapped read-only; nothing that a message or the segment says is used before it
  *    is bounded and its frame's checksum, which is salted with its place, has been found right.
  *  - A lease that was received is in `ready` until it is handed out. Each call changes the locks,
- *    the dictionary of all leases and `ready` together: no signal's handler runs in between. */
+ *    the dictionary of all leases and `ready` together: no signal's handler runs in between.
+ *  - The locks come first: what is read behind them cannot be delivered to another any more. */
 #include "python/read/borrower.h"
+
+#include <poll.h>
 
 #include "python/group/group_object.h"
 #include "python/hooks.h"
 #include "python/read/borrower_state.h"
-#include "python/read/lease_ends.h"
-#include "python/read/receive_leases.h"
 
 static const struct holder_kind borrower_kind = {false, py_borrower_hold_views,
                                                  py_borrower_let_go_of_views,
@@ -39,10 +40,8 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
         PyErr_NoMemory();
         return -1;
     }
-    self->received = PyMem_Malloc(BORROWER_RECEIVED_BYTES);
     self->ready = PyList_New(0);
-    if (self->received == NULL || self->ready == NULL) {
-        PyErr_NoMemory();
+    if (self->ready == NULL) {
         return -1;
     }
     self->attached = true;
@@ -64,6 +63,157 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
         return NULL;
     }
     Py_RETURN_NONE;
+}
+
+/* NULL without an exception where the place holds no committed record. */
+static TrajectoryObject *borrow_one(BorrowerObject *self, const struct record_ref *ref) {
+    const struct record_header *shared =
+        (const void *)(segment_extent(&self->segment->c, ref->place.extent) + ref->place.offset);
+    struct record_copy *copy = &self->copy;
+    if (record_read_frame(shared, ref->bytes, &ref->place, &copy->header) != RECORD_OK ||
+        copy->header.record_bytes != ref->bytes ||
+        !shmbus_is_committed(atomic_load_explicit(&copy->header.state, memory_order_relaxed)) ||
+        record_read_body(shared, copy) != RECORD_OK) {
+        return NULL;
+    }
+    return py_trajectory_new((HolderObject *)self, copy, ref);
+}
+
+/* Reads a lease's trajectories; false with an exception, or without one as borrow_one. */
+static bool read_lease(BorrowerObject *self, ClientLeaseObject *lease) {
+    PyObject *samples = PyList_New(py_client_lease_records(lease));
+    for (Py_ssize_t i = 0; samples != NULL && i < py_client_lease_records(lease); i++) {
+        PyObject *t = (PyObject *)borrow_one(self, &lease->refs[i]);
+        if (t == NULL) {
+            Py_CLEAR(samples);
+        } else {
+            PyList_SET_ITEM(samples, i, t);
+        }
+    }
+    if (samples == NULL) {
+        return false;
+    }
+    lease->samples = samples;
+    lease->key = Py_NewRef(((TrajectoryObject *)PyList_GET_ITEM(samples, 0))->key);
+    return true;
+}
+
+/* A lease for each grant whose places lie in this segment; the numbers of others are refused. */
+static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long step,
+                          PyObject *refused) {
+    PyObject *leases = PyList_New(0);
+    for (Py_ssize_t i = 0; leases != NULL && i < PyList_GET_SIZE(granted); i++) {
+        PyObject *item = PyList_GET_ITEM(granted, i);
+        PyObject *lease = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
+        PyObject *number = NULL;
+        bool good = lease != NULL ? PyList_Append(leases, lease) == 0
+                                 : !PyErr_Occurred() &&
+                                       (number = PyObject_GetAttrString(item, "number")) != NULL &&
+                                       PyList_Append(refused, number) == 0;
+        Py_XDECREF(number);
+        Py_XDECREF(lease);
+        if (!good) {
+            Py_CLEAR(leases);
+        }
+    }
+    return leases;
+}
+
+/* Takes out of a list of locked leases those that hold no committed records; false with an
+ * exception. */
+static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refused) {
+    PyObject *empty = PyList_New(0);
+    bool good = empty != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases);) {
+        ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
+        if (read_lease(self, lease)) {
+            i++;
+            continue;
+        }
+        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(lease->number);
+        good = number != NULL && PyList_Append(refused, number) == 0 &&
+               PyList_Append(empty, (PyObject *)lease) == 0 &&
+               PyList_SetSlice(leases, i, i + 1, NULL) == 0;
+        Py_XDECREF(number);
+    }
+    if (good) {
+        py_borrower_unlock(self, empty);
+    } else {
+        PyObject *error = py_set_aside_error();
+        py_borrower_unlock(self, leases);
+        if (empty != NULL) {
+            py_borrower_unlock(self, empty);
+        }
+        py_restore_error(error);
+    }
+    Py_XDECREF(empty);
+    return good;
+}
+
+/* Locks and reads what a message grants: a list of leases; the numbers of those whose places hold no
+ * committed records are appended. */
+static PyObject *borrow(BorrowerObject *self, PyObject *granted, long long step,
+                        PyObject *refused) {
+    PyObject *leases = leases_of(self, granted, step, refused);
+    /* The locks first: what is read behind them cannot be delivered to another any more. */
+    if (leases != NULL && !(py_borrower_lock(self, leases) && read_leases(self, leases, refused))) {
+        Py_CLEAR(leases);
+    }
+    return leases;
+}
+
+/* Whether an end of the connection is closed. */
+static bool is_over(int fd) {
+    struct pollfd ends = {fd, 0, 0};
+    return poll(&ends, 1, 0) > 0;
+}
+
+/* Locked leases become known and ready, all or none. */
+static bool keep_leases(BorrowerObject *self, PyObject *leases, PyObject *all) {
+    Py_ssize_t before = PyList_GET_SIZE(self->ready);
+    bool good = PyList_SetSlice(self->ready, before, before, leases) == 0;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(leases); i++) {
+        good = py_borrower_note(all, (ClientLeaseObject *)PyList_GET_ITEM(leases, i), true);
+    }
+    if (!good) {
+        PyObject *error = py_set_aside_error();
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+            (void)py_borrower_note(all, (ClientLeaseObject *)PyList_GET_ITEM(leases, i), false);
+            PyErr_Clear();
+        }
+        (void)PyList_SetSlice(self->ready, before, PyList_GET_SIZE(self->ready), NULL);
+        py_borrower_unlock(self, leases);
+        PyErr_Clear();
+        py_restore_error(error);
+    }
+    return good;
+}
+
+/* receive(granted, step, all, fd) -> (leases, refused): the leases are locked and read, in the
+ * dictionary `all`, and ready then. None are if the connection `fd` is over: the next daemon may have
+ * read the locks before these were there. */
+static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
+    PyObject *granted, *all;
+    long long step;
+    int fd;
+    if (!PyArg_ParseTuple(args, "O!LO!i", &PyList_Type, &granted, &step, &PyDict_Type, &all,
+                          &fd) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    PyObject *refused = PyList_New(0);
+    PyObject *leases = refused == NULL ? NULL : borrow(self, granted, step, refused);
+    if (leases != NULL && is_over(fd)) {
+        py_borrower_unlock(self, leases);
+        Py_SETREF(leases, PyList_New(0));
+        Py_SETREF(refused, PyList_New(0));
+    } else if (leases != NULL && !keep_leases(self, leases, all)) {
+        Py_CLEAR(leases);
+    }
+    PyObject *result = leases == NULL || refused == NULL ? NULL : PyTuple_Pack(2, leases, refused);
+    Py_XDECREF(leases);
+    Py_XDECREF(refused);
+    return result;
 }
 
 /* Makes a group of a lease that was ready, and appends it. */
@@ -119,6 +269,187 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     return groups;
 }
 
+static bool own_lease(const BorrowerObject *self, PyObject *item) {
+    return Py_IS_TYPE(item, &ClientLeaseType) &&
+           ((ClientLeaseObject *)item)->borrower == (const HolderObject *)self;
+}
+
+static bool require_lease(const BorrowerObject *self, PyObject *item) {
+    if (!own_lease(self, item)) {
+        PyErr_Format(PyExc_TypeError, "expected a lease of this Consumer, got %s",
+                     Py_TYPE(item)->tp_name);
+        return false;
+    }
+    return true;
+}
+
+/* Its trajectories cannot be read any more; arrays made of them before stay valid. */
+static void close_lease(ClientLeaseObject *lease, int reason) {
+    if (lease->locked) {
+        BorrowerObject *borrower = (BorrowerObject *)lease->borrower;
+        borrower->unconfirmed += (reason != LEASE_HELD) - (lease->reason != LEASE_HELD);
+    }
+    lease->reason = reason;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lease->samples); i++) {
+        TrajectoryObject *t = (TrajectoryObject *)PyList_GET_ITEM(lease->samples, i);
+        t->released = true;
+        Py_CLEAR(t->pin);
+    }
+}
+
+/* end(lease, reason): ends one that is held, or with LEASE_HELD for a reason gives it back. */
+static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
+    PyObject *lease;
+    int reason;
+    if (!PyArg_ParseTuple(args, "Oi", &lease, &reason) || !require_lease(self, lease)) {
+        return NULL;
+    }
+    close_lease((ClientLeaseObject *)lease, reason);
+    Py_RETURN_NONE;
+}
+
+/* end_groups(consumer, groups, reason, state, numbers) -> int: ends the leases of groups from the
+ * first on, until one is not this consumer's, or not held. How many; their numbers are appended. */
+static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
+    PyObject *consumer, *groups, *state, *numbers;
+    int reason;
+    if (!PyArg_ParseTuple(args, "OO!iUO!", &consumer, &PyList_Type, &groups, &reason, &state,
+                          &PyList_Type, &numbers)) {
+        return NULL;
+    }
+    Py_ssize_t done = 0;
+    while (done < PyList_GET_SIZE(groups)) {
+        PyObject *group = PyList_GET_ITEM(groups, done);
+        PyObject *held = py_group_lease(group, consumer);
+        if (held == NULL || !own_lease(self, held)) {
+            break;
+        }
+        ClientLeaseObject *lease = (ClientLeaseObject *)held;
+        if (lease->reason != LEASE_HELD || lease->lost || !lease->locked) {
+            break;
+        }
+        PyObject *number = PyLong_FromLongLong(lease->number);
+        if (number == NULL || PyList_Append(numbers, number) < 0) {
+            Py_XDECREF(number);
+            return NULL;
+        }
+        Py_DECREF(number);
+        py_group_set_state(group, state);
+        close_lease(lease, reason);
+        done++;
+    }
+    return PyLong_FromSsize_t(done);
+}
+
+/* Of one that is held by its own account: it goes back to the daemon. Its number, or NULL. */
+static PyObject *give_back(BorrowerObject *self, ClientLeaseObject *lease, PyObject *all) {
+    PyObject *number = PyLong_FromLongLong(lease->number);
+    PyObject *alone = number == NULL ? NULL : PyList_New(1);
+    if (alone == NULL || !py_borrower_note(all, lease, false)) {
+        Py_XDECREF(number);
+        Py_XDECREF(alone);
+        return NULL;
+    }
+    PyList_SET_ITEM(alone, 0, Py_NewRef((PyObject *)lease));
+    close_lease(lease, LEASE_HELD);
+    /* Without locks it is also delivered by a daemon that starts before it was told. */
+    py_borrower_unlock(self, alone);
+    Py_DECREF(alone);
+    return number;
+}
+
+/* give_back_group(consumer, group, state, all) -> int or None: forgets the lease of a group, which
+ * goes back to the daemon. Its number; None where the group is not this consumer's, or not held. */
+static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *args) {
+    PyObject *consumer, *group, *state, *all;
+    if (!PyArg_ParseTuple(args, "OOUO!", &consumer, &group, &state, &PyDict_Type, &all) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    PyObject *held = py_group_lease(group, consumer);
+    if (held == NULL || !own_lease(self, held)) {
+        Py_RETURN_NONE;
+    }
+    ClientLeaseObject *lease = (ClientLeaseObject *)held;
+    if (lease->reason != LEASE_HELD || lease->lost || !lease->locked) {
+        Py_RETURN_NONE;
+    }
+    PyObject *number = give_back(self, lease, all);
+    if (number != NULL) {
+        py_group_set_state(group, state);
+    }
+    return number;
+}
+
+/* give_back_ready(all) -> list of int: the same for all that are ready. */
+static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
+    if (!PyDict_Check(all)) {
+        PyErr_SetString(PyExc_TypeError, "give_back_ready: expected a dict of leases");
+        return NULL;
+    }
+    PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
+    ClientLeaseObject *lease;
+    while (numbers != NULL && (lease = py_borrower_pop_ready(self)) != NULL) {
+        PyObject *number = give_back(self, lease, all);
+        if (number == NULL || PyList_Append(numbers, number) < 0) {
+            Py_CLEAR(numbers);
+        }
+        Py_XDECREF(number);
+        Py_DECREF(lease);
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(numbers);
+    }
+    return numbers;
+}
+
+/* confirm(all, numbers): the daemon has released these: those that have ended are forgotten. A
+ * group that was given back is confirmed, too, and is not known any more. */
+static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
+    PyObject *all, *numbers;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &all, &PyList_Type, &numbers) ||
+        !py_borrower_usable(self)) {
+        return NULL;
+    }
+    PyObject *over = PyList_New(0);
+    bool good = over != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(numbers); i++) {
+        PyObject *number = PyList_GET_ITEM(numbers, i);
+        PyObject *lease = PyDict_GetItemWithError(all, number);
+        if (lease != NULL && own_lease(self, lease) &&
+            ((ClientLeaseObject *)lease)->reason != LEASE_HELD) {
+            good = PyList_Append(over, lease) == 0 && PyDict_DelItem(all, number) == 0;
+        }
+        good = good && !PyErr_Occurred();
+    }
+    if (over != NULL) {
+        PyObject *error = good ? NULL : py_set_aside_error();
+        py_borrower_unlock(self, over);
+        Py_DECREF(over);
+        if (!good) {
+            py_restore_error(error);
+        }
+    }
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* forget(leases): the daemon has confirmed their end, or they are lost, or given back. */
+static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
+    if (!PyList_Check(leases)) {
+        PyErr_SetString(PyExc_TypeError, "forget: expected a list of leases");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
+        if (!require_lease(self, PyList_GET_ITEM(leases, i))) {
+            return NULL;
+        }
+    }
+    if (self->attached && self->segment->generation == fork_generation) {
+        py_borrower_unlock(self, leases);
+    }
+    Py_RETURN_NONE;
+}
+
 /* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
 static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
     (void)ignored;
@@ -153,7 +484,6 @@ static void py_borrower_dealloc(BorrowerObject *self) {
     PyMem_Free(self->lease_counts);
     PyMem_Free(self->view_counts);
     PyMem_Free(self->changed);
-    PyMem_Free(self->received);
     Py_XDECREF(self->ready);
     py_holder_clear((HolderObject *)self);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -161,10 +491,7 @@ static void py_borrower_dealloc(BorrowerObject *self) {
 
 static PyMethodDef borrower_methods[] = {
     {"set_client", (PyCFunction)(void (*)(void))py_borrower_set_client, METH_O, NULL},
-    {"borrow", (PyCFunction)(void (*)(void))py_borrower_borrow, METH_VARARGS, NULL},
     {"receive", (PyCFunction)(void (*)(void))py_borrower_receive, METH_VARARGS, NULL},
-    {"look", (PyCFunction)(void (*)(void))py_borrower_look, METH_VARARGS, NULL},
-    {"receive_reply", (PyCFunction)(void (*)(void))py_borrower_receive_reply, METH_VARARGS, NULL},
     {"hand_out", (PyCFunction)(void (*)(void))py_borrower_hand_out, METH_VARARGS, NULL},
     {"give_back_group", (PyCFunction)(void (*)(void))py_borrower_give_back_group, METH_VARARGS,
      NULL},

@@ -4,16 +4,12 @@
 
 #include "python/group/client_lease.h"
 
-/* Bytes of a reply that one call reads; a larger one is left to Python. 256 groups of 8 fit. */
-#define BORROWER_RECEIVED_BYTES (UINT32_C(1) << 16)
-
 typedef struct {
     HOLDER_HEAD
     uint32_t client;
     uint32_t *lease_counts; /* groups' records, by extent */
     uint32_t *view_counts;  /* pins and copies under way, by extent */
     uint32_t *changed;      /* extents that the kernel is to hear of, within one call */
-    uint8_t *received;      /* the bytes of a reply, within one call */
     PyObject *ready;        /* list: received and not handed out, the next first */
     Py_ssize_t unconfirmed; /* leases that have ended here, and are locked still */
     struct record_copy copy;

@@ -258,10 +258,8 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
             woken = DOORBELL_WOKEN;
             break;
         }
-        /* Here, since nobody else has had the interpreter lock between this and the sleep. */
-        const bool openly = self->sleeps_openly != NULL && self->sleeps_openly(self->daemon);
         Py_BEGIN_ALLOW_THREADS
-        woken = openly ? doorbell_sleep_openly(header, slice_ns) : doorbell_sleep(header, slice_ns);
+        woken = doorbell_sleep(header, slice_ns);
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
             Py_DECREF(segment);

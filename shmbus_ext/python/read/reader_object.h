@@ -11,9 +11,6 @@ typedef struct {
     struct reader c;
     bool cut_short;   /* memory failed between the ring and the stash: what that has may be torn */
     bool wakes_often; /* the last sleep was short: producers are at work */
-    /* A daemon's: whether its clients may see that it sleeps, since there is nothing for them. */
-    bool (*sleeps_openly)(const void *daemon);
-    const void *daemon;
 } ReaderObject;
 extern PyTypeObject ReaderType;
 

@@ -1,4 +1,4 @@
-/* The admission table for shmbus.stash.lead, the collector's side, and for what others say of it. */
+/* The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
 #include "python/requests/lead_functions.h"
 
 #include "python/requests/request_arguments.h"

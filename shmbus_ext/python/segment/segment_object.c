@@ -502,16 +502,6 @@ static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *ignored)
         atomic_load_explicit(&self->c.header->attach_epoch, memory_order_acquire));
 }
 
-/* Whether a daemon has read all that was put before this was asked, has no complete group that a
- * client could take, and sleeps. */
-static PyObject *py_segment_get_collector_asleep(SegmentObject *self, void *ignored) {
-    (void)ignored;
-    if (!py_segment_usable(self, "handle")) {
-        return NULL;
-    }
-    return PyBool_FromLong(doorbell_is_asleep(self->c.header));
-}
-
 static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(removal_happened(&self->c));
@@ -547,7 +537,6 @@ static PyGetSetDef segment_getset[] = {
      NULL, NULL},
     {"capacity", (getter)py_segment_get_capacity, NULL, NULL, NULL},
     {"attach_epoch", (getter)py_segment_get_attach_epoch, NULL, NULL, NULL},
-    {"collector_asleep", (getter)py_segment_get_collector_asleep, NULL, NULL, NULL},
     {"removed", (getter)py_segment_get_removed, NULL, NULL, NULL},
     {"closed", (getter)py_segment_get_closed, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import shmbus
 from shmbus._arguments import check_flag, check_seconds
+from shmbus._format import several
 from trainer_adapter.adapters.ended import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for
 from trainer_adapter.adapters.splits import SplitConsumer, check_options
@@ -319,9 +320,10 @@ class ShmbusRollouts:
         if time.monotonic() > deadline:
             requests = self._attached().consumer.stats().requests
             raise TimeoutError(
-                f"bus {self.bus!r}: {len(wanted)} groups did not come in {self._timeout_s:g} s, "
-                f"the first is {next(iter(wanted), None)!r}; requests: {requests.open} open, "
-                f"{requests.claimed} with workers; `shmbus status {self.bus}` shows the workers"
+                f"bus {self.bus!r}: {several(len(wanted), 'group')} did not come in "
+                f"{self._timeout_s:g} s, the first is {next(iter(wanted), None)!r}; requests: "
+                f"{requests.open} open, {requests.claimed} with workers; "
+                f"`shmbus status {self.bus}` shows the workers"
             )
         consumer, groups = self._attached().take(split, _TAKE_GROUPS, timeout_s)
         try:

@@ -1,0 +1,217 @@
+"""RecordReader: a bus's records one by one, each known by its origin, for a relay's source.
+
+Where a Consumer groups samples and leases groups, this hands out records, keeps them in the ring,
+and releases them when it is told to. So what was not released is there for whoever reads the bus
+next, and nothing else has to outlive a process.
+
+Invariants
+----------
+- A record that was polled is held until it is released; closing or dying gives all of them back.
+- A release ends all records that it names, or none, though this process die in the midst of it.
+- A group that this reader has no record of any more holds no producer back: neither a row of the
+  bound on how far producers are ahead, nor a request.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from shmbus import errors, limits
+from shmbus._keys import split_key
+from shmbus.ledger import REASONS, Ledger
+from shmbus.relay.origins import Origin, name_origin
+from shmbus.segment import lifecycle
+from shmbus.segment.explain import RELAY_LABEL
+from shmbus.stash.upkeep import Upkeep
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RecordReader", "reason_of"]
+
+_KEY: Final = operator.attrgetter("key")
+
+
+class RecordReader:
+    """Reads a bus record by record, in its collector's place, from several threads."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.RLock()
+        self._held: dict[Origin, _core.Trajectory] = {}
+        #: How many records of each group are held.
+        self._of_group: Counter[Hashable] = Counter()
+        self._note: _core.GroupTable[_core.Trajectory] = _core.GroupTable()
+        self._segment = lifecycle.open_segment(name)
+        try:
+            self._reader = _core.Reader(self._segment, RELAY_LABEL)
+        except BaseException:
+            self._segment.close()
+            raise
+        #: Greater than that of any earlier reader of this kind of this bus.
+        self.incarnation: int = _core.relay_next_source(self._segment)
+        self._upkeep = Upkeep(self._segment, self._reader)
+
+    @property
+    def identity(self) -> str:
+        """The identity of its bus, as `Bus.identity` says it."""
+        return self._segment.identity
+
+    @property
+    def policy_version(self) -> int:
+        """The policy version that the producers of its bus read; settable."""
+        return self._segment.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._require_open()
+        self._segment.policy_version = version
+        self._upkeep.lead.follow(0)
+
+    def _require_open(self) -> None:
+        if not self._reader.attached or self._segment.closed:
+            raise errors.BusClosedError(
+                f"bus {self.name!r}: this RecordReader is closed, or was made before a fork; make "
+                "a new one"
+            )
+
+    # -- from the ring --------------------------------------------------------------------------
+
+    def poll(self, max_records: int) -> tuple[list[Origin], list[_core.Trajectory]]:
+        """Take records that were not polled yet, each producer's in its order, without waiting."""
+        with self._lock:
+            self._require_open()
+            self._upkeep.run(time.monotonic(), lambda: list(self._held.values()), 0)
+            self._upkeep.begin_checks()
+            found = self._reader.poll(max_records)
+            origins = _core.record_origins(found)
+            self._held.update(zip(origins, found, strict=True))
+            self._of_group.update(map(_KEY, found))
+            if found:
+                self._note_held()
+            if len(found) < max_records and self._upkeep.checks:
+                self._upkeep.end_checks(self._of_group, lambda key: key in self._of_group)
+            return origins, found
+
+    def export(self, origins: Iterable[Origin], into: bytearray | memoryview) -> memoryview:
+        """Copy records that are held into a block in `into`, for another bus; they stay."""
+        with self._lock:
+            self._require_open()
+            return memoryview(into)[: _core.export_block(self._find(origins), into)]
+
+    def _find(self, origins: Iterable[Origin]) -> list[_core.Trajectory]:
+        try:
+            return list(map(self._held.__getitem__, origins))
+        except KeyError as error:
+            (origin,) = error.args
+            raise KeyError(
+                f"bus {self.name!r}: record {name_origin(origin)} is not held: it was released, or "
+                "never polled"
+            ) from None
+
+    # -- its end --------------------------------------------------------------------------------
+
+    def release(self, origins: Sequence[Origin], reason: str = "acknowledged") -> None:
+        """End records that are held, each named once: their space is the producers' again."""
+        if reason not in REASONS:
+            raise ValueError(f"reason: expected one of {', '.join(REASONS)}, got {reason!r}")
+        with self._lock:
+            self._require_open()
+            records = self._find(origins)
+            _core.uninterrupted(self._release, origins, records, REASONS.index(reason))
+
+    def _release(
+        self, origins: Sequence[Origin], records: list[_core.Trajectory], reason: int
+    ) -> None:
+        self._reader.release(records, reason)
+        held, of_group = self._held, self._of_group
+        for origin in origins:
+            del held[origin]
+        lead, ended = self._upkeep.lead, 0
+        one_of = {t.key: t for t in records}
+        for key, count in Counter(map(_KEY, records)).items():
+            left = of_group[key] - count
+            if left:
+                of_group[key] = left
+                continue
+            del of_group[key]
+            ended += 1
+            if lead.bounded:
+                _core.lead_leave(self._segment, *split_key(key))
+            self._upkeep.requests.ended([one_of[key]])
+        lead.follow(0, ended)
+        self._note_held()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def require_bus(self) -> None:
+        """Raise BusRemovedError where the bus has lost its name; what is held can be exported."""
+        with self._lock:
+            self._require_open()
+            self._segment.require_name()
+
+    def note(self, figures: tuple[int, ...]) -> None:
+        """Write what `shmbus status` says of a relay: at most 8 counts."""
+        with self._lock:
+            self._require_open()
+            _core.relay_note(self._segment, 0, time.monotonic_ns(), figures)
+
+    def _note_held(self) -> None:
+        """Publish what this process holds, for messages of others."""
+        self._note.failing_cells = len(self._held)
+        self._reader.note(self._note)
+
+    def stats(self) -> Ledger:
+        """Return the ledger of its bus: what this holds counts as stashed."""
+        with self._lock:
+            self._require_open()
+            self._reader.sweep()
+            committed, in_ring = self._reader.count_unread()
+            segment = self._segment
+            return Ledger.from_counts(
+                segment.released(),
+                committed=committed,
+                in_ring=in_ring,
+                leased=0,
+                stashed=len(self._held),
+                moved=self._reader.moves,
+                policy_version=segment.policy_version,
+                producers=sum(row[1] == _core.SLOT_ACTIVE for row in segment.producers()),
+                capacity=segment.capacity,
+                free=segment.free_extents() * segment.extent_bytes,
+            )
+
+    def close(self) -> None:
+        """Leave the bus. What was not released stays for whoever reads it next."""
+        self._reader.wake()
+        with self._lock:
+            # The reader first: a record whose holder is gone under it would give its space away.
+            self._reader.close()
+            self._held.clear()
+            self._of_group.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def reason_of(report: _core.Trajectory) -> str:
+    """Return why a sample failed, as the report of it says."""
+    try:
+        return str(report.meta)[: limits.STATUS_REASON_BYTES]
+    except ValueError:
+        return "a reason that cannot be read"

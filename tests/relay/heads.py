@@ -1,0 +1,47 @@
+"""Heads of records as tests write them, and a reader's records by their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shmbus.relay.origin_head import OriginHead, unpack_heads
+from shmbus.relay.origins import Origin, make_origin
+from shmbus.relay.record_reader import RecordReader, reason_of
+from shmbus_ext import _core
+
+__all__ = ["RecordHead", "export", "head_of", "poll"]
+
+
+class RecordHead(NamedTuple):
+    """What a record of some bus says of itself."""
+
+    producer_id: int
+    sequence: int
+    instance_id: str
+    round: int | None
+    group_size: int
+    index: int
+    score: float
+    policy_version: int
+    nbytes: int
+    committed_ns: int
+    check: int
+    need: int
+    reason: str | None = None
+
+
+def head_of(bus: str, head: RecordHead) -> OriginHead:
+    """Return what a head of the bus of this identity is among all buses."""
+    return OriginHead(make_origin(bus, head.producer_id, head.sequence), *head[2:])
+
+
+def poll(reader: RecordReader, max_records: int = 1000) -> list[OriginHead]:
+    """Return the heads of records that were not polled yet."""
+    _, records = reader.poll(max_records)
+    return unpack_heads(reader.identity, _core.read_heads(records, reason_of))
+
+
+def export(reader: RecordReader, origins: Sequence[Origin]) -> bytes:
+    """Return a block of records that are held."""
+    return bytes(reader.export(origins, bytearray(4 << 20)))
