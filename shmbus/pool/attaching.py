@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Final
 
 from shmbus import errors
 from shmbus._arguments import check_bytes
@@ -22,12 +21,10 @@ from shmbus.pool.lifecycle import (
     unlink_pool,
 )
 from shmbus.pool.status import status_of_pool
+from shmbus.segment.peer_wait import SLICE_S
 from shmbus_ext import _core
 
-__all__ = ["SLICE_S", "attach", "fit"]
-
-#: Seconds that one sleep lasts at most: deaths ring no bell.
-SLICE_S: Final = 0.05
+__all__ = ["attach", "fit"]
 
 
 def attach(

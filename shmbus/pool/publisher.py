@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +29,19 @@ from shmbus._arguments import (
 )
 from shmbus._format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
-from shmbus.pool.attaching import SLICE_S, attach, fit, identity_of
+from shmbus.pool.attaching import attach, fit, identity_of
 from shmbus.pool.lifecycle import PoolSpec, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
+from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["PoolPublisher", "VersionWrite", "WhenHeld"]
+
+_T = TypeVar("_T")
 
 WhenHeld: TypeAlias = Literal["wait", "skip", "grow"]
 
@@ -161,27 +165,46 @@ class PoolPublisher:
     def _begin(
         self, version: int, size: int, meta: bytes, text: str, patch: bool
     ) -> _core.PoolWrite | None:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            ticket = self._pool.announce(_core.POOL_BELL_SPACE)
-            got = _core.pool_begin(self._pool, version, size, meta, text, self.world_size, patch)
-            if isinstance(got, _core.PoolWrite):
-                return got
-            if self.when_held == "skip":
-                self._pool.count_skipped()
-                return None
-            if self.when_held == "grow" and self._grow():
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0:
-                status = status_of_pool(self.bus, self.kind, self._pool)
-                raise WaitTimeoutError(
-                    f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
-                    f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
-                    f"Version {status.version} stays the newest; let readers close what they "
-                    "leased, or choose more slots, when_held='skip' or when_held='grow'"
+        def ready() -> _core.PoolWrite | Literal[False] | None:
+            while True:
+                got = _core.pool_begin(
+                    self._pool, version, size, meta, text, self.world_size, patch
                 )
-            self._pool.wait(_core.POOL_BELL_SPACE, ticket, min(left, SLICE_S))
+                if isinstance(got, _core.PoolWrite):
+                    return got
+                if self.when_held == "skip":
+                    self._pool.count_skipped()
+                    return False
+                if self.when_held != "grow" or not self._grow():
+                    return None
+
+        def late() -> Exception:
+            status = status_of_pool(self.bus, self.kind, self._pool)
+            return WaitTimeoutError(
+                f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
+                f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
+                f"Version {status.version} stays the newest; let readers close what they "
+                "leased, or choose more slots, when_held='skip' or when_held='grow'"
+            )
+
+        return self.wait(_core.POOL_BELL_SPACE, ready, late) or None
+
+    def wait(
+        self,
+        bell: int,
+        ready: Callable[[], _T | None],
+        late: Callable[[], Exception],
+        gone: Callable[[], Exception | None] = lambda: None,
+    ) -> _T:
+        """Wait by a bell of the pool, for as long as the publisher's timeout."""
+        return wait_for(
+            ready,
+            announce=lambda: self._pool.announce(bell),
+            sleep=lambda ticket, seconds: self._pool.wait(bell, ticket, seconds),
+            gone=gone,
+            late=late,
+            deadline=time.monotonic() + self.timeout,
+        )
 
     def _grow(self) -> bool:
         try:
@@ -194,23 +217,24 @@ class PoolPublisher:
             ) from error
 
     def _join(self) -> _core.PoolWrite:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            ticket = self._pool.announce(_core.POOL_BELL_RANKS)
+        def ready() -> _core.PoolWrite | None:
             got = _core.pool_join(self._pool)
-            if isinstance(got, _core.PoolWrite):
-                self._seen.add(0)
-                return got
-            self._check_leader("before it began a version")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WaitTimeoutError(
-                    f"pool {self.kind!r} of bus {self.bus!r}: rank 0 began no version in "
-                    f"{show_wait(self.timeout)}; every rank publishes each version"
-                )
-            self._pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+            return got if isinstance(got, _core.PoolWrite) else None
 
-    def _check_leader(self, when: str) -> None:
+        def late() -> Exception:
+            return WaitTimeoutError(
+                f"pool {self.kind!r} of bus {self.bus!r}: rank 0 began no version in "
+                f"{show_wait(self.timeout)}; every rank publishes each version"
+            )
+
+        def gone() -> Exception | None:
+            return self._leader_gone("before it began a version")
+
+        got = self.wait(_core.POOL_BELL_RANKS, ready, late, gone)
+        self._seen.add(0)
+        return got
+
+    def _leader_gone(self, when: str) -> PeerGoneError | None:
         rows = {row["rank"]: row for row in _core.pool_rows(self._pool)["ranks"]}
         row = rows.get(0)
         if row is not None and row["life"] == _core.ROW_ALIVE:
@@ -218,11 +242,12 @@ class PoolPublisher:
         elif 0 in self._seen:
             self._seen.discard(0)
             who = f" (pid {row['pid']}, {printable(row['label'])})" if row else ""
-            raise PeerGoneError(
+            return PeerGoneError(
                 f"pool {self.kind!r} of bus {self.bus!r}: rank 0{who} has ended {when}; the newest "
                 "whole version stays",
                 0,
             )
+        return None
 
     def close(self, *, remove: bool = False) -> None:
         """Leave the pool."""
@@ -294,27 +319,32 @@ class VersionWrite:
 
     def _await_pieces(self) -> None:
         publisher, pool = self._publisher, self._publisher.pool
-        deadline = time.monotonic() + publisher.timeout
         waiting = list(range(1, publisher.world_size))
-        while waiting:
-            ticket = pool.announce(_core.POOL_BELL_RANKS)
+        states: dict[int, int] = {}
+
+        def ready() -> bool | None:
+            nonlocal states, waiting
             states = {rank: pool.piece_state(self.sequence, rank) for rank in waiting}
             waiting = [rank for rank, state in states.items() if state != _core.PIECE_DONE]
-            for rank, state in states.items():
-                known = rank in publisher._seen
-                if state in _FINAL or (known and state == _core.PIECE_ABSENT):
+            away = {_core.PIECE_ABSENT, *_FINAL}
+            publisher._seen.update(rank for rank, state in states.items() if state not in away)
+            return None if waiting else True
+
+        def gone() -> Exception | None:
+            for rank in waiting:
+                state = states[rank]
+                if state in _FINAL or (state == _core.PIECE_ABSENT and rank in publisher._seen):
                     publisher._seen.discard(rank)  # the next version may wait for a successor
-                    raise self._piece_error(rank, state)
-                if state != _core.PIECE_ABSENT:
-                    publisher._seen.add(rank)
-            left = deadline - time.monotonic()
-            if waiting and left <= 0:
-                raise WaitTimeoutError(
-                    f"{self._name()}: ranks {waiting} did not write their pieces in "
-                    f"{show_wait(publisher.timeout)}; the version before it stays the newest"
-                )
-            if waiting:
-                pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+                    return self._piece_error(rank, state)
+            return None
+
+        def late() -> Exception:
+            return WaitTimeoutError(
+                f"{self._name()}: ranks {waiting} did not write their pieces in "
+                f"{show_wait(publisher.timeout)}; the version before it stays the newest"
+            )
+
+        publisher.wait(_core.POOL_BELL_RANKS, ready, late, gone)
 
     def _piece_error(self, rank: int, state: int) -> errors.ShmbusError:
         rows = _core.pool_rows(self._publisher.pool)["ranks"]
@@ -330,24 +360,24 @@ class VersionWrite:
 
     def _await_outcome(self) -> None:
         publisher, pool = self._publisher, self._publisher.pool
-        deadline = time.monotonic() + publisher.timeout
-        while True:
-            ticket = pool.announce(_core.POOL_BELL_RANKS)
-            outcome = pool.outcome(self.sequence)
-            if outcome:
-                return
-            if outcome is False:
-                publisher._seen.add(0)
-                publisher._check_leader("before the version was whole")
-                raise WeightsError(
-                    f"{self._name()}: rank 0 gave it up; the version before it stays the newest"
-                )
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WaitTimeoutError(
-                    f"{self._name()}: rank 0 did not finish it in {show_wait(publisher.timeout)}"
-                )
-            pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+
+        def ready() -> bool | None:
+            return pool.outcome(self.sequence) or None
+
+        def gone() -> Exception | None:
+            if pool.outcome(self.sequence) is None:
+                return None
+            publisher._seen.add(0)
+            return publisher._leader_gone("before the version was whole") or WeightsError(
+                f"{self._name()}: rank 0 gave it up; the version before it stays the newest"
+            )
+
+        def late() -> Exception:
+            return WaitTimeoutError(
+                f"{self._name()}: rank 0 did not finish it in {show_wait(publisher.timeout)}"
+            )
+
+        publisher.wait(_core.POOL_BELL_RANKS, ready, late, gone)
 
     def _name(self) -> str:
         return (

@@ -20,11 +20,12 @@ from shmbus import errors
 from shmbus._arguments import check_int64, check_timeout
 from shmbus._format import show_wait
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
-from shmbus.pool.attaching import SLICE_S, fit, identity_of
+from shmbus.pool.attaching import fit, identity_of
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
 from shmbus.pool.status import status_of_pool
 from shmbus.segment.names import leads_to
+from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -78,9 +79,8 @@ class PoolReader:
         """Lease the newest version."""
         check_timeout(timeout)
         after = check_int64("after", after)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            ticket = self._pool.announce(_core.POOL_BELL_VERSION)
+
+        def ready() -> VersionLease | None:
             got = _core.pool_lease(self._pool, after)
             if isinstance(got, _core.PoolLease):
                 return VersionLease(self, got)
@@ -89,11 +89,17 @@ class PoolReader:
                     f"pool {self.kind!r} of bus {self.bus!r}: the newest version's row is damaged; "
                     "publish again, and look for a process that writes where it should not"
                 )
-            left = _SLEEP_S if deadline is None else deadline - time.monotonic()
-            self._check_name()
-            if left <= 0:
-                raise WaitTimeoutError(self._nothing_came(after, timeout or 0.0))
-            self._pool.wait(_core.POOL_BELL_VERSION, ticket, min(left, _SLEEP_S))
+            return None
+
+        return wait_for(
+            ready,
+            announce=lambda: self._pool.announce(_core.POOL_BELL_VERSION),
+            sleep=lambda ticket, left: self._pool.wait(_core.POOL_BELL_VERSION, ticket, left),
+            gone=self._removed,
+            late=lambda: WaitTimeoutError(self._nothing_came(after, timeout or 0.0)),
+            deadline=None if timeout is None else time.monotonic() + timeout,
+            slice_s=_SLEEP_S,
+        )
 
     def at(self, version: int) -> VersionLease:
         """Lease a version that need not be the newest; it is there while somebody keeps it."""
@@ -112,12 +118,13 @@ class PoolReader:
         """Whether the pool has lost its name, so that nothing more is published into it."""
         return self._identity is None or not leads_to(self._path, self._identity)
 
-    def _check_name(self) -> None:
-        if self.is_removed():
-            raise errors.BusRemovedError(
-                f"pool {self.kind!r} of bus {self.bus!r} was removed: no version follows. What is "
-                "leased stays readable; make a new reader once it is published again"
-            )
+    def _removed(self) -> errors.BusRemovedError | None:
+        if not self.is_removed():
+            return None
+        return errors.BusRemovedError(
+            f"pool {self.kind!r} of bus {self.bus!r} was removed: no version follows. What is "
+            "leased stays readable; make a new reader once it is published again"
+        )
 
     def _nothing_came(self, after: int, timeout: float) -> str:
         status = status_of_pool(self.bus, self.kind, self._pool)
