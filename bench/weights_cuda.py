@@ -132,7 +132,7 @@ def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, 
     context = torch.multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     found: dict[str, list[float]] = {"whole": [], "published": [], "loaded": []}
-    made = WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options)  # type: ignore[arg-type]
+    made = WeightPublisher(bus, ModuleSource(module), carrier=carrier, **options)
     with closing(made) as publisher:
         arguments = (other, bus, shapes, device)
         child = context.Process(target=bus_reader, args=arguments, daemon=True)

@@ -22,8 +22,8 @@ from shmbus.weights import (
     ModuleSource,
     WeightPublisher,
     WeightSubscriber,
-    attach,
-    share,
+    attach_model,
+    share_model,
 )
 
 BUS = sys.argv[2] if len(sys.argv) > 2 else "weights-in-flight"
@@ -53,7 +53,7 @@ def serve(mode: str, folder: str, to_trainer: Connection) -> None:
     """Answer requests, and take new weights between two tokens."""
     torch.set_num_threads(1)
     model = build()
-    shared = attach(BUS, model, timeout=60.0) if mode == "one-copy" else None
+    shared = attach_model(BUS, model, timeout=60.0) if mode == "one-copy" else None
     carrier = "checkpoint" if mode == "checkpoint" else "shm"
     subscriber = (
         WeightSubscriber(BUS, label="server", carrier=carrier, directory=folder if folder else None)
@@ -87,7 +87,7 @@ def main(mode: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = folder if mode == "checkpoint" else ""
         if mode == "one-copy":
-            shared, publisher = share(BUS, model, version=0), None
+            shared, publisher = share_model(BUS, model, version=0), None
         else:
             carrier = "checkpoint" if mode == "checkpoint" else "shm"
             publisher = WeightPublisher(

@@ -1,6 +1,5 @@
 """Types of the channel in the C core, which ``_core`` has. Only ``shmbus.channel`` calls them."""
 
-from collections.abc import Callable
 from typing import Any
 
 CHANNEL_LAYOUT_VERSION: int
@@ -11,8 +10,6 @@ CHANNEL_META_ALIGN: int
 CHANNEL_STATEMENT_BYTES: int
 CHANNEL_REASON_BYTES: int
 CHANNEL_LABEL_BYTES: int
-CHANNEL_FORM_MAX_TENSORS: int
-CHANNEL_FORM_MAX_BYTES: int
 CHANNEL_SENDER: int
 CHANNEL_RECEIVER: int
 CHANNEL_STEP: int
@@ -36,17 +33,6 @@ class ChannelMemory:
     bytes: int
     exports: int
     def __buffer__(self, flags: int, /) -> memoryview: ...
-
-class ChannelForm:
-    def __new__(
-        cls,
-        head: bytes,
-        size: int,
-        tensors: tuple[tuple[str, object, tuple[int, ...], int, int, int, int], ...],
-        tensor_type: type,
-        from_dlpack: Callable[[Any], Any],
-        /,
-    ) -> ChannelForm: ...
 
 class Channel:
     slots: int
@@ -79,15 +65,3 @@ def channel_ack(channel: Channel, /) -> None: ...
 def channel_drop(channel: Channel, /) -> None: ...
 def channel_counts(channel: Channel, /) -> tuple[int, int, int, int] | int: ...
 def channel_begin_at(channel: Channel, step: int, /) -> int: ...
-def channel_send_alike(
-    channel: Channel,
-    form: ChannelForm,
-    seen: int,
-    tensors: Any,
-    meta: bytes | None,
-    step: int | None,
-    /,
-) -> int | None: ...
-def channel_receive_alike(
-    channel: Channel, form: ChannelForm, seen: int, wait_s: float, /
-) -> tuple[int, int, dict[str, Any], bytes, str] | None: ...

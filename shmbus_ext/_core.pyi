@@ -15,14 +15,12 @@ from shmbus_ext._pool import *  # noqa: F403
 from shmbus_ext._public import ConsumerBase as ConsumerBase
 from shmbus_ext._public import GroupBase as GroupBase
 from shmbus_ext._public import Trajectory as Trajectory
-from shmbus_ext._public_device import *  # noqa: F403
 from shmbus_ext._public_put import Reservation as Reservation
 from shmbus_ext._public_put import Writer as Writer
 from shmbus_ext._relay import *  # noqa: F403
 from shmbus_ext._requests import *  # noqa: F403
 from shmbus_ext._retries import *  # noqa: F403
 from shmbus_ext._splits import *  # noqa: F403
-from shmbus_ext._tensor_forms import *  # noqa: F403
 from shmbus_ext._values import *  # noqa: F403
 from shmbus_ext._values import DeclaredSchema as DeclaredSchema
 

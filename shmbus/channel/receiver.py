@@ -10,9 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -27,7 +25,7 @@ from shmbus_ext import _core
 __all__ = ["ChannelReceiver", "Message"]
 
 
-_Taken: TypeAlias = tuple[int, int, _core.ChannelMemory | dict[str, Any], bytes, str]
+_Taken: TypeAlias = tuple[int, int, _core.ChannelMemory, bytes, str]
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -41,15 +39,11 @@ class Message(msgspec.Struct, frozen=True):
         A read-only buffer in place.
     meta : bytes
         What the sender added, checked.
-    tensors : dict | None
-        Of a step of the form that was asked for: what lies in `memory`, which is then None, and
-        `meta` is what follows the form's head.
     """
 
     step: int
-    memory: _core.ChannelMemory | None
+    memory: _core.ChannelMemory
     meta: bytes
-    tensors: dict[str, Any] | None = None
 
 
 class ChannelReceiver(Endpoint):
@@ -107,7 +101,6 @@ class ChannelReceiver(Endpoint):
         *,
         step: int | None = None,
         timeout: float | None = None,
-        form: tuple[_core.ChannelForm, int] | None = None,
     ) -> Message:
         """Wait for the oldest step that was not acknowledged.
 
@@ -117,8 +110,6 @@ class ChannelReceiver(Endpoint):
             Which one is expected, to be sure.
         timeout : float, optional
             Seconds.
-        form : (ChannelForm, int), optional
-            How it looks, as a rule, and the version of the sender's statement for which that is so.
 
         Returns
         -------
@@ -143,27 +134,14 @@ class ChannelReceiver(Endpoint):
                     f"{step}, which was acknowledged already and comes once; resume both sides "
                     "from a checkpoint to have it again. The channel stays usable"
                 )
-            take: Callable[[], _Taken | None] = self._take
-            doze: Callable[[float], _Taken | None] | None = None
-            if form is not None:
-                doze = partial(_core.channel_receive_alike, self._handle, *form)
-
-                def take() -> _Taken | None:
-                    assert doze is not None
-                    return doze(0.0) or self._take()
-
             while True:
-                kind, number, memory, meta, reason = self._wait(take, timeout, self._awaited, doze)
-                if isinstance(memory, dict) and self._resumed is None and step is None:
-                    return Message(number, None, meta, memory)
+                kind, number, memory, meta, reason = self._wait(self._take, timeout, self._awaited)
                 if self._resumed is not None and number <= self._resumed:
                     self.ack()  # sent again, and known to the checkpoint
                     continue
                 self._check_order(number, step)
                 self._resumed = None
                 if kind == _core.CHANNEL_STEP:
-                    if isinstance(memory, dict):
-                        return Message(number, None, meta, memory)
                     return Message(number, memory, meta)
                 skipped = kind == _core.CHANNEL_SKIP
                 error = (StepSkippedError if skipped else StepFailedError)(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 from shmbus._arguments import check_bytes, check_int, check_int64
@@ -109,26 +108,6 @@ class ChannelSender(Endpoint):
     def next_step(self) -> int:
         """Return the step that is sent next."""
         return self.sent_step + 1
-
-    def next_alike(self, written: int | None, seen: int) -> int | None:
-        """Return which step is sent next, where nothing has to be waited for or looked at.
-
-        Parameters
-        ----------
-        written : int | None
-            The step after those that are still to be posted; None where there are none.
-        seen : int
-            The version of the receiver's statement that is known.
-
-        Returns
-        -------
-        int | None
-            None where no slot is free, or the receiver states something else.
-        """
-        sent, acked, base, _ = self._counts()
-        step = base + sent if written is None else written
-        free = step - self._handle.slots < base + acked
-        return step if free and self._handle.stated(self.OTHER) == seen else None
 
     def check_step(self, step: int | None) -> int:
         """Compare a step with the one that is sent next.
@@ -304,27 +283,6 @@ class ChannelSender(Endpoint):
             copy_bytes(memory, source)
             self.commit(meta)
             return number
-
-    def alike(
-        self, form: _core.ChannelForm, seen: int
-    ) -> Callable[[Any, bytes | None, int | None], int | None]:
-        """Return what sends a step that is like others before it, in one call.
-
-        Parameters
-        ----------
-        form : ChannelForm
-            How it looks.
-        seen : int
-            The version of the receiver's statement for which that is agreed.
-
-        Returns
-        -------
-        callable
-            From tensors by name, meta (None for the form's head) and the expected step, or None, to
-            the step that was sent. None where nothing was sent: a slot is to be waited for or to
-            grow, the tensors are not of the form, or the receiver has stated something else.
-        """
-        return partial(_core.channel_send_alike, self._handle, form, seen)
 
     def skip(self, reason: str, *, step: int | None = None, timeout: float | None = None) -> int:
         """Say that a step has no bytes: the receiver gets StepSkippedError for it.

@@ -46,9 +46,9 @@ def _port(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
-    if importlib.util.find_spec("prometheus_client") is None:
+    if None in map(importlib.util.find_spec, ("prometheus_client", "aiohttp")):
         print(
-            "shmbus metrics needs prometheus_client; install the extra: "
+            "shmbus metrics needs prometheus_client and aiohttp; install the extra: "
             "pip install 'shmbus[metrics]'",
             file=sys.stderr,
         )

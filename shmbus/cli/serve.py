@@ -147,9 +147,9 @@ def _restore(name: str, directory: str) -> None:
 
 
 def _metrics(name: str, port: int, host: str) -> contextlib.AbstractContextManager[object]:
-    if importlib.util.find_spec("prometheus_client") is None:
+    if None in map(importlib.util.find_spec, ("prometheus_client", "aiohttp")):
         raise RuntimeError(
-            "--metrics-port needs prometheus_client; install the extra: "
+            "--metrics-port needs prometheus_client and aiohttp; install the extra: "
             "pip install 'shmbus[metrics]'"
         )
     from shmbus.daemon.metrics import MetricsServer

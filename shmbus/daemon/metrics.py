@@ -7,20 +7,24 @@ Invariants:
 - Cardinality is bounded: labels are states, kinds of reasons, splits (16 at most), ranks, producer
   slots and readers of weights, up to `MAX_SLOTS_LABELLED` of each; no pid, process label, instance
   id or text of a reason becomes a label.
-- No client keeps another from being answered (`shmbus.daemon.http_server`).
+- No client keeps another from being answered: requests are answered by a loop in a thread of its
+  own, a bus is read in others, and who is slow loses its connection (`shmbus.http.server`).
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
-import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -34,7 +38,8 @@ from prometheus_client.registry import Collector
 
 from shmbus import errors, limits
 from shmbus._version import VERSION
-from shmbus.daemon.http_server import MAX_CONNECTIONS, Answer, HttpServer
+from shmbus.http.access import is_loopback
+from shmbus.http.server import AddressError, HttpServer
 from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
 from shmbus.inspect.types import BusStatus
@@ -46,6 +51,12 @@ __all__ = ["BusCollector", "MetricsServer", "health"]
 #: Producer slots, ranks and readers with a label of their own; the others share one, or have none,
 #: so that thousands of them do not make thousands of time series.
 MAX_SLOTS_LABELLED = 64
+#: Requests that are answered at the same time; others wait.
+MAX_THREADS = 8
+#: Connections at a time: few beside the 1,024 open files that a process has by default.
+MAX_CONNECTIONS = 128
+#: Seconds that a client may keep the server waiting: a scrape over loopback takes milliseconds.
+IDLE_S = 5.0
 
 
 class BusCollector(Collector):
@@ -471,7 +482,7 @@ def _label(number: int) -> str:
 
 
 def health(name: str) -> tuple[bool, dict[str, Any]]:
-    """Check whether a bus works, for ``/healthz``."""
+    """Return whether a bus can be read, its daemon answers and its ledger balances; and why."""
     try:
         status = read_status(name, walk=False)
     except (errors.ShmbusError, OSError) as error:
@@ -492,45 +503,80 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` of one bus from a thread."""
+    """Serves ``/metrics`` and ``/healthz`` of a bus, which need not exist yet, from a thread."""
 
     def __init__(
         self,
         name: str,
         port: int = limits.METRICS_PORT,
         host: str = "127.0.0.1",
-        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._bus = name
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(BusCollector(name))
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._loop = asyncio.new_event_loop()
+        self._pool = ThreadPoolExecutor(MAX_THREADS, "shmbus-metrics-answer")
         try:
-            listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
-        except (OSError, OverflowError) as error:
+            self._loop.run_until_complete(self._start(host, port))
+        except AddressError as error:
+            self._loop.close()
             raise errors.DaemonUnavailableError(
-                f"bus {name!r}: cannot serve metrics at {host}:{port}: {error}; choose another "
-                f"port, or find its owner: ss -ltnp 'sport = :{port}'"
+                f"bus {name!r}: cannot serve metrics at {host}:{port}: {error.__cause__}; choose "
+                f"another port, or find its owner: ss -ltnp 'sport = :{port}'"
             ) from error
-        #: Where it listens.
-        self.host = host
-        self.port = int(listener.getsockname()[1])
-        self._server = HttpServer(listener, self._answer, on_failure)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="shmbus-metrics")
+        self._thread.daemon = True
+        self._thread.start()
 
-    def _answer(self, path: str, accept: str) -> Answer:
+    async def _start(self, host: str, port: int) -> None:
+        self._http = HttpServer(self._answer, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
+        _, self.port = await self._http.bind(host, port)
+        self.host = host
+        await self._http.start()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        answer = self._refusal(request)
+        if answer is None:
+            accept = request.headers.get("Accept", "")
+            answer = await self._loop.run_in_executor(self._pool, self._read, request.path, accept)
+        answer.headers["Server"] = f"shmbus/{VERSION}"
+        answer.force_close()
+        return answer
+
+    def _refusal(self, request: web.BaseRequest) -> web.Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(status=HTTPStatus.NOT_IMPLEMENTED, text="expected GET or HEAD\n")
+        hosts = request.headers.getall("Host", [])
+        if (asked := urlsplit(request.raw_path).netloc) != "":
+            hosts.append(asked)
+        if is_loopback(self.host) and not all(map(is_loopback, hosts)):
+            text = (
+                f"bound to {self.host}, this server answers loopback names only; expected "
+                f"Host: {self.host} or localhost; ask for that, or bind another address "
+                "(--metrics-host)\n"
+            )
+            return web.Response(status=HTTPStatus.FORBIDDEN, text=text)
+        return None
+
+    def _read(self, path: str, accept: str) -> web.Response:
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
-            return Answer(HTTPStatus.OK, content_type, encode(self._registry))
+            headers = {"Content-Type": content_type}
+            return web.Response(body=encode(self._registry), headers=headers)
         if path == "/healthz":
             healthy, body = health(self._bus)
             status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
-            return Answer(status, "application/json", json.dumps(body).encode() + b"\n")
-        text = b"not found; use /metrics or /healthz\n"
-        return Answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)
+            return web.json_response(body, status=status)
+        text = "not found; use /metrics or /healthz\n"
+        return web.Response(status=HTTPStatus.NOT_FOUND, text=text)
 
     def close(self) -> None:
-        """Stop listening."""
-        self._server.close()
+        """Stop listening, and end all connections."""
+        asyncio.run_coroutine_threadsafe(self._http.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> MetricsServer:
         return self

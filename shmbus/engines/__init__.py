@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from shmbus.engines.adapters import AdapterFleet, AdapterServer
-from shmbus.engines.client_updates import ClientUpdates, WeightSyncClient
+from shmbus.engines.client_updates import ClientUpdates
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.fleet import EngineFleet
+from shmbus.engines.lora import LoraFleet
 from shmbus.engines.report import ServerReport, UpdateReport
-from shmbus.engines.server import EngineServer, HttpServer, PauseMode
+from shmbus.engines.server import EngineServer
 from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 
 __all__ = [
-    "AdapterFleet",
-    "AdapterServer",
     "ClientUpdates",
     "EngineError",
     "EngineFleet",
     "EngineServer",
-    "HttpServer",
-    "PauseMode",
+    "LoraFleet",
     "ServerReport",
     "SglangServer",
     "UpdateReport",
     "UpdateRolledBackError",
     "VllmServer",
-    "WeightSyncClient",
 ]

@@ -6,38 +6,73 @@ Then the bus's policy version says so.
 Invariants:
 
 - Neither a status nor a body is believed: a server has a version when the row of each of its ranks
-  says that it applied it. Only such a server is resumed.
+  says that it applied it. Only such a server is resumed. A reload has no rows: there a server's own
+  calls have to say so.
 - What ran before stays leased until the rows agree, so there is a way back for as long as it may be
   needed.
 - A server that is not whole stays paused, and the error names it.
-- Nothing is loaded into a server that does not say that it is paused.
-- An update that was begun is ended, by its deadlines at the latest: a cancelled task waits for it,
-  and what a dead process leaves is recovered by its note.
+- Nothing is loaded into a server that does not say that it is paused; the parameters of a shared
+  model change only while every server says so.
+- One pause at a time: in this process by a lock, among processes by the note's. An update that was
+  begun is ended, by its deadlines at the latest: a cancelled task waits for it, and what a dead
+  process leaves is recovered by its note.
+
+Source of reloads: /collective_rpc, /update_weight_version and /weight_info of vLLM 0.32;
+/update_weights_from_disk of SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import os
 import time
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import shmbus
-from shmbus._arguments import check_int
-from shmbus.engines.errors import EngineError
-from shmbus.engines.pause_note import PauseNote
-from shmbus.engines.pauses import Pairs, Step, uninterrupted
-from shmbus.engines.reloads import Reloads
+from shmbus._arguments import check_choice, check_flag, check_int
+from shmbus.engines.errors import EngineError, UpdateRolledBackError
+from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.rows import RankRows
-from shmbus.engines.server import EngineServer, PauseMode
-from shmbus.engines.shared_steps import SharedSteps
+from shmbus.engines.server import (
+    EngineServer,
+    PauseMode,
+    as_engine_error,
+    checked_addresses,
+    checked_timeout,
+)
+from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
+from shmbus.errors import DamagedError
+from shmbus.segment.names import check_name
+from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
+from shmbus.weights.shared_file import shared_state
+from shmbus.weights.shared_model import SharedModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["EngineFleet"]
 
 #: Of a policy version, which the bus says once servers have it.
 MOST_VERSION: Final = (1 << 63) - 1
+
+Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
+Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
+
+#: Seconds between two tries to resume.
+RETRY_S = 0.2
+#: States of servers of which nobody has to think any more.
+SETTLED = ("serving", "gone")
+PAUSE_MODES = ("keep", "wait", "abort")
+#: How the reason begins with which a fleet pauses the bus.
+HELD = "weights of version "
+#: What is said of a server that a note names and a fleet does not know.
+_FOREIGN = "it is none of this fleet's; end its pause by: shmbus weights {bus} --resume"
 
 
 class Publisher(Protocol):
@@ -47,7 +82,7 @@ class Publisher(Protocol):
         """Publish that version; return once it is whole."""
 
 
-class EngineFleet(SharedSteps, Reloads):
+class EngineFleet:
     """Brings new weights to inference servers.
 
     Parameters
@@ -85,12 +120,31 @@ class EngineFleet(SharedSteps, Reloads):
         timeout: float = 120.0,
         quorum: int | None = None,
     ) -> None:
-        super().__init__(
-            servers, bus=bus, mode=mode, clear_cache=clear_cache, timeout=timeout, quorum=quorum
-        )
+        addresses = checked_addresses(servers)
+        check_name(bus)
+        if not servers or len(set(addresses)) < len(addresses):
+            raise ValueError(f"servers: expected one or more, each once, got {addresses}")
+        check_choice("mode", mode, PAUSE_MODES)
+        for server in servers:
+            if mode not in server.modes:
+                raise ValueError(
+                    f"mode: {server.address} ({type(server).__name__}) has no {mode!r}; it has "
+                    f"{', '.join(server.modes)}"
+                )
+        check_flag("clear_cache", clear_cache)
+        most = len(servers)
+        self.quorum = most if quorum is None else check_int("quorum", quorum, 1, most)
+        self.servers = list(servers)
+        self.bus = bus
+        self.mode = mode
+        self.clear_cache = clear_cache
+        self.timeout = checked_timeout(timeout)
+        self._busy = OneAtATime()
+        #: Why a step failed at a server, by its address.
+        self._failures: dict[str, EngineError] = {}
         self._rows = RankRows(bus)
 
-    # -- for users ------------------------------------------------------------------------------
+    # -- for users ---------------------------------------------------------------------------------
 
     async def update(self, publisher: Publisher, version: int) -> UpdateReport:
         """Publish a version, unless it is the newest already, and bring it to the servers.
@@ -129,13 +183,7 @@ class EngineFleet(SharedSteps, Reloads):
             )
         version = check_int("version", version, 0, MOST_VERSION)
         async with self._busy:
-            task = asyncio.ensure_future(self._update(publisher, version))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                with contextlib.suppress(shmbus.ShmbusError):
-                    await uninterrupted(task)
-                raise
+            return await to_the_end(self._update(publisher, version), shmbus.ShmbusError)
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
         """Do what `update` does, where no event loop runs.
@@ -164,6 +212,86 @@ class EngineFleet(SharedSteps, Reloads):
 
         return asyncio.run(run())
 
+    async def reload(self, directory: Path | str) -> UpdateReport:
+        """Have the servers read the newest checkpoint of a directory.
+
+        Parameters
+        ----------
+        directory : path
+            Of a publisher with ``carrier="checkpoint"``, which has published; the servers see it
+            under the same path.
+
+        Returns
+        -------
+        UpdateReport
+            At least `quorum` servers say that they have the version.
+
+        Raises
+        ------
+        UpdateRolledBackError
+            Too few took it, and every server reads the one before again.
+        EngineError
+            A server could not be paused, and nothing was touched; or it stays paused, since it
+            could read neither.
+        WeightsError
+            There is no checkpoint in the directory.
+        BlockingIOError
+            Another process is updating servers of this bus.
+
+        Notes
+        -----
+        Cancelling waits for the end, as in `EngineFleet.update`.
+        """
+        async with self._busy:
+            return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
+
+    async def step(
+        self,
+        shared: SharedModel,
+        action: Callable[[], object],
+        version: int,
+        *,
+        heal: bool = False,
+    ) -> None:
+        """Change the one copy of a model that the servers and this process share, between pauses.
+
+        Parameters
+        ----------
+        shared : SharedModel
+            Of this bus, as `share` made it.
+        action : callable
+            Changes the parameters, such as ``optimizer.step``; it is called in a thread.
+        version : int
+            What the weights are after it.
+        heal : bool
+            Whether the action loads all weights anew, so that it may begin with torn ones.
+
+        Raises
+        ------
+        EngineError
+            A server could not be paused, and nothing was changed; or it could not be resumed.
+        DamagedError
+            The action failed, from its error: the servers stay paused, since the model is a mix.
+            Load whole weights with another step, and heal=True.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        TypeError, ValueError
+            The version is no int of 0 or more, the model none of this bus, or the action none that
+            ends when it returns.
+        """
+        version = check_int("version", version, 0, (1 << 63) - 1)
+        check_flag("heal", heal)
+        if not isinstance(shared, SharedModel):
+            raise TypeError(
+                f"shared: expected what share_model returned, got {type(shared).__name__}"
+            )
+        if shared.bus != self.bus:
+            raise ValueError(f"shared: expected a model of bus {self.bus!r}, got {shared.bus!r}'s")
+        _require_function(action)
+        async with self._busy:
+            with PauseNote(self.bus) as note:
+                await to_the_end(self._step(note, shared, action, version, heal))
+
     async def recover(self) -> UpdateReport | None:
         """End the pause that a dead process has left, by the rules of `update`.
 
@@ -184,7 +312,22 @@ class EngineFleet(SharedSteps, Reloads):
             with PauseNote(self.bus) as note:
                 return await self._recover(note)
 
-    # -- an update ------------------------------------------------------------------------------
+    async def close(self) -> None:
+        """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
+        await close_all(self.servers)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- an update ---------------------------------------------------------------------------------
 
     async def _update(self, publisher: Publisher, version: int) -> UpdateReport:
         began = time.monotonic()
@@ -229,7 +372,7 @@ class EngineFleet(SharedSteps, Reloads):
             restore=restore,
         )
 
-    # -- one step at one server -------------------------------------------------------------------
+    # -- one step at one server --------------------------------------------------------------------
 
     def _prepare(self, version: int) -> Step:
         async def prepare(server: EngineServer, report: ServerReport) -> None:
@@ -276,11 +419,7 @@ class EngineFleet(SharedSteps, Reloads):
         return load
 
     async def _await_turn(self, server: EngineServer, report: ServerReport) -> None:
-        """Wait until it has done what it was asked before, since its rows speak of that only then.
-
-        Whoever asked may have died, or given up. Servers do one thing after another, so any answer
-        to what changes nothing is one.
-        """
+        """Wait until it has done what it was asked before: its rows speak of that only then."""
         del report
         try:
             await server.prepare(self.bus, self.timeout)
@@ -291,7 +430,7 @@ class EngineFleet(SharedSteps, Reloads):
     async def _settle(self, server: EngineServer) -> bool:
         return await server.settle(self._rows.are_loading(server), self.timeout)
 
-    # -- what a dead process has left -------------------------------------------------------------
+    # -- what a dead process has left --------------------------------------------------------------
 
     async def _recover(self, note: PauseNote) -> UpdateReport | None:
         left = note.left
@@ -319,15 +458,383 @@ class EngineFleet(SharedSteps, Reloads):
         finally:
             if newest is not None:
                 newest.close()
-        self._clear(note, report)
-        if note.left is None:
-            self._release_workers()
-        return report
+        return self._recovered(note, report)
 
     async def _look(self, server: EngineServer, report: ServerReport) -> None:
         report.ranks = await server.ranks(self.timeout)
         was_open = await self._settle(server)
         report.version = None if was_open else self._rows.whole_version(server, report.ranks)
+
+    # -- a reload: servers read a checkpoint again, and have no rows
+
+    async def _reload(self, directory: Path) -> UpdateReport:
+        began = time.monotonic()
+        with PauseNote(self.bus) as note:
+            if note.left is not None:
+                await self._recover(note)
+            newest, before = await asyncio.to_thread(newest_checkpoints, directory)
+            report = self._begin(note, newest.version, None if before is None else before.version)
+            await self._bring_files(note, report, newest, before)
+        self._say(newest.version)
+        report.total_s = time.monotonic() - began
+        return report
+
+    async def _bring_files(
+        self,
+        note: PauseNote,
+        report: UpdateReport,
+        newest: CheckpointPlace,
+        before: CheckpointPlace | None,
+    ) -> None:
+        await self._in_order(
+            note,
+            report,
+            prepare=self._find,
+            load=self._read(newest),
+            restore=lambda behind: self._read_before(behind, before),
+            directory=str(newest.path.parent.absolute()),
+        )
+
+    async def _read_before(self, behind: Pairs, before: CheckpointPlace | None) -> Pairs:
+        if before is None:
+            return []
+        known = [
+            (server, report)
+            for server, report in behind
+            if not report.error or server.answers_in_step or report.ranks <= 1
+        ]
+        return await self._each(known, self._read(before))
+
+    async def _find(self, server: EngineServer, report: ServerReport) -> None:
+        """Find out that it is there, and how many may answer at once where that counts."""
+        await server.paused(self.timeout)
+        if not server.answers_in_step:
+            report.ranks = await server.ranks(self.timeout)
+
+    def _read(self, place: CheckpointPlace) -> Step:
+        async def read(server: EngineServer, report: ServerReport) -> None:
+            began = time.monotonic()
+            report.version = None
+            await self._keep_paused(server, report)
+            path = str(place.path.absolute())
+            await server.reload(path, place.version, self.clear_cache, self.timeout)
+            report.version = place.version
+            report.load_s = time.monotonic() - began
+
+        return read
+
+    async def _reload_newest(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
+        """End the pause of a trainer that died in a reload: all read the newest."""
+        report, pairs = self._begin_recovery(left)
+        try:
+            newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
+        except (
+            OSError,
+            shmbus.ShmbusError,
+        ) as error:  # they stay paused, until they get other weights
+            for _, each in pairs:
+                each.error = str(error)
+            return report
+        report.version = newest.version
+        for step in (self._find, self._read(newest), self._resume):
+            pairs = await self._each(pairs, step)
+        return self._recovered(note, report)
+
+    # -- a step of a trainer that has one copy of the model with its servers -----------------------
+
+    async def _step(
+        self,
+        note: PauseNote,
+        shared: SharedModel,
+        action: Callable[[], object],
+        version: int,
+        heal: bool,
+    ) -> None:
+        if note.left is not None:
+            self._require_shared(note, await self._recover(note))
+        report = self._begin(note, version, shared.version)
+        reports = report.servers
+        pairs = list(zip(self.servers, reports, strict=True))
+        await self._all(await self._each(pairs, self._ask), reports)
+        servers = [(server.kind, server.address) for server in self.servers]
+        note.write(PauseNotice(os.getpid(), servers, version, report.previous, shared=True))
+        async with self._workers_held(version):
+            paused = await self._each(pairs, self._pause)
+            if len(paused) < len(pairs):
+                if not shared.torn:
+                    await self._each(pairs, self._resume)
+                    self._clear(note, report)
+                await self._all(paused, reports)
+            try:
+                await asyncio.to_thread(_change, shared, action, version, heal)
+            except Exception as error:
+                if not shared.torn:  # it was refused before anything was changed
+                    await self._each(pairs, self._resume)
+                    self._clear(note, report)
+                    raise
+                raise DamagedError(
+                    f"the step to version {version} failed, so the model is a mix; "
+                    f"{', '.join(server.address for server in self.servers)} stay paused: load "
+                    "whole weights in a step with heal=True"
+                ) from error
+            resumed = await self._each(pairs, self._resume)
+        self._clear(note, report)
+        self._say(version)
+        await self._all(resumed, reports)
+
+    def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
+        """Raise EngineError where other weights than shared ones have left a server torn."""
+        if left is None or note.left is None or note.left.shared:
+            return
+        own = {server.address for server in self.servers}
+        for each in left.servers:
+            if each.state == "paused" and each.address in own:
+                advice = "it stays paused, since its model is not whole; nothing was changed"
+                raise EngineError(each.address, "recover", None, each.error, advice)
+
+    async def _ask(self, server: EngineServer, report: ServerReport) -> None:
+        """Find out that it is there before anybody is paused."""
+        await server.paused(self.timeout)
+
+    async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
+        if len(pairs) < len(reports):
+            address = next(each.address for each in reports if each.error)
+            raise self._failure(address, "nothing was changed")
+
+    async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
+        """End the pause of a trainer that died around a step, unless it died in it."""
+        report, pairs = self._begin_recovery(left)
+        state = shared_state(self.bus)
+        if state is None or state[1]:
+            why = "its memory is gone" if state is None else "the trainer died in a step"
+            for _, each in pairs:
+                each.error = f"the shared model is no whole one: {why}"
+            return report
+        report.version = state[0]
+        for server, each in await self._each(pairs, self._resume):
+            del server
+            each.version = state[0]
+        return self._recovered(note, report)
+
+    # -- pause, resume, and all servers at once ----------------------------------------------------
+
+    async def _pause(self, server: EngineServer, report: ServerReport) -> None:
+        report.state = "unknown"
+        report.paused_s = -time.monotonic()
+        await server.pause(self.mode, self.clear_cache, self.timeout)
+        report.state = "paused"
+
+    async def _keep_paused(self, server: EngineServer, report: ServerReport) -> None:
+        """Pause a server that generates after all: it was started anew, or others resumed it."""
+        del report  # it counts as paused, whatever comes of this
+        if not await server.paused(self.timeout):
+            await server.pause(self.mode, self.clear_cache, self.timeout)
+
+    async def _resume(self, server: EngineServer, report: ServerReport) -> None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                await server.resume(self.timeout)
+                if not await server.paused(self.timeout):
+                    break
+            except EngineError as error:
+                if error.gone or time.monotonic() >= deadline:
+                    raise
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    server.address, "resume", 200, "it says that it is paused", "resume it by hand"
+                )
+            await asyncio.sleep(RETRY_S)
+        report.state = "serving"
+        if report.paused_s < 0:
+            report.paused_s += time.monotonic()
+
+    def _begin(self, note: PauseNote, version: int, previous: int | None) -> UpdateReport:
+        """Begin the report of an update; who could not be resumed before is paused still."""
+        paused = {address for _, address in note.named()}
+        servers = [ServerReport(address=server.address) for server in self.servers]
+        for each in servers:
+            each.state = "paused" if each.address in paused else "serving"
+        return UpdateReport(version=version, previous=previous, servers=servers)
+
+    def _begin_recovery(self, left: PauseNotice) -> tuple[UpdateReport, Pairs]:
+        """Begin the report of what a note names, with pairs of those that are of this fleet."""
+        own = {server.address: server for server in self.servers}
+        servers = [ServerReport(address=address, state="paused") for _, address in left.servers]
+        for each in servers:
+            each.error = "" if each.address in own else _FOREIGN.format(bus=self.bus)
+        report = UpdateReport(version=left.version, previous=left.previous, servers=servers)
+        return report, [(own[each.address], each) for each in servers if each.address in own]
+
+    def _recovered(self, note: PauseNote, report: UpdateReport) -> UpdateReport:
+        """Take the note of a dead process back, and let workers go on where nobody is paused."""
+        self._clear(note, report)
+        if note.left is None:
+            self._release_workers()
+        return report
+
+    def _clear(self, note: PauseNote, report: UpdateReport) -> None:
+        """Take the note back, but for those that are paused still, or say nothing."""
+        note.clear({each.address for each in report.servers if each.state in SETTLED})
+
+    async def _in_order(
+        self,
+        note: PauseNote,
+        report: UpdateReport,
+        *,
+        prepare: Step,
+        load: Step,
+        restore: Callable[[Pairs], Awaitable[Pairs]],
+        attach: Step | None = None,
+        directory: str = "",
+    ) -> None:
+        """Take the steps of an update at all servers; go back where too few took it."""
+        pairs = list(zip(self.servers, report.servers, strict=True))
+        torn = [pair for pair in pairs if pair[1].state == "paused"]
+        ready = await self._each(pairs, prepare)
+        self._require(ready, report, "nothing was touched, and the old weights are in force")
+        note.write(
+            PauseNotice(
+                pid=os.getpid(),
+                servers=[(server.kind, server.address) for server in self.servers],
+                version=report.version,
+                previous=report.previous,
+                directory=directory,
+            )
+        )
+        async with self._workers_held(report.version):
+            paused = await self._each(ready, self._pause)
+            untouched = paused if attach is None else await self._each(paused, attach)
+            ended = await self._each([each for each in paused if each not in untouched], self._end)
+            aside = [each for each in ready if each not in paused] + ended
+            aside = [each for each in aside if each not in torn]
+            if len(untouched) < self.quorum:
+                whole = [each for each in untouched if each not in torn]
+                await self._each(aside + whole, self._resume)
+                self._clear(note, report)
+                self._require(untouched, report, "the old weights are in force")
+            loaded = await self._each(untouched, load)
+            behind = [pair for pair in untouched if pair not in loaded]
+            if len(loaded) < self.quorum:
+                behind, loaded = untouched, []
+            restored = await restore(behind)
+            await self._each(aside + loaded + restored, self._resume)
+        self._clear(note, report)
+        left = [each for _, each in behind if each.state not in SETTLED]
+        self._judge(loaded, left, report)
+
+    def _judge(self, loaded: Pairs, torn: list[ServerReport], report: UpdateReport) -> None:
+        first = next((self._failures[each.address] for each in report.servers if each.error), None)
+        if torn and (len(loaded) < self.quorum or not loaded):
+            raise EngineError(
+                ", ".join(each.address for each in torn),
+                "load",
+                None,
+                "; ".join(each.error for each in torn if each.error),
+                "it stays paused, since its model is not whole; repair the cause and update again, "
+                "or restart it",
+            ) from first
+        if len(loaded) < self.quorum:
+            causes = [f"{each.address}: {each.error}" for each in report.servers if each.error]
+            raise UpdateRolledBackError(
+                report.version, report.previous, "; ".join(causes)
+            ) from first
+
+    def _require(self, pairs: Pairs, report: UpdateReport, advice: str) -> None:
+        if len(pairs) >= self.quorum:
+            return
+        address = next(each.address for each in report.servers if each.error)
+        raise self._failure(address, advice)
+
+    def _failure(self, address: str, advice: str) -> EngineError:
+        """Make the error of a server whose step failed, with what it said and what is in force."""
+        failed = self._failures[address]
+        advice = f"{failed.advice}; {advice}"
+        error = EngineError(
+            address, failed.step, failed.status, failed.body, advice, gone=failed.gone
+        )
+        error.__cause__ = failed
+        return error
+
+    # -- the bus -----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _workers_held(self, version: int) -> AsyncIterator[None]:
+        """Pause the bus where requests in flight end, so that workers begin no new ones."""
+        bus = self._open_bus() if self.mode != "keep" else None
+        if bus is None:
+            yield
+            return
+        with bus:
+            if _is_paused_by_others(bus):
+                yield
+                return
+            bus.pause(f"{HELD}{version} are being loaded")
+            try:
+                yield
+            finally:
+                if not _is_paused_by_others(bus):
+                    bus.resume()
+
+    def _release_workers(self) -> None:
+        bus = self._open_bus()
+        if bus is not None:
+            with bus:
+                if not _is_paused_by_others(bus):
+                    bus.resume()
+
+    def _say(self, version: int) -> None:
+        bus = self._open_bus()
+        if bus is not None:
+            with bus:
+                bus.policy_version = version
+
+    def _open_bus(self) -> shmbus.Bus | None:
+        """Open the bus; None where weights are all that is shared under that name."""
+        try:
+            return shmbus.Bus.open(self.bus)
+        except shmbus.BusNotFoundError:
+            return None
+
+    async def _each(self, pairs: Pairs, step: Step) -> Pairs:
+        """Take a step at all servers at once; return those where it succeeded."""
+
+        async def take(server: EngineServer, report: ServerReport) -> bool:
+            try:
+                await step(server, report)
+            except Exception as error:
+                # Whatever it is: servers that are paused are not left so by one that failed oddly.
+                failed = as_engine_error(server, error)
+                self._failures[server.address] = failed
+                report.error = str(failed)
+                if failed.gone:
+                    report.state = "gone"
+                return False
+            return True
+
+        done = await asyncio.gather(*(take(server, report) for server, report in pairs))
+        return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
+
+
+def _is_paused_by_others(bus: shmbus.Bus) -> bool:
+    """Whether somebody else has paused the bus, such as an operator: that is theirs to end."""
+    reason = bus.paused
+    return reason is not None and not reason.startswith(HELD)
+
+
+def _require_function(action: object) -> None:
+    """Raise TypeError for what would be found out in the step, which leaves the model torn."""
+    if not callable(action) or inspect.iscoroutinefunction(action):
+        raise TypeError(
+            "action: expected a function that changes the parameters, such as optimizer.step, got "
+            f"{type(action).__name__} {action!r}"
+        )
+
+
+def _change(shared: SharedModel, action: Callable[[], object], version: int, heal: bool) -> None:
+    # The servers are paused, which is the guard; none of them holds a lock meanwhile.
+    with shared.stepping(version, guard="none", heal=heal):
+        action()
 
 
 def _require_no_loop() -> None:

@@ -35,25 +35,7 @@ _KINDS: Final[dict[str, type[VllmServer] | type[SglangServer]]] = {
 
 
 async def resume(bus: str, *, timeout: float = 120.0) -> UpdateReport | None:
-    """End the pause that a dead process has left, with the servers that its note names.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-    timeout : float
-        Seconds for each step.
-
-    Returns
-    -------
-    UpdateReport or None
-        None where nothing was left paused, or where who paused lives.
-
-    Raises
-    ------
-    ValueError
-        A server is of a kind that only its trainer knows, or the headers are no JSON object.
-    """
+    """End the pause that a dead process has left, with the servers that its note names."""
     found = paused_by(bus)
     if found is None or found[1]:
         return None
@@ -77,18 +59,7 @@ def _servers(notice: PauseNotice) -> list[VllmServer | SglangServer]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Resume, and print what came of each server.
-
-    Parameters
-    ----------
-    arguments : list of str, optional
-        Of the command line; the process's own by default.
-
-    Returns
-    -------
-    int
-        0 where nobody is left paused by a dead process, else 1.
-    """
+    """Resume, and print what came of each server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", metavar="NAME", help="the bus")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a step (default 120)")

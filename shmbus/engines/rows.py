@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shmbus import BusNotFoundError
 from shmbus.engines.errors import EngineError
 from shmbus.engines.report import ServerReport
+from shmbus.engines.server import Addressed
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.status import ReaderStatus, SlotStatus, read_pool
 from shmbus.weights.errors import LOADING_CODE, MANIFEST_CODE
 
-__all__ = ["POLL_S", "Addressed", "Missing", "RankRows", "row_name"]
+__all__ = ["POLL_S", "Missing", "RankRows", "row_name"]
 
 #: The pool that has weights.
 WEIGHTS = "weights"
@@ -31,10 +32,7 @@ DIGITS = 8
 
 
 def row_name(address: str) -> str:
-    """Return how rows name a server: its address, cut where a row has no room for it.
-
-    Every process comes to the same name: who ends a dead trainer's pause has to find the rows.
-    """
+    """Return how rows name a server: its address, cut where a row has no room for it."""
     encoded = address.encode()
     if len(encoded) <= MOST_NAME_BYTES:
         return address
@@ -42,37 +40,15 @@ def row_name(address: str) -> str:
     return f"{encoded[: MOST_NAME_BYTES - DIGITS - 1].decode(errors='ignore')}~{digest}"
 
 
-class Addressed(Protocol):
-    """Whose rows: they begin with its address."""
-
-    @property
-    def address(self) -> str:
-        """How the rows name it."""
-
-
 class Missing(NamedTuple):
-    """What keeps a server from running a version.
-
-    Attributes
-    ----------
-    said : str
-        By which ranks, and why.
-    final : bool
-        Whether waiting changes nothing: a rank has refused the version, or is gone.
-    """
+    """What keeps a server from running a version."""
 
     said: str
     final: bool
 
 
 class RankRows:
-    """The rows of one bus's weights.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-    """
+    """The rows of one bus's weights."""
 
     def __init__(self, bus: str) -> None:
         self._bus = bus
@@ -142,25 +118,7 @@ class RankRows:
         error: EngineError | None,
         timeout: float,
     ) -> None:
-        """Wait until each rank runs a version.
-
-        Parameters
-        ----------
-        server, report : Addressed, ServerReport
-            Whose ranks, and how many.
-        version : int
-            What they are to run.
-        error : EngineError or None
-            What the server said of the update. After an answer the rows are there; without one its
-            ranks may still be loading.
-        timeout : float
-            Seconds.
-
-        Raises
-        ------
-        EngineError
-            One runs another, has refused it, or is gone.
-        """
+        """Wait until each rank runs a version."""
         deadline = time.monotonic() + (timeout if error is None else 2 * POLL_S)
         while True:
             missing = self.missing(server, report.ranks, version)

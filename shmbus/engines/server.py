@@ -7,7 +7,8 @@ That the weights are there is not believed from here: the readers' rows say it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 from urllib.parse import SplitResult, urlsplit
@@ -15,9 +16,18 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 import msgspec
 
+from shmbus._arguments import check_seconds
 from shmbus.engines.errors import SHOWN_BODY, EngineError
 
-__all__ = ["EngineServer", "HttpServer", "PauseMode"]
+__all__ = [
+    "Addressed",
+    "EngineServer",
+    "HttpServer",
+    "PauseMode",
+    "as_engine_error",
+    "checked_addresses",
+    "checked_timeout",
+]
 
 #: What happens to requests in flight: frozen and continued; awaited; aborted.
 PauseMode = Literal["keep", "wait", "abort"]
@@ -290,3 +300,46 @@ def _checked_headers(headers: object) -> dict[str, str]:
             raise ValueError(f"headers: expected one line of text for {name!r}")
         checked[name] = value
     return checked
+
+
+class Addressed(Protocol):
+    """What has an address."""
+
+    @property
+    def address(self) -> str:
+        """How messages and rows name it."""
+
+
+def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
+    """Return the addresses of servers; TypeError where something is none."""
+    if isinstance(servers, (str, Mapping)) or not isinstance(servers, Sequence):
+        raise TypeError(f"servers: expected a list of servers, got {type(servers).__name__}")
+    for server in servers:
+        if not isinstance(getattr(server, "address", None), str):
+            raise TypeError(
+                f"servers: expected servers such as VllmServer(url), got {type(server).__name__}"
+            )
+    return [server.address for server in servers]
+
+
+def checked_timeout(timeout: float) -> float:
+    """Return a deadline in a float of its own, since a server may be told it in JSON."""
+    check_seconds("timeout", timeout)
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout: expected more than 0 seconds, and an end, got {timeout}")
+    return float(timeout)
+
+
+def as_engine_error(server: Addressed, error: Exception) -> EngineError:
+    """Return what a server, or its class, raised as what the fleet takes for its failure."""
+    if isinstance(error, EngineError):
+        return error
+    found = EngineError(
+        server.address,
+        "update",
+        None,
+        f"{type(error).__name__}: {error}",
+        "look at this error's cause",
+    )
+    found.__cause__ = error
+    return found

@@ -38,15 +38,7 @@ _subscribers: dict[tuple[str, str, int], WeightSubscriber] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Do what the trainer says in the name of the first tensor.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        SGLang's; its `load_weights` takes names and tensors of a checkpoint.
-    named_tensors : sequence of (str, Tensor)
-        One, without elements; it is on the device of this rank.
-    """
+    """Do what the trainer says in the name of the first tensor."""
     try:
         if len(named_tensors) != 1:
             raise ValueError(f"expected one tensor, whose name is an order, got {named_tensors!r}")
@@ -77,16 +69,16 @@ def _subscriber(order: Order, device: torch.device) -> WeightSubscriber:
 
 
 def _load(model: Any, weights: Weights, device: torch.device) -> None:
-    weights.loading()
+    weights.report_loading()
     try:
         model.load_weights(_tensors(weights, device))
         if device.type != "cpu":
             # The copies are done before the slot may be written again.
             torch.get_device_module(device).synchronize()
     except Exception as error:
-        weights.refused(f"load: {type(error).__name__}: {error}")
+        weights.report_refused(f"load: {type(error).__name__}: {error}")
         raise
-    weights.applied()
+    weights.report_applied()
 
 
 def _tensors(weights: Weights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,21 +30,7 @@ _AFTER = b"ctorch\nTensor\n)R\x86a."  # torch.Tensor, no arguments, call, pair, 
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="shmbus/1"):
-    """What a rank is to do.
-
-    Attributes
-    ----------
-    verb : "attach" | "load"
-        Attach to the weights and check their manifest, or load a version.
-    bus : str
-        Whose weights.
-    server : str
-        How the trainer calls this server; the rank's row begins with it.
-    rank : int
-        The rank's place among those that share a model by tensor parallelism.
-    version : int or None
-        Which one to load; None where there is nothing to load.
-    """
+    """What a rank is to do."""
 
     verb: Literal["attach", "load"]
     bus: str
@@ -60,13 +46,7 @@ def order_for_rank(order: Order) -> str:
 
 
 def read_order(name: str) -> Order:
-    """Read an order from a tensor's name.
-
-    Raises
-    ------
-    ValueError
-        It is none of this version of shmbus.
-    """
+    """Read an order from a tensor's name."""
     try:
         return msgspec.json.decode(name, type=Order)
     except msgspec.DecodeError as error:

@@ -49,17 +49,7 @@ ATTACH_TIMEOUT_S = 30.0
 
 @dataclass
 class ShmbusInitInfo(WeightTransferInitInfo):
-    """What a trainer says first.
-
-    Attributes
-    ----------
-    bus : str
-        Whose weights.
-    server : str
-        How the trainer calls this server; this worker's row begins with it.
-    carrier, directory : str
-        As for `WeightSubscriber`.
-    """
+    """What a trainer says first."""
 
     bus: str
     server: str = "vllm"
@@ -69,13 +59,7 @@ class ShmbusInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmbusUpdateInfo(WeightTransferUpdateInfo):
-    """Which version is to be loaded.
-
-    Attributes
-    ----------
-    version : int
-        The publisher's number of it.
-    """
+    """Which version is to be loaded."""
 
     version: int
 
@@ -116,7 +100,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._subscriber = WeightSubscriber(
             init_info.bus,
             device=self.device,
-            carrier=init_info.carrier,  # type: ignore[arg-type]
+            carrier=init_info.carrier,
             directory=init_info.directory,
             label=f"{init_info.server} rank {rank}",
         )
@@ -150,7 +134,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             self._mark()  # the row may have said so already, and the update is open still
             return
         weights = self._loading
-        weights.loading()
+        weights.report_loading()
         self._guard("load", lambda: self.model.load_weights(self._tensors(weights)))
 
     def finish_weight_update(self) -> None:
@@ -160,17 +144,17 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._guard("finish", lambda: finalize_layerwise_reload(self.model, self.model_config))
         if self._loading is None:
             self._fail("an update ended to which no version had come")
-            self._say(lambda newest: newest.refused(self._problem, code=self._code))
+            self._say(lambda newest: newest.report_refused(self._problem, code=self._code))
         elif self._problem:
-            self._loading.refused(self._problem, code=self._code)
+            self._loading.report_refused(self._problem, code=self._code)
         else:
-            self._loading.applied()
+            self._loading.report_applied()
         self._let_go()
         self._updating = False
 
     def _mark(self) -> None:
         """Say in the row that nothing is whole from here on; which version comes is said later."""
-        self._say(Weights.loading)
+        self._say(Weights.report_loading)
 
     def _say(self, what: Callable[[Weights], None]) -> None:
         """Say something in the row where no version is leased: of the newest."""

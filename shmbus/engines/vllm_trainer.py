@@ -46,7 +46,6 @@ from shmbus.weights.source import dtype_name
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from shmbus.weights.probe import CarrierName
 
 __all__ = ["GatheredSource", "ShmbusTrainerInitInfo", "ShmbusTrainerWeightTransferEngine"]
 
@@ -79,7 +78,7 @@ class ShmbusTrainerInitInfo(TrainerInitInfo):
 
     bus: str
     world_size: int = 1
-    carrier: CarrierName = "auto"
+    carrier: str = "auto"
     device: str = "cpu"
     patches: bool | float = False
     version: int = 0

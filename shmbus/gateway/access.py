@@ -7,15 +7,14 @@ name of its own that resolves to 127.0.0.1. What changes something is not for ot
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.settings import Settings
+from shmbus.http.access import Refusal, is_loopback
 
 __all__ = ["Access"]
 
@@ -23,15 +22,6 @@ __all__ = ["Access"]
 _READING: Final = frozenset({"/", "/info", "/wandb_info", "/status", "/latest_example", "/healthz"})
 #: What says only that the process lives; a supervisor has no token.
 _OPEN: Final = frozenset({"/healthz"})
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a Host names this machine's loopback interface, with or without a port."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_of(origin: str) -> str:
@@ -53,23 +43,17 @@ def _bearer_of(given: str) -> bytes | None:
 
 
 class Access:
-    """What a request needs.
-
-    Parameters
-    ----------
-    settings : Settings
-        Its token, and where it listens.
-    """
+    """What a request needs."""
 
     def __init__(self, settings: Settings) -> None:
         self._token = None if settings.token is None else settings.token.encode()
-        self._loopback_only = _is_loopback(settings.host)
+        self._loopback_only = is_loopback(settings.host)
 
     def require(self, request: web.BaseRequest) -> None:
         """Refuse a request that may not be answered."""
         headers = request.headers
         host = headers.get("Host", "")
-        if self._loopback_only and host and not _is_loopback(host):
+        if self._loopback_only and host and not is_loopback(host):
             raise Refusal(
                 HTTPStatus.FORBIDDEN,
                 f"Host: expected a loopback name, since the gateway listens there only, got "
@@ -97,7 +81,7 @@ class Access:
 
     def _from_another_site(self, request: web.BaseRequest) -> bool:
         origin = request.headers.get("Origin")
-        if origin is not None and not _is_loopback(_host_of(origin)):
+        if origin is not None and not is_loopback(_host_of(origin)):
             return True
         return request.headers.get("Sec-Fetch-Site") == "cross-site"
 
@@ -106,7 +90,7 @@ class Access:
         origin = request.headers.get("Origin")
         if origin is None or response.prepared:
             return
-        if request.path in _READING and _is_loopback(_host_of(origin)):
+        if request.path in _READING and is_loopback(_host_of(origin)):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Vary"] = "Origin"
             if request.method == "OPTIONS":

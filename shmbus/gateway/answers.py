@@ -12,8 +12,7 @@ from isal import igzip_lib
 
 import shmbus
 from shmbus.gateway import settings
-from shmbus.gateway.heads import Request
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 
 __all__ = ["SERVER", "json_answer", "refusal_answer", "text_answer"]
 
@@ -31,7 +30,9 @@ def _compress(body: bytes) -> bytes:
     return found
 
 
-async def json_answer(request: Request, content: Any, status: int = HTTPStatus.OK) -> web.Response:
+async def json_answer(
+    request: web.BaseRequest, content: Any, status: int = HTTPStatus.OK
+) -> web.Response:
     """Return an answer; `content` is what msgspec can encode, or bytes that are JSON already."""
     body = content if isinstance(content, bytes) else _encoder.encode(content)
     headers = {"Content-Type": JSON, "Server": SERVER}

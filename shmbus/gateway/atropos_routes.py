@@ -5,7 +5,6 @@ What differs from the server of atroposlib is in docs/gateway.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,12 +14,10 @@ from aiohttp import web
 from shmbus.gateway import settings
 from shmbus.gateway.answers import json_answer, text_answer
 from shmbus.gateway.gateway import Gateway
-from shmbus.gateway.heads import Request
-from shmbus.gateway.intake import Records
-from shmbus.gateway.refusal import Refusal
+from shmbus.gateway.group_json import ScoredGroup, decode, decode_groups, unprocessable
+from shmbus.gateway.idempotent_put import Samples
 from shmbus.gateway.registry import NewEnvironment, Registration
-from shmbus.gateway.shapes import ScoredGroup, decode, decode_groups, unprocessable
-from shmbus.gateway.supply import ATROPOS
+from shmbus.http.access import Refusal
 from shmbus.peers import atropos
 
 __all__ = ["AtroposRoutes"]
@@ -63,14 +60,17 @@ class _Example(list[_Sample]):
         return list(self)
 
 
-class AtroposRoutes:
-    """The routes of one gateway.
+def samples_of(group: ScoredGroup, policy_version: int) -> Samples:
+    """Return a group that was decoded as the samples of one that is put."""
+    try:
+        fields = msgspec.structs.asdict(group)
+        return atropos.samples_of(fields, policy_version=policy_version, typed=True)
+    except ValueError as error:
+        raise unprocessable(str(error)) from error
 
-    Parameters
-    ----------
-    gateway : Gateway
-        What they act on.
-    """
+
+class AtroposRoutes:
+    """The routes of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -100,20 +100,20 @@ class AtroposRoutes:
         """Register a trainer; one that was started again gets what its last life did not end."""
         gateway = self._gateway
         registration = decode(await gateway.bodies.small(request), Registration)
-        again = gateway.supply.answered
+        again = gateway.batch_queue.answered
         answer = gateway.registry.register(registration, again=again)
         if registration.reads_bus:
-            await gateway.supply.detach()
+            await gateway.batch_queue.detach()
         else:
             try:
-                await gateway.supply.attach()
+                await gateway.batch_queue.attach()
             except Refusal as refusal:
                 if refusal.status != HTTPStatus.CONFLICT:
                     raise
                 # The trainer's own process reads the bus: its environments may begin.
                 registration.reads_bus = gateway.registry.state.started = True
         if again:
-            gateway.supply.restarted()
+            gateway.batch_queue.restarted()
         gateway.store()
         return await json_answer(request, answer)
 
@@ -141,15 +141,15 @@ class AtroposRoutes:
 
     # -- groups in ------------------------------------------------------------------------------
 
-    async def scored_data(self, request: Request) -> web.StreamResponse:
+    async def scored_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Put a group."""
         return await self._post(request, several=False)
 
-    async def scored_data_list(self, request: Request) -> web.StreamResponse:
+    async def scored_data_list(self, request: web.BaseRequest) -> web.StreamResponse:
         """Put several."""
         return await self._post(request, several=True)
 
-    async def _post(self, request: Request, *, several: bool) -> web.StreamResponse:
+    async def _post(self, request: web.BaseRequest, *, several: bool) -> web.StreamResponse:
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):
             groups = decode_groups(raw, several=several)
@@ -159,9 +159,13 @@ class AtroposRoutes:
                     "fewer at once"
                 )
             sizes = [(group.env_id, len(group.tokens)) for group in groups]
-            records = _records_of(groups, gateway.producer.policy_version)
-            body = await gateway.put(request, raw, deadline_s, len(groups), records, ATROPOS)
-            del groups, records
+            version = gateway.puts.producer.policy_version
+            samples = [samples_of(group, version) for group in groups]
+            del groups
+            body = await gateway.put(request, raw, deadline_s, samples)
+            if samples:
+                gateway.latest = samples[-1]
+            del samples
         waiting = await self._buffered(sizes)
         answer: dict[str, Any]
         if several:
@@ -182,10 +186,10 @@ class AtroposRoutes:
             expected = gateway.registry.group_size(env_id)
             if env_id is not None and expected is not None and size != expected:
                 uneven.append(env_id)
-        if not uneven or not gateway.supply.attached:
+        if not uneven or not gateway.batch_queue.attached:
             return []
-        await gateway.supply.drain()
-        return [gateway.supply.queue.buffered(env_id) for env_id in uneven]
+        await gateway.batch_queue.drain()
+        return [gateway.batch_queue.queue.buffered(env_id) for env_id in uneven]
 
     # -- groups out -----------------------------------------------------------------------------
 
@@ -202,22 +206,22 @@ class AtroposRoutes:
                 f"/batch: the trainer of bus {gateway.bus.name!r} reads it itself; register again "
                 "to take batches from here, after that process has ended",
             )
-        await gateway.supply.attach()
+        await gateway.batch_queue.attach()
         if not registry.state.started:
             registry.state.started = True
             gateway.store()
-        found = await gateway.supply.next_batch()
+        found = await gateway.batch_queue.next_batch()
         if found is None:
             return await json_answer(request, {"batch": None})
         batch, texts = found
-        deliveries = gateway.supply.batches
+        deliveries = gateway.batch_queue.batches
         try:
             content = b'{"batch":[' + b",".join(texts) + b"]}"
             del found, texts
             response = await json_answer(request, content)
             del content
         except BaseException:
-            gateway.supply.lost(deliveries, batch)
+            gateway.batch_queue.lost(deliveries, batch)
             raise
         return await gateway.answer_batch(request, response, deliveries, batch)
 
@@ -234,10 +238,10 @@ class AtroposRoutes:
     async def status(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer the step, and how many groups wait."""
         gateway = self._gateway
-        await gateway.supply.drain()
+        await gateway.batch_queue.drain()
         answer = {
             "current_step": gateway.registry.state.step,
-            "queue_size": gateway.supply.undelivered,
+            "queue_size": gateway.batch_queue.undelivered,
         }
         return await json_answer(request, answer)
 
@@ -245,32 +249,15 @@ class AtroposRoutes:
         """Answer an environment what it throttles itself by."""
         gateway = self._gateway
         number = decode(await gateway.bodies.small(request), _EnvironmentNumber)
-        if gateway.supply.stale:
-            await gateway.supply.drain()
-        available = gateway.supply.available_to(number.env_id)
+        if gateway.batch_queue.stale:
+            await gateway.batch_queue.drain()
+        available = gateway.batch_queue.available_to(number.env_id)
         return await json_answer(request, gateway.registry.status_env(number.env_id, available))
 
     async def reset_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Discard all groups, and forget trainer and environments."""
         gateway = self._gateway
-        await gateway.supply.reset()
+        await gateway.batch_queue.reset()
         gateway.registry.reset()
         gateway.store()
         return text_answer("Reset successful")
-
-
-def _records_of(
-    groups: list[ScoredGroup], policy_version: int
-) -> Callable[[Callable[[int], str]], Sequence[Records]]:
-    def make(id_of: Callable[[int], str]) -> Sequence[Records]:
-        return [
-            atropos.records_of(
-                msgspec.structs.asdict(group),
-                id_of(number),
-                policy_version=policy_version,
-                typed=True,
-            )
-            for number, group in enumerate(groups)
-        ]
-
-    return make

@@ -23,11 +23,7 @@ from aiohttp import web
 from isal import igzip_lib, isal_zlib
 
 from shmbus.gateway import settings
-from shmbus.gateway.arrivals import Arrival, Arrivals
-from shmbus.gateway.connection import connection_of
-from shmbus.gateway.heads import Request
-from shmbus.gateway.incoming import Incoming
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 
 __all__ = ["Bodies", "Budget"]
 
@@ -40,20 +36,41 @@ _SIZE_BYTES = 4
 _SHORTEST = 18
 
 
-class Budget:
-    """Bytes that several bodies share.
+class Arrival:
+    """A body that has room, and comes: how much of it, and what ends it."""
 
-    Parameters
-    ----------
-    total : int
-        Bytes.
-    """
+    def __init__(self, came: Callable[[], int], end: Callable[[], None], now_s: float) -> None:
+        self._came = came
+        self._since_s, self._before = now_s, 0
+        self.end = end
+
+    def begin_window(self, now_s: float) -> None:
+        """Count from now on."""
+        self._since_s, self._before = now_s, self._came()
+
+    def is_slow(self, now_s: float) -> bool:
+        """Whether too little came in a window that is over; if not, another begins.
+
+        What came while this process did something else is held against nobody.
+        """
+        window_s = now_s - self._since_s
+        if window_s < settings.STALL_S:
+            return False
+        if self._came() - self._before < settings.SLOWEST_BYTES_PER_S * window_s:
+            return True
+        self.begin_window(now_s)
+        return False
+
+
+class Budget:
+    """Bytes that several bodies share."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
-        self._arrivals = Arrivals()
-        #: When the next look at them is due; None while nobody waits.
+        #: Bodies that have room, and come.
+        self._arriving: dict[Arrival, None] = {}
+        #: When the next check of them is due; None while nobody waits.
         self._check_due_s: float | None = None
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -77,7 +94,7 @@ class Budget:
         entry = (count, turn)
         self._queue.append(entry)
         if self._check_due_s is None:
-            self._arrivals.begin_windows(time.monotonic())
+            self._begin_windows(time.monotonic())
             self._check_soon()
         try:
             await turn
@@ -99,11 +116,11 @@ class Budget:
     def arriving(self, came: Callable[[], int], end: Callable[[], None]) -> Iterator[None]:
         """Have a body ended that comes too slowly in the block, while others wait."""
         arrival = Arrival(came, end, time.monotonic())
-        self._arrivals.begin(arrival)
+        self._arriving[arrival] = None
         try:
             yield
         finally:
-            self._arrivals.forget(arrival)
+            self._arriving.pop(arrival, None)
 
     def _check_soon(self) -> None:
         self._check_due_s = time.monotonic() + settings.STALL_CHECK_S
@@ -115,10 +132,21 @@ class Budget:
             self._check_due_s = None
             return
         if due_s is None or now_s - due_s > settings.STALL_CHECK_S:
-            self._arrivals.begin_windows(now_s)  # it is this process that did not come to it
+            self._begin_windows(now_s)  # it is this process that did not come to it
         else:
-            self._arrivals.end_slow(now_s)
+            self._end_slow(now_s)
         self._check_soon()
+
+    def _begin_windows(self, now_s: float) -> None:
+        """Count from now on: nobody has watched until now."""
+        for arrival in self._arriving:
+            arrival.begin_window(now_s)
+
+    def _end_slow(self, now_s: float) -> None:
+        """End bodies that come too slowly, for others who wait."""
+        for arrival in [each for each in self._arriving if each.is_slow(now_s)]:
+            del self._arriving[arrival]
+            arrival.end()
 
     def _admit(self) -> None:
         while self._queue and self.used + self._queue[0][0] <= self.total:
@@ -128,7 +156,7 @@ class Budget:
                 turn.set_result(None)
 
 
-def _encoding(request: Request) -> bool:
+def _encoding(request: web.BaseRequest) -> bool:
     """Whether the body is gzip; refuse what it may be beside that."""
     found = request.headers.getall("Content-Encoding", [])
     names = [name.strip().lower() for value in found for name in value.split(",")]
@@ -144,7 +172,7 @@ def _encoding(request: Request) -> bool:
     )
 
 
-def require_json(request: Request) -> None:
+def require_json(request: web.BaseRequest) -> None:
     """Refuse a body that is said to be something else than JSON."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (
@@ -158,15 +186,7 @@ def require_json(request: Request) -> None:
 
 
 class Bodies:
-    """Reads bodies.
-
-    Parameters
-    ----------
-    limit : int
-        Bytes of one body, inflated.
-    memory : int
-        Bytes of all bodies together; a quarter of it is for compressed ones.
-    """
+    """Reads bodies of `limit` bytes, inflated; a quarter of `memory` is for compressed ones."""
 
     def __init__(self, limit: int, memory: int) -> None:
         compressed = memory // 4
@@ -184,7 +204,7 @@ class Bodies:
             close=True,
         )
 
-    async def small(self, request: web.BaseRequest) -> bytes | bytearray | memoryview:
+    async def small(self, request: web.BaseRequest) -> bytes | bytearray:
         """Return the body of a request that has a few names and numbers."""
         require_json(request)
         if (request.content_length or 0) > settings.SMALL_BYTES:
@@ -204,8 +224,8 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def large(
-        self, request: Request, deadline_s: float
-    ) -> AsyncIterator[bytes | bytearray | memoryview]:
+        self, request: web.BaseRequest, deadline_s: float
+    ) -> AsyncIterator[bytes | bytearray]:
         """Have the body of a request with groups; its bytes are in the budget for the block.
 
         `deadline_s` says until when it may wait for its part, by `time.monotonic`.
@@ -214,30 +234,19 @@ class Bodies:
         is_gzip = _encoding(request)
         budget = self.compressed if is_gzip else self.plain
         limit = self._compressed_limit if is_gzip else self.limit
-        connection = connection_of(request)
-        incoming = connection.incoming
-        said = request.content_length if incoming is None else incoming.length
+        said = request.content_length
         if said is not None and said > limit:
             raise self._too_large(str(said))
         # Without a length any body may come.
         reserved = limit if said is None else said
         too_large = self._too_large("more")
         await self._acquire(budget, reserved, deadline_s)
+        content = request.content
         try:
-            if incoming is not None:
-                with budget.arriving(incoming.came, lambda: incoming.fail(_stalled())):
-                    body: bytes | bytearray | memoryview = await _receive(incoming)
-            else:
-                assert isinstance(request, web.BaseRequest)
-                content = request.content
-                connection.admitted = True
-                try:
-                    with budget.arriving(
-                        lambda: content.total_bytes, lambda: content.set_exception(_stalled())
-                    ):
-                        body = await self._read(request, limit, too_large)
-                finally:
-                    connection.admitted = False
+            with budget.arriving(
+                lambda: content.total_bytes, lambda: content.set_exception(_stalled())
+            ):
+                body = await self._read(request, limit, too_large)
             if said is None:
                 budget.release(reserved - len(body))
                 reserved = len(body)
@@ -277,8 +286,8 @@ class Bodies:
 
     async def _read(
         self, request: web.BaseRequest, limit: int, too_large: Refusal
-    ) -> bytes | bytearray | memoryview:
-        seconds = _seconds_for(request.content_length or limit)
+    ) -> bytes | bytearray:
+        seconds = settings.BODY_S * (1 + (request.content_length or limit) / settings.SLOW_BYTES)
         if request.headers.get("Expect", "").lower() == "100-continue":
             transport = request.transport
             if transport is not None:
@@ -286,11 +295,15 @@ class Bodies:
         try:
             return await asyncio.wait_for(self._collect(request, limit, too_large), seconds)
         except asyncio.TimeoutError:
-            raise _too_slow(seconds) from None
+            raise Refusal(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"body: expected all of it within {seconds:g} s; send it faster, or in parts",
+                close=True,
+            ) from None
 
     async def _collect(
         self, request: web.BaseRequest, limit: int, too_large: Refusal
-    ) -> bytes | bytearray | memoryview:
+    ) -> bytes | bytearray:
         content = request.content
         part = await content.readany()
         if len(part) == request.content_length:
@@ -307,18 +320,6 @@ class Bodies:
         return body
 
 
-def _seconds_for(length: int) -> float:
-    return settings.BODY_S * (1 + length / settings.SLOW_BYTES)
-
-
-def _too_slow(seconds: float) -> Refusal:
-    return Refusal(
-        HTTPStatus.REQUEST_TIMEOUT,
-        f"body: expected all of it within {seconds:g} s; send it faster, or in parts",
-        close=True,
-    )
-
-
 def _stalled() -> Refusal:
     return Refusal(
         HTTPStatus.REQUEST_TIMEOUT,
@@ -328,15 +329,7 @@ def _stalled() -> Refusal:
     )
 
 
-async def _receive(incoming: Incoming) -> memoryview:
-    seconds = _seconds_for(incoming.length)
-    try:
-        return await incoming.receive(seconds)
-    except asyncio.TimeoutError:
-        raise _too_slow(seconds) from None
-
-
-def _said_size(body: bytes | bytearray | memoryview) -> int:
+def _said_size(body: bytes | bytearray) -> int:
     """Return how long a gzip stream says that its last member is."""
     if len(body) < _SHORTEST or body[:2] != b"\x1f\x8b":
         raise _bad_gzip("a body that is no gzip stream")
@@ -351,7 +344,7 @@ def _bad_gzip(got: str) -> Refusal:
     )
 
 
-def _inflate(body: bytes | bytearray | memoryview, limit: int, too_large: Refusal) -> bytes:
+def _inflate(body: bytes | bytearray, limit: int, too_large: Refusal) -> bytes:
     """Return what a gzip stream of one member holds, at most `limit` bytes."""
     stream = isal_zlib.decompressobj(wbits=_GZIP)
     try:

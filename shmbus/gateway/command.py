@@ -191,8 +191,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 1
     from shmbus.daemon import logs
-    from shmbus.gateway.server import AddressError, serve
+    from shmbus.gateway.server import serve
     from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES
+    from shmbus.http.server import AddressError
 
     settings = _settings(arguments)
     logs.set_up(settings.log_format, settings.log_level)

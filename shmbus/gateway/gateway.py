@@ -10,81 +10,67 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from http import HTTPStatus
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 import shmbus
+from shmbus.gateway import settings as limits
+from shmbus.gateway.batch_queue import Batch, BatchQueue, Deliveries
 from shmbus.gateway.bodies import Bodies
-from shmbus.gateway.connection import connection_of
-from shmbus.gateway.deliveries import Batch, Deliveries
-from shmbus.gateway.handover import BodyKey, Handover
-from shmbus.gateway.heads import Request
-from shmbus.gateway.inherited import committed_by, whole_groups
-from shmbus.gateway.intake import Body, Intake, Records, key_of
+from shmbus.gateway.bus_reader import BusReader
+from shmbus.gateway.idempotent_put import Body, IdempotentPut, Samples, key_of
+from shmbus.gateway.journal import Journal
 from shmbus.gateway.metrics import Metrics
-from shmbus.gateway.reader import BusReader
-from shmbus.gateway.refusal import Refusal
 from shmbus.gateway.registry import Registry
-from shmbus.gateway.settings import DRAIN_S, Settings
-from shmbus.gateway.supply import ATROPOS, Supply
+from shmbus.gateway.settings import Settings
+from shmbus.http.access import Refusal
+from shmbus.http.server import Connection
 from shmbus.segment.names import identity, is_named
 
-__all__ = ["Gateway"]
+__all__ = ["Gateway", "connection_of"]
 
 logger = logging.getLogger(__name__)
 
 
+def connection_of(request: web.BaseRequest) -> Connection:
+    """Return the connection of a request."""
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    return connection
+
+
 class Gateway:
-    """Serves one bus.
-
-    Parameters
-    ----------
-    settings : Settings
-        How.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError, LayoutMismatchError
-        As for `shmbus.Producer`.
-    RuntimeError
-        Another gateway serves this bus.
-    """
+    """Serves one bus."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.bus = shmbus.Bus.open(settings.bus)
         self._made = identity(settings.bus)
-        self.handover = Handover(self.bus)
-        # Before the slot of a dead gateway's producer is another's: this one's, maybe.
-        committed = committed_by(settings.bus) if self.handover.entries else {}
-        self.producer = shmbus.Producer(settings.bus, label="shmbus gateway", on_stall=None)
+        self.journal = Journal(self.bus)
+        self.puts = IdempotentPut(self.bus, self.journal, settings.hold_s)
         self.registry = self._registry()
-        self.intake = Intake(self.bus, self.producer, self.handover, settings.hold_s, committed)
         self.bodies = Bodies(settings.body_limit, settings.memory)
         self.metrics = Metrics()
-        self.supply = Supply(
+        self.batch_queue = BatchQueue(
             self.bus,
             BusReader(settings.bus, settings.daemon),
             self.registry,
             keep_batches=settings.keep_batches,
             group_size=settings.group_size,
             store=self.store,
-            handover=self.handover,
-            on_seen=self.intake.seen,
         )
-        #: The records of the group that came last, for ``/latest_example``.
-        self.latest: Records | None = None
+        #: The samples of the group that came last, for ``/latest_example``.
+        self.latest: Samples | None = None
         self._maintenance: asyncio.Task[None] | None = None
         #: Set when the bus has gone: the process ends.
         self.gone = asyncio.Event()
 
     def _registry(self) -> Registry:
         try:
-            return Registry(self.handover.state, self.handover.answer)
+            return Registry(self.journal.state)
         except msgspec.DecodeError as error:
             # Of another version of shmbus; the groups are in the bus, whatever it says.
             logger.warning("the last gateway's registrations are forgotten: %s", error)
@@ -92,7 +78,7 @@ class Gateway:
 
     def store(self) -> None:
         """Store the registrations for a successor."""
-        self.handover.store(self.registry.state)
+        self.journal.store(self.registry.state)
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -100,16 +86,16 @@ class Gateway:
         """Take over from a predecessor, and begin the maintenance."""
         if self.registry.registered and not self.registry.reads_bus:
             with contextlib.suppress(Refusal):  # asked for again by the next batch
-                await self.supply.attach()
+                await self.batch_queue.attach()
         self._maintenance = asyncio.get_running_loop().create_task(self._maintain())
 
     async def _maintain(self) -> None:
         while True:
-            await asyncio.sleep(DRAIN_S)
+            await asyncio.sleep(limits.DRAIN_S)
             try:
-                if self.supply.due:
-                    await self.supply.drain()
-                await self.intake.forget_old()
+                if self.batch_queue.due:
+                    await self.batch_queue.drain()
+                self.puts.forget_old()
                 if self._made is None or not is_named(self.bus.name, self._made):
                     logger.error("bus %r was removed: this gateway ends", self.bus.name)
                     self.gone.set()
@@ -128,17 +114,17 @@ class Gateway:
             self._maintenance.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._maintenance
-        await self.supply.close()
-        self.producer.close()
-        self.handover.close(remove=self.gone.is_set())
+        await self.batch_queue.close()
+        self.puts.close()
+        self.journal.close(remove=self.gone.is_set())
         self.bus.close()
 
     # -- what routes share ----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def body(
-        self, request: Request
-    ) -> AsyncIterator[tuple[bytes | bytearray | memoryview, float]]:
+        self, request: web.BaseRequest
+    ) -> AsyncIterator[tuple[bytes | bytearray, float]]:
         """Have the body of a request with groups, and until when it may be held."""
         deadline_s = time.monotonic() + self.settings.hold_s
         try:
@@ -149,86 +135,27 @@ class Gateway:
 
     async def put(
         self,
-        request: Request,
-        raw: bytes | bytearray | memoryview,
+        request: web.BaseRequest,
+        raw: bytes | bytearray,
         deadline_s: float,
-        count: int,
-        records: Callable[[Callable[[int], str]], Sequence[Records]],
-        kind: str,
+        groups: Sequence[Samples],
     ) -> Body:
-        """Put the groups of a body, once.
-
-        Parameters
-        ----------
-        request, raw : BaseRequest, bytes
-            The request, and its body inflated.
-        deadline_s : float
-            Of `body`.
-        count : int
-            How many groups it has.
-        records : callable
-            Makes the records of all groups, given what a group of a number is called.
-        kind : str
-            What their keys begin with.
-        """
-        connection = connection_of(request)
-        key = key_of(raw)
-        body = await self._known(key) or self.intake.new(key, count)
-        known = body
-
-        def id_of(number: int) -> str:
-            return known.id_of(number, kind)
-
-        try:
-            groups = [] if body.whole else records(id_of)
-        except ValueError as error:
-            raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
-        await self.intake.put(body, groups, deadline_s, lambda: connection.alive)
-        self.supply.note_put()
-        if groups and kind == ATROPOS:
-            self.latest = groups[-1]
+        """Put the groups of a body that `body` gave, once."""
+        body = self.puts.body_of(key_of(raw), len(groups))
+        await self.puts.put(body, groups, deadline_s, lambda: connection_of(request).alive)
+        self.batch_queue.note_put()
         return body
-
-    async def _known(self, key: BodyKey) -> Body | None:
-        """Return a body that comes again, with what a predecessor had put of it."""
-        body = self.intake.known(key)
-        if body is None or not body.inherited:
-            return body
-        try:
-            if self.registry.registered and not self.registry.reads_bus:
-                await self._attach_if_free()
-            await self.supply.drain()
-            if not self.supply.attached:
-                # Whoever reads the bus, or will, takes what is there for one group, and what is put
-                # after that for the next one.
-                for instance_id in whole_groups(self.bus.name, self.intake.awaited(body)):
-                    self.intake.seen(instance_id)
-        except BaseException:
-            self.intake.lost(body)
-            raise
-        return body
-
-    async def _attach_if_free(self) -> None:
-        try:
-            await self.supply.attach()
-        except Refusal as refusal:
-            if refusal.status != HTTPStatus.CONFLICT:
-                raise
 
     async def answer_put(
-        self, request: Request, response: web.Response, body: Body
+        self, request: web.BaseRequest, response: web.Response, body: Body
     ) -> web.StreamResponse:
         """Answer a body that is in the bus, and learn whether the answer arrived."""
 
         def note(delivered: bool) -> None:
-            (self.intake.delivered if delivered else self.intake.lost)(body)
+            (self.puts.delivered if delivered else self.puts.lost)(body)
 
-        try:
-            connection = connection_of(request)
-        except ConnectionResetError:
-            note(False)
-            raise
-        return await connection.send(request, response, note)
+        connection = connection_of(request)
+        return await connection.deliver(request, response, note, limits.ANSWER_S)
 
     async def answer_batch(
         self,
@@ -241,28 +168,23 @@ class Gateway:
 
         def note(delivered: bool) -> None:
             if not delivered:
-                self.supply.lost(deliveries, batch)
+                self.batch_queue.lost(deliveries, batch)
 
-        try:
-            connection = connection_of(request)
-        except ConnectionResetError:
-            note(False)
-            raise
-
-        def finish(socket: int, byte: bytes) -> bool:
-            return self.supply.finish(deliveries, batch, socket, byte)
-
-        return await connection.send(request, response, note, finish)
+        connection = connection_of(request)
+        batch.abort = connection.abort
+        await connection.deliver(request, response, note, limits.ANSWER_S)
+        self.batch_queue.given(deliveries, batch)
+        return response
 
     def gauges(self) -> dict[str, float]:
         """Return what a scrape is told of the present."""
         bodies = self.bodies
         return {
-            "queue_groups": len(self.supply.queue),
-            "slime_samples": len(self.supply.samples),
-            "given_batches": len(self.supply.batches) + len(self.supply.sample_batches),
-            "held_bodies": self.intake.holding + bodies.plain.waiting + bodies.compressed.waiting,
+            "queue_groups": len(self.batch_queue.queue),
+            "slime_samples": len(self.batch_queue.samples),
+            "given_batches": len(self.batch_queue.batches) + len(self.batch_queue.sample_batches),
+            "held_bodies": self.puts.holding + bodies.plain.waiting + bodies.compressed.waiting,
             "body_bytes": bodies.plain.used + bodies.compressed.used,
-            "repeated_bodies": self.intake.repeated,
+            "repeated_bodies": self.puts.repeated,
             "environments": sum(e.connected for e in self.registry.state.environments),
         }

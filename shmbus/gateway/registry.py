@@ -16,10 +16,10 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from shmbus.gateway import settings
-from shmbus.gateway.refusal import Refusal
+from shmbus.http.access import Refusal
 from shmbus.peers.atropos_queue import Availability
 
-__all__ = ["Ending", "Environment", "NewEnvironment", "Registration", "Registry"]
+__all__ = ["Environment", "NewEnvironment", "Registration", "Registry"]
 
 #: The least weight that an environment is told, so that none starves; as in Atropos.
 MIN_WEIGHT: Final = 0.01
@@ -66,16 +66,6 @@ class Environment(NewEnvironment, kw_only=True):
     connected: bool = True
 
 
-class Ending(msgspec.Struct, kw_only=True):
-    """An answer whose last byte is about to be sent; what it is when that is done."""
-
-    number: int
-    kind: str
-    ids: list[str]
-    #: The step after it.
-    step: int
-
-
 class _State(msgspec.Struct, kw_only=True):
     """All of it, as it is stored."""
 
@@ -88,33 +78,17 @@ class _State(msgspec.Struct, kw_only=True):
     environments: list[Environment] = []
     #: Groups of each batch that a trainer was given and has not acknowledged, by kind and number.
     given: dict[str, list[list[str]]] = {}
-    #: The answer that comes next to them, if its last byte was sent.
-    ending: Ending | None = None
 
 
 class Registry:
-    """Registrations of one bus.
+    """Registrations of one bus; `stored` is what a predecessor stored."""
 
-    Parameters
-    ----------
-    stored : bytes, optional
-        What a predecessor stored.
-    answer : int
-        The number of the last answer whose last byte it sent.
-    """
-
-    def __init__(self, stored: bytes | None = None, answer: int = 0) -> None:
-        self.state = _State()
-        if stored is not None:
-            self.state = msgspec.json.decode(stored, type=_State)
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.state = _State() if stored is None else msgspec.json.decode(stored, type=_State)
         #: None where they are out of date.
         self._shares: _Shares | None = None
         #: How often the quotas have changed.
         self.changes = 0
-        ending, self.state.ending = self.state.ending, None
-        if ending is not None and ending.number == answer:
-            self.state.given.setdefault(ending.kind, []).append(ending.ids)
-            self.state.step = ending.step
 
     # -- the trainer ----------------------------------------------------------------------------
 

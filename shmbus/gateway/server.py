@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import time
@@ -22,85 +23,46 @@ from typing import Any, Final
 
 import uvloop
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 import shmbus
 from shmbus.gateway import settings as limits
 from shmbus.gateway.access import Access
 from shmbus.gateway.answers import SERVER, json_answer, refusal_answer, text_answer
 from shmbus.gateway.atropos_routes import AtroposRoutes
-from shmbus.gateway.connection import Connection, Connections, connection_of
-from shmbus.gateway.gateway import Gateway
-from shmbus.gateway.heads import KnownRequest, Request
-from shmbus.gateway.listener import Listener
-from shmbus.gateway.polls import PATH, Polls
-from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.request_log import RequestLog
-from shmbus.gateway.settings import SMALL_PIECE_BYTES, Settings
+from shmbus.gateway.gateway import Gateway, connection_of
+from shmbus.gateway.settings import Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
+from shmbus.http.access import Refusal
+from shmbus.http.server import HttpServer
 
-__all__ = ["AddressError", "Server", "serve"]
+__all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
-#: What aiohttp says of bytes that are no HTTP.
-http_logger = logging.getLogger("shmbus.gateway.http")
+#: A line for each request.
+access_logger = logging.getLogger("shmbus.gateway.access")
 
-Route = Callable[[Any], Awaitable[web.StreamResponse]]
+Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 #: Routes that are polled many times a second: a line each only at level debug.
 _POLLED: Final = frozenset({"/status-env", "/status", "/healthz", "/metrics"})
-#: Seconds between two searches for idle connections.
-_SWEEP_S: Final = 5.0
-#: Bytes of a body that waits for its part of the budget, twice as many at the most and one piece:
-#: what the budget does not show of a connection.
-_READ_AHEAD: Final = SMALL_PIECE_BYTES
-#: Bytes of one header and of the request line.
-_HEADER_BYTES: Final = 16 << 10
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """Keep what clients send to one line: they decide how much of it there is."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.exc_info = None
-        record.levelno, record.levelname = logging.INFO, "INFO"
-        record.msg, record.args = f"no HTTP: {str(error)[:200]!r}", ()
-    return True
-
-
-class AddressError(RuntimeError):
-    """The address cannot be taken; nobody was served."""
+#: Characters of a path that the log has.
+_PATH_CHARS: Final = 200
+#: Open files beside connections, of those that this process may have.
+_OTHER_FILES: Final = 64
 
 
 class Server:
-    """Answers requests for one gateway.
-
-    Parameters
-    ----------
-    gateway : Gateway
-        What they act on.
-    """
+    """Answers requests for one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        http_logger.addFilter(_without_traceback)
         self._access = Access(gateway.settings)
-        self._log = RequestLog(gateway.settings)
-        self._inner = web.Server(
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.http = HttpServer(
             self._answer,
-            logger=http_logger,
-            access_log=None,
-            auto_decompress=False,
-            max_line_size=_HEADER_BYTES,
-            max_field_size=_HEADER_BYTES,
-            read_bufsize=_READ_AHEAD,
-            lingering_time=0.0,
+            max_connections=max(1, min(limits.MAX_CONNECTIONS, files - _OTHER_FILES)),
+            idle_s=limits.IDLE_S,
         )
-        self._polls = Polls(gateway, self._log.polled)
-        self.connections = Connections(self._inner, self._polls, self._begin_known)
-        #: Answers to requests whose heads are known.
-        self._known: set[asyncio.Task[None]] = set()
-        self._short_posts = 0
         self._routes: dict[tuple[str, str], Route] = {
             **AtroposRoutes(gateway).routes,
             **SlimeRoutes(gateway).routes,
@@ -110,110 +72,28 @@ class Server:
         self._paths: dict[str, list[str]] = {}
         for method, path in self._routes:
             self._paths.setdefault(path, []).append(method)
-        self._listener = Listener(self.connections, self._polls.answer_last)
-        self._sweeping: asyncio.Task[None] | None = None
 
-    # -- life -----------------------------------------------------------------------------------
-
-    async def bind(self) -> tuple[str, int]:
-        """Take the address, without answering anybody there yet; returns it."""
-        settings = self._gateway.settings
-        try:
-            return await self._listener.bind(settings.host, settings.port)
-        except OSError as error:
-            raise AddressError(
-                f"--http {settings.host}:{settings.port}: {error.strerror or error}; expected an "
-                "address of this machine and a free port; choose another, or port 0 for any"
-            ) from error
-
-    async def start(self) -> None:
-        """Answer, from now on."""
-        self._listener.start()
-        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            self.connections.end_idle()
-
-    async def close(self) -> None:
-        """Stop listening, and end all connections."""
-        self._listener.close()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        await self.connections.close()
-        for task in self._known:
-            task.cancel()
-        await asyncio.gather(*self._known, return_exceptions=True)
-        await self._inner.shutdown(timeout=1.0)
-
-    # -- a request ------------------------------------------------------------------------------
-
-    def _begin_known(self, connection: Connection, request: KnownRequest) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer_known(connection, request))
-        self._known.add(task)
-        task.add_done_callback(self._known.discard)
-
-    async def _answer_known(self, connection: Connection, request: KnownRequest) -> None:
-        self._short_posts += 1
-        try:
-            response = await self._answer(request)
-            assert isinstance(response, web.Response)
-            if not request.answered:
-                await connection.send(request, response)
-            connection.end_known(request.head.keep_alive and response.keep_alive is not False)
-        except ConnectionResetError:
-            connection.abort()
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
-            connection.abort()
-
-    async def _answer(self, request: Request) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         began_s = time.monotonic()
         route = request.path if request.path in self._paths else "other"
+        status = sent = 0
         try:
-            connection = connection_of(request)
-        except ConnectionResetError as error:
-            # It ended before its first request had its turn.
-            self._gateway.metrics.note_undelivered(route)
-            raise asyncio.CancelledError(str(error)) from error
-        connection.busy += 1
-        incoming = connection.incoming
-        received = (request.content_length or 0) if incoming is None else incoming.length
-        status = 0
-        sent = 0
-        try:
-            response = await self._guarded(request, connection, route)
-            status = response.status
-            sent = response.content_length or 0
-            polled = connection.received if route == PATH and status == HTTPStatus.OK else b""
-            if not isinstance(request, KnownRequest):
-                if polled and self._polls.remember(polled, request):
-                    connection.note_poll(polled)
-                if connection.plain_head is not None:
-                    self.connections.heads.remember(connection.plain_head, request, status)
-            if not connection.end_request():
-                # What is left of its body would be taken for the next request.
-                response.force_close()
+            response = await self._guarded(request, route)
+            status, sent = response.status, response.content_length or 0
             return response
         finally:
-            connection.busy -= 1
-            self.connections.touch(connection)
-            self._note(request, route, status, time.monotonic() - began_s, received, sent)
+            self._note(request, route, status, time.monotonic() - began_s, sent)
 
-    async def _guarded(
-        self, request: Request, connection: Connection, route: str
-    ) -> web.StreamResponse:
+    async def _guarded(self, request: web.BaseRequest, route: str) -> web.StreamResponse:
         """Answer, whatever happens in the route."""
         try:
-            if not isinstance(request, KnownRequest):
-                self._access.require(request)
+            self._access.require(request)
             response = await self._dispatch(request)
         except Refusal as refusal:
             response = refusal_answer(refusal)
         except (ConnectionResetError, web.RequestPayloadError) as error:
             self._gateway.metrics.note_undelivered(route)
-            connection.abort()
+            connection_of(request).abort()
             raise asyncio.CancelledError(str(error)) from error
         except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
             response = refusal_answer(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)))
@@ -223,11 +103,10 @@ class Server:
             logger.exception("%s %s failed", request.method, request.path)
             text = "a mistake of the gateway, which its log shows; send the request again"
             response = refusal_answer(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, text))
-        if not isinstance(request, KnownRequest):
-            self._access.allow_origin(request, response)
+        self._access.allow_origin(request, response)
         return response
 
-    async def _dispatch(self, request: Request) -> web.StreamResponse:
+    async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         route = self._routes.get((request.method, request.path))
         if route is not None:
             return await route(request)
@@ -252,19 +131,22 @@ class Server:
         return answer
 
     def _note(
-        self,
-        request: Request,
-        route: str,
-        status: int,
-        seconds: float,
-        received: int,
-        sent: int,
+        self, request: web.BaseRequest, route: str, status: int, seconds: float, sent: int
     ) -> None:
+        received = request.content.total_bytes
         self._gateway.metrics.note(route, status, seconds, received, sent)
+        path = request.path[:_PATH_CHARS]
         polled = route in _POLLED and status == HTTPStatus.OK
-        self._log.write(
-            request.method, request.path, polled, status, seconds, received, sent, request.remote
-        )
+        access_logger.log(
+            logging.DEBUG if polled else logging.INFO,
+            "%s %s",
+            request.method,
+            path if path.isprintable() else ascii(path)[1:-1],
+            extra={
+                "status": status, "ms": round(seconds * 1e3, 2), "received": received,
+                "sent": sent, "peer": request.remote, "bus": self._gateway.settings.bus,
+            },
+        )  # fmt: skip
 
     async def _healthz(self, request: web.BaseRequest) -> web.StreamResponse:
         gateway = self._gateway
@@ -272,18 +154,13 @@ class Server:
         answer = {
             "status": "ok" if healthy else "gone",
             "bus": gateway.bus.name,
-            "collects": gateway.supply.attached,
+            "collects": gateway.batch_queue.attached,
         }
         status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
         return await json_answer(request, answer, status)
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        gauges = {
-            **self._gateway.gauges(),
-            "connections": len(self.connections),
-            "short_polls": self._polls.answered,
-            "short_posts": self._short_posts,
-        }
+        gauges = {**self._gateway.gauges(), "connections": len(self.http)}
         text = self._gateway.metrics.expose(self._gateway.bus.name, gauges)
         return web.Response(
             body=text.encode(),
@@ -302,13 +179,13 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
     async with contextlib.AsyncExitStack() as stack:
         gateway = Gateway(settings)
         stack.push_async_callback(gateway.close)
-        server = Server(gateway)
-        stack.push_async_callback(server.close)
+        http = Server(gateway).http
+        stack.push_async_callback(http.close)
         # A port that is taken is told before anything of the bus is touched.
-        host, port = await server.bind()
+        host, port = await http.bind(settings.host, settings.port)
         # What a predecessor left is known before the first of its clients asks again.
         await gateway.start()
-        await server.start()
+        await http.start()
         # What is there now stays: the collector need not look at it after each few requests.
         gc.collect()
         gc.freeze()
@@ -323,20 +200,7 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
 
 
 def serve(settings: Settings, parent: socket.socket | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent or the bus has gone.
-
-    Parameters
-    ----------
-    settings : Settings
-        What and where.
-    parent : socket, optional
-        One end of a pair, of which the process that started this one holds the other.
-
-    Returns
-    -------
-    int
-        Exit status: 1 where the bus was removed.
-    """
+    """Serve until SIGTERM, SIGINT, or the parent has gone; 1 where the bus was removed."""
     loop: Any = uvloop.new_event_loop()
     try:
         found: int = loop.run_until_complete(_run(settings, parent))
@@ -344,6 +208,3 @@ def serve(settings: Settings, parent: socket.socket | None = None) -> int:
     finally:
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
-
-
-assert limits.IDLE_S > _SWEEP_S

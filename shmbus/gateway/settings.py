@@ -34,10 +34,6 @@ SMALL_BYTES: Final = 64 << 10
 BODY_LIMIT: Final = 64 << 20
 #: Bytes of all bodies in this process together, read or waiting for room.
 MEMORY: Final = 256 << 20
-#: Bytes that are read from a connection at once: of a body that has its part of the budget, and of
-#: any other, which waits with up to three times as much. Larger pieces cost less time.
-LARGE_PIECE_BYTES: Final = 2 << 20
-SMALL_PIECE_BYTES: Final = 64 << 10
 #: Bytes of free memory that this process keeps for the next body instead of giving them back, and
 #: bytes from which a body has memory of its own, which it does give back. Without the first a body
 #: of a megabyte costs a thousand page faults, a quarter of its processor time.

@@ -13,23 +13,15 @@ from aiohttp import web
 
 from shmbus.gateway.answers import json_answer
 from shmbus.gateway.gateway import Gateway
-from shmbus.gateway.heads import Request
-from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.shapes import decode_object
-from shmbus.gateway.supply import SLIME
+from shmbus.gateway.group_json import decode_object, unprocessable
+from shmbus.http.access import Refusal
 from shmbus.peers import slime
 
 __all__ = ["SlimeRoutes"]
 
 
 class SlimeRoutes:
-    """The routes of one gateway.
-
-    Parameters
-    ----------
-    gateway : Gateway
-        What they act on.
-    """
+    """The routes of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -39,20 +31,17 @@ class SlimeRoutes:
             ("POST", "/start_rollout"): self.start_rollout,
         }
 
-    async def write(self, request: Request) -> web.StreamResponse:
+    async def write(self, request: web.BaseRequest) -> web.StreamResponse:
         """Put a sample."""
         gateway = self._gateway
         async with gateway.body(request) as (raw, deadline_s):
             item = decode_object(raw)
-            version = gateway.producer.policy_version
-            body = await gateway.put(
-                request,
-                raw,
-                deadline_s,
-                1,
-                lambda id_of: [[slime.record_of(item, id_of(0), policy_version=version)]],
-                SLIME,
-            )
+            version = gateway.puts.producer.policy_version
+            try:
+                sample = slime.sample_of(item, policy_version=version)
+            except ValueError as error:
+                raise unprocessable(str(error)) from error
+            body = await gateway.put(request, raw, deadline_s, [[sample]])
         content = {
             "success": True,
             "message": "Data has been successfully written to buffer",
@@ -63,10 +52,10 @@ class SlimeRoutes:
     async def rollout_data(self, request: web.BaseRequest) -> web.StreamResponse:
         """Give all groups that have enough samples; a call acknowledges what the last one gave."""
         gateway = self._gateway
-        await gateway.supply.attach()
-        await gateway.supply.drain()
-        summary = gateway.supply.samples.summary()
-        batch = await gateway.supply.next_samples()
+        await gateway.batch_queue.attach()
+        await gateway.batch_queue.drain()
+        summary = gateway.batch_queue.samples.summary()
+        batch = await gateway.batch_queue.next_samples()
         if batch is None:
             content: dict[str, Any] = {
                 "success": False,
@@ -74,7 +63,7 @@ class SlimeRoutes:
                 "data": {"data": [], "meta_info": summary if summary["num_groups"] else {}},
             }
             return await json_answer(request, content)
-        deliveries = gateway.supply.sample_batches
+        deliveries = gateway.batch_queue.sample_batches
         try:
             items = [part.item for part in batch.parts]
             content = {
@@ -84,7 +73,7 @@ class SlimeRoutes:
             }
             response = await json_answer(request, content)
         except BaseException:
-            gateway.supply.lost(deliveries, batch)
+            gateway.batch_queue.lost(deliveries, batch)
             raise
         return await gateway.answer_batch(request, response, deliveries, batch)
 

@@ -1,11 +1,11 @@
-"""A ScoredDataGroup of Atropos as the records of one bus group, and back, at equal value.
+"""A ScoredDataGroup of Atropos as the samples of one bus group, and back, at equal value.
 
 One sequence is one sample: its numbers are arrays of int64 and float64, what else belongs to it is
 its meta. What belongs to the whole group is in the meta of sample 0, under GROUP_KEY.
 
 Invariants:
 
-- `group_of` gives what `records_of` was given, with None for each key that was absent.
+- `group_of` gives what `samples_of` was given, with None for each key that was absent.
 - A group that this refuses puts nothing: every check comes before the first record.
 - Numbers are finite, as JSON needs them; a reader never meets one that it cannot write.
 """
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import shmbus
 
-__all__ = ["ENV_KEY", "GROUP_KEY", "KEYS", "env_id_of", "group_of", "is_atropos", "records_of"]
+__all__ = ["ENV_KEY", "GROUP_KEY", "KEYS", "env_id_of", "group_of", "is_atropos", "samples_of"]
 
 #: The keys of a group, in the order in which the API server of Atropos 0.4.0 answers them.
 KEYS: Final = (
@@ -125,22 +125,16 @@ def _scores(value: Any, count: int) -> list[float]:
     return scores
 
 
-def records_of(
-    group: Mapping[str, Any],
-    instance_id: str,
-    *,
-    policy_version: int = 0,
-    typed: bool = False,
+def samples_of(
+    group: Mapping[str, Any], *, policy_version: int = 0, typed: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the records of a group, as `Producer.put_many` takes them.
+    """Return the samples of a group, as `Producer.put_group` takes them.
 
     Parameters
     ----------
     group : mapping
         With the keys of `KEYS`; tokens, masks and scores must be there. Lists or arrays:
         tokens and masks [sequence, position], int64; scores [sequence], float64.
-    instance_id : str
-        The group's key on the bus, unique.
     policy_version : int
         Of all samples.
     typed : bool
@@ -155,11 +149,11 @@ def records_of(
     Raises
     ------
     ValueError
-        Something that no record can have, or that cannot be trained on; the message names it.
+        Something that no sample can have, or that cannot be trained on; the message names it.
 
     Notes
     -----
-    Beside Atropos' arrays each record has ``loss_mask`` (uint8, 1 where the mask is not -100), so
+    Beside Atropos' arrays each sample has ``loss_mask`` (uint8, 1 where the mask is not -100), so
     that `OnlineDataHandler` can train on it.
     """
     numbers = _typed if typed else _numbers
@@ -184,9 +178,6 @@ def records_of(
             )
         records.append(
             {
-                "instance_id": instance_id,
-                "group_size": count,
-                "index": index,
                 "score": scores[index],
                 "policy_version": policy_version,
                 "tokens": tokens,
@@ -248,7 +239,7 @@ def _plain(where: str, value: Any) -> Any:
 
 
 def is_atropos(group: shmbus.Group) -> bool:
-    """Whether a bus group was made by `records_of`.
+    """Whether a bus group was made by `samples_of`.
 
     Parameters
     ----------
@@ -269,7 +260,7 @@ def env_id_of(group: shmbus.Group) -> int | None:
     Parameters
     ----------
     group : Group
-        Leased, and one of `records_of`.
+        Leased, and one of `samples_of`.
 
     Returns
     -------
@@ -285,7 +276,7 @@ def group_of(group: shmbus.Group) -> dict[str, Any]:
     Parameters
     ----------
     group : Group
-        Leased. One that `records_of` did not make needs ``tokens``; its ``loss_mask`` and
+        Leased. One that `samples_of` did not make needs ``tokens``; its ``loss_mask`` and
         ``logprobs`` become masks and inference_logprobs.
 
     Returns
@@ -297,7 +288,7 @@ def group_of(group: shmbus.Group) -> dict[str, Any]:
     ------
     ValueError
         Another producer made it, with numbers or rows that Atropos cannot have; or it has the mark
-        of `records_of`, and not all that belongs to it.
+        of `samples_of`, and not all that belongs to it.
     UnscoredError
         A sample has no score yet.
     """
@@ -307,7 +298,7 @@ def group_of(group: shmbus.Group) -> dict[str, Any]:
         return _of_records(group)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{GROUP_KEY!r} in its meta marks a group of records_of, which lacks something: {error}"
+            f"{GROUP_KEY!r} in its meta marks a group of samples_of, which lacks something: {error}"
         ) from error
 
 

@@ -6,7 +6,7 @@ is forgotten when a writer or the reader dies.
 
 Invariants:
 
-- `item_of` gives what `record_of` was given.
+- `item_of` gives what `sample_of` was given.
 - An item is in one group of a `SampleGroups`, until `take` hands it out or `clear` forgets it.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 import shmbus
 
-__all__ = ["ITEM_KEY", "Sample", "SampleGroups", "is_slime", "item_of", "record_of"]
+__all__ = ["ITEM_KEY", "Sample", "SampleGroups", "is_slime", "item_of", "sample_of"]
 
 #: Where the meta of a record has the item.
 ITEM_KEY: Final = "slime"
@@ -66,17 +66,13 @@ def _array(item: Mapping[str, Any], name: str, dtype: type[np.generic]) -> Any:
     return array if np.isfinite(array).all() else None
 
 
-def record_of(
-    item: Mapping[str, Any], instance_id: str, *, policy_version: int = 0
-) -> dict[str, Any]:
-    """Return the record of an item, as `Producer.put_many` takes it.
+def sample_of(item: Mapping[str, Any], *, policy_version: int = 0) -> dict[str, Any]:
+    """Return an item as one sample of `Producer.put_group`.
 
     Parameters
     ----------
     item : mapping
         What was written: ``instance_id`` says its group, ``reward`` is its score.
-    instance_id : str
-        The record's key on the bus, unique.
     policy_version : int
         Of the sample.
 
@@ -112,14 +108,13 @@ def record_of(
     }
     rest = {name: value for name, value in item.items() if name not in arrays}
     return {
-        "instance_id": instance_id, "group_size": 1, "index": 0, "score": score,
-        "policy_version": policy_version,
+        "score": score, "policy_version": policy_version,
         "meta": {ITEM_KEY: rest, "order": list(item)}, **arrays,
     }  # fmt: skip
 
 
 def is_slime(group: shmbus.Group) -> bool:
-    """Whether a bus group was made by `record_of`.
+    """Whether a bus group was made by `sample_of`.
 
     Parameters
     ----------
@@ -140,7 +135,7 @@ def item_of(group: shmbus.Group) -> dict[str, Any]:
     Parameters
     ----------
     group : Group
-        Leased, and of `record_of`.
+        Leased, and of `sample_of`.
 
     Returns
     -------
@@ -150,7 +145,7 @@ def item_of(group: shmbus.Group) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        It has the mark of `record_of`, and not all that belongs to it.
+        It has the mark of `sample_of`, and not all that belongs to it.
     """
     try:
         (sample,) = group.trajectories
@@ -162,7 +157,7 @@ def item_of(group: shmbus.Group) -> dict[str, Any]:
         key = item["instance_id"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{ITEM_KEY!r} in its meta marks a sample of record_of, which lacks something: {error}"
+            f"{ITEM_KEY!r} in its meta marks a sample of sample_of, which lacks something: {error}"
         ) from error
     if not isinstance(key, (str, int)):
         raise ValueError(f"instance_id: expected str or int, got {key!r}")

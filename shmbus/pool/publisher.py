@@ -187,7 +187,8 @@ class PoolPublisher:
                 "leased, or choose more slots, when_held='skip' or when_held='grow'"
             )
 
-        return self.wait(_core.POOL_BELL_SPACE, ready, late) or None
+        got = self.wait(_core.POOL_BELL_SPACE, ready, late)
+        return got if isinstance(got, _core.PoolWrite) else None
 
     def wait(
         self,

@@ -13,11 +13,11 @@ from shmbus.channel import (
     StepOrderError,
     StepSkippedError,
 )
+from shmbus.tensors.agreement import SpecMismatchError
 from shmbus.tensors.channel import TensorChannel
 from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
 from shmbus.tensors.receiver import StepItem, TensorReceiver
 from shmbus.tensors.sender import TensorSender
-from shmbus.tensors.specs import SpecMismatchError, TensorSpec
 
 __all__ = [
     "ChannelClosedError",
@@ -33,5 +33,4 @@ __all__ = [
     "TensorChannel",
     "TensorReceiver",
     "TensorSender",
-    "TensorSpec",
 ]

@@ -154,26 +154,7 @@ def _check_slots(slots: int) -> None:
 
 
 def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:
-    """Take a carrier by its name and options, or as it was made.
-
-    Parameters
-    ----------
-    carrier : "auto" | "host" | "memfd" | "cuda" | Carrier
-        What the user asked for; "auto" goes by the device.
-    **options
-        Fields of that carrier; None where nothing was said.
-
-    Returns
-    -------
-    HostCarrier | MemfdCarrier | CudaCarrier
-
-    Raises
-    ------
-    TypeError, ValueError
-        There is no such carrier, or a field belongs to another one.
-    DeviceMismatchError
-        This process does not see the device.
-    """
+    """Take a carrier by its name and options, or as it was made."""
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(carrier, (HostCarrier, MemfdCarrier, CudaCarrier)):
         if given:

@@ -1,35 +1,172 @@
-"""Receiving tensors.
+"""Receiving tensors: in the segment, or from the sender's exported memory.
 
 Invariants: a step is acknowledged when its context ends without an exception, and only then. Its
-tensors are views; those that outlive the context keep their values.
+tensors are views, or copies; those that outlive the context keep their values. A buffer is given
+back to the sender only when this process's device has read what it was asked to read of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from shmbus._near_names import UnknownNameError
-from shmbus.channel import ChannelReceiver, Message
-from shmbus.tensors.agreement import Agreement
-from shmbus.tensors.places import (
-    Places,
-    channel_form,
-    decode_meta,
-    decode_places,
-    head_of,
-)
-from shmbus.tensors.readers import StepReader
-from shmbus.tensors.specs import Statement, TensorSpec, acked_step_of, parse_specs
-from shmbus_ext._core import ChannelForm
+from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
+from shmbus.errors import PeerGoneError, WaitTimeoutError
+from shmbus.segment.names import memory_socket
+from shmbus.tensors.agreement import Agreement, Statement, TensorSpec, acked_step_of, parse_specs
+from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
+from shmbus.tensors.step_table import Places, check_places, decode_meta, decode_places, head_of
+from shmbus.tensors.views import payload_tensor, tensor_at
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["StepItem", "TensorReceiver"]
+__all__ = [
+    "Opened",
+    "StepItem",
+    "StepReader",
+    "TensorReceiver",
+]
+
+#: A step's tensors, and what has to be done before its slot is given back.
+Opened: TypeAlias = tuple[dict[str, torch.Tensor], Callable[[], None]]
+
+
+class StepReader:
+    """Opens the steps of a channel."""
+
+    def __init__(
+        self, channel: ChannelReceiver, *, device: torch.device | None, views: bool
+    ) -> None:
+        self._channel = channel
+        self._views = views
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._payloads: dict[int, tuple[BufferName, torch.Tensor]] = {}
+        index = None if device is None or device.type != "cuda" else device.index or 0
+        self._buffers = ArenaView(memory_socket("channel", channel.name), device=index)
+
+    def open(self, message: Message, places: Places) -> Opened:
+        """Return a step's tensors."""
+        what = f"channel {self._channel.name!r}, step {message.step}"
+        if places.buffer is None:
+            check_places(places, message.memory.bytes, what)
+            if not places.tensors:
+                return {}, _nothing
+            # By a memoryview, which the tensors keep. Of the object alone torch keeps no export, by
+            # which the channel knows that they outlive their step.
+            payload = payload_tensor(memoryview(message.memory))
+            return {each.name: tensor_at(payload, each) for each in places.tensors}, _nothing
+        memory = self._map(message, places, what)
+        check_places(places, memory.nbytes, what)
+        if self._views:
+            return self._in_place(memory, places, what)
+        return self._copied(places.buffer, memory, places)
+
+    def _map(self, message: Message, places: Places, what: str) -> Memory:
+        assert places.buffer is not None
+        try:
+            return self._buffers.memory(places.buffer)
+        except PeerGoneError as error:
+            if self._channel.is_other_alive():
+                raise WaitTimeoutError(
+                    f"{what}: the sender lives, and does not give its memory: {error}. It is slow "
+                    "or stopped; nothing is lost: call again"
+                ) from error
+            lost: Exception = error
+        except BufferLostError as error:
+            lost = error
+        self._channel.ack()
+        reason = "its memory went with the sender that had it"
+        raise StepFailedError(
+            f"{what} was sent, and {reason} ({lost}). It counts as acknowledged: receive the next, "
+            "or resume both sides from a checkpoint to have it again",
+            message.step,
+            reason,
+        ) from lost
+
+    def _in_place(self, memory: Memory, places: Places, what: str) -> Opened:
+        payload, life = memory.lend()
+        tensors = {each.name: tensor_at(payload, each) for each in places.tensors}
+
+        def finish() -> None:
+            if memory.device.type == "cuda":
+                self._end_of_work(memory.device)
+            if life() is not None:
+                raise ChannelError(
+                    f"{what}: a view of it outlives its context, and would change with the step "
+                    f"after next; views=True was asked for. Nothing is acknowledged: the step "
+                    "comes again. Delete what was made of its views (also what autograd keeps), or "
+                    "open the channel without views"
+                )
+
+        return tensors, finish
+
+    def _copied(self, name: BufferName, memory: Memory, places: Places) -> Opened:
+        size = max((each.offset + each.size for each in places.tensors), default=0)
+        source = self._payload(name, memory)[:size]
+        device = memory.device
+        if device.type != "cuda":
+            copy = source.clone()
+            return {each.name: tensor_at(copy, each) for each in places.tensors}, _nothing
+        event = self._event(device)
+        current = torch.cuda.current_stream(device)
+        if current.query():
+            copy = source.clone()
+            event.record(current)
+        else:
+            # Beside the caller's own work: the bytes are there, and nothing of that ends first.
+            stream = self._stream(device)
+            with torch.cuda.stream(stream):
+                copy = source.clone()
+            event.record(stream)
+            current.wait_event(event)
+            copy.record_stream(current)
+        return {each.name: tensor_at(copy, each) for each in places.tensors}, event.synchronize
+
+    def _payload(self, name: BufferName, memory: Memory) -> torch.Tensor:
+        """Return a buffer's bytes, viewed once for each generation."""
+        known, payload = self._payloads.get(name.number, (None, None))
+        if payload is None or known != name:
+            payload = memory.tensor()
+            self._payloads[name.number] = name, payload
+        return payload
+
+    def _end_of_work(self, device: torch.device) -> None:
+        """Wait for what the current stream was asked to do; no longer where it is done."""
+        current = torch.cuda.current_stream(device)
+        if not current.query():
+            event = self._event(device)
+            event.record(current)
+            event.synchronize()
+
+    def _event(self, device: torch.device) -> torch.cuda.Event:
+        """Return an event of a device; of no more than one step at a time something is awaited."""
+        found = self._events.get(device)
+        if found is None:
+            found = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._events[device] = found
+        return found
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        found = self._streams.get(device)
+        if found is None:
+            found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return found
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        self._payloads.clear()
+        self._buffers.close()
+
+
+def _nothing() -> None:
+    """Nothing has to be done."""
+
 
 #: Bytes of a refusal that are stated: a statement has 64 KiB, most of it for specs.
 _REFUSED_BYTES = 2000
@@ -172,9 +309,6 @@ class TensorReceiver:
             raise
         self._item: StepItem | None = None
         # Heads of late, with what was read of them: the next step's is one of them, as a rule.
-        self._last: tuple[bytes, int | None] = b"", None
-        # How the last steps looked, and for which statement of the sender.
-        self._alike: tuple[ChannelForm, int] | None = None
         self._heads: dict[bytes, tuple[Places, dict[str, TensorSpec]]] = {}
 
     @property
@@ -219,12 +353,7 @@ class TensorReceiver:
         """
         if self._item is not None:
             self._item.drop()
-        message = self._channel.receive(step=step, timeout=timeout, form=self._alike)
-        if message.tensors is None:
-            self._item = self._open_step(message)
-        else:
-            meta = decode_meta(message.meta, "meta of a step") if message.meta else {}
-            self._item = StepItem(self._channel, message.step, message.tensors, meta, _nothing)
+        self._item = self._open_step(self._channel.receive(step=step, timeout=timeout))
         return self._item
 
     def _open_step(self, message: Message) -> StepItem:
@@ -251,18 +380,7 @@ class TensorReceiver:
         except BaseException:
             self._channel.drop()  # it comes again, unless it was acknowledged as lost
             raise
-        self._expect_alike(message, places, head)
         return StepItem(self._channel, message.step, tensors, meta, finish)
-
-    def _expect_alike(self, message: Message, places: Places, head: bytes) -> None:
-        """Have the next step received in one call, where two like it have come."""
-        last = head, self._agreement.agreed
-        if last != self._last:
-            self._last, self._alike = last, None
-        elif self._alike is None and message.memory is not None and places.buffer is None:
-            form = channel_form(places.tensors, message.memory.bytes, head)
-            if form is not None and last[1] is not None:
-                self._alike = form, last[1]
 
     def state_dict(self) -> dict[str, int]:
         """Return the last acknowledged step, for a checkpoint.
@@ -311,7 +429,3 @@ class TensorReceiver:
         traceback: TracebackType | None,
     ) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
-
-
-def _nothing() -> None:
-    """Nothing has to be done."""

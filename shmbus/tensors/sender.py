@@ -1,21 +1,28 @@
-"""Sending tensors.
+"""Sending tensors, and how a step's get to where the receiver reads them.
 
-Invariants: a step is checked whole before a byte of it is written; each tensor is copied once.
+Invariants: a step is checked whole before a byte of it is written; each tensor is copied once. A
+step is committed when all of its bytes are there, never before, so a sender that dies has sent a
+step whole or not at all; a buffer is written only while no receiver reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from shmbus._arguments import check_int64, is_text
-from shmbus.tensors.agreement import Agreement
-from shmbus.tensors.config import Carrier
-from shmbus.tensors.places import StepForm, encode_meta
-from shmbus.tensors.specs import (
+from shmbus import CapacityError
+from shmbus._arguments import check_bytes, check_int64, is_text
+from shmbus.channel import ChannelSender
+from shmbus.errors import ShmbusError
+from shmbus.pool.copying import copy_bytes
+from shmbus.segment.names import memory_socket
+from shmbus.tensors.agreement import (
+    Agreement,
     SpecMismatchError,
     Statement,
     acked_step_of,
@@ -24,13 +31,262 @@ from shmbus.tensors.specs import (
     specs_of,
     unsendable,
 )
-from shmbus.tensors.writers import SendAlike, open_writer
-from shmbus.weights.seen import comparer_of
+from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
+from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
+from shmbus.tensors.device.completion import Completion
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
+from shmbus.tensors.views import byte_view, copy_tensor, payload_tensor, tensor_at
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TensorSender"]
+__all__ = [
+    "TABLE_BYTES",
+    "ExportedWriter",
+    "SlotWriter",
+    "StepWriter",
+    "TensorSender",
+    "open_writer",
+]
+
+#: What a slot of the segment may have where the tensors lie elsewhere: a step's table, of at most
+#: 16 MiB, on a page of its own.
+TABLE_BYTES: Final = (16 << 20) + 4096
+
+
+#: Of a step on a device that is copied, as a rule, before a thread could be asked to wait for it.
+SOON_BYTES: Final = 1 << 20
+
+
+def open_writer(
+    name: str, carrier: Carrier, *, timeout: float, label: str
+) -> tuple[ChannelSender, StepWriter]:
+    """Become the sender of a channel, with what its carrier needs."""
+    kind: MemoryKind = "memfd"
+    if isinstance(carrier, CudaCarrier):
+        kind = carrier.memory_kind()
+    most = carrier.max_bytes
+    within = most if isinstance(carrier, HostCarrier) else TABLE_BYTES
+    channel = ChannelSender(
+        name, slots=carrier.slots, max_bytes=within, timeout=timeout, label=label
+    )
+    if isinstance(carrier, HostCarrier):
+        return channel, SlotWriter(channel)
+    try:
+        # What a dead sender had on its way lay in its memory; a living receiver may have mapped it.
+        channel.withdraw()
+        index = carrier.index if isinstance(carrier, CudaCarrier) else 0
+        device = torch.device("cpu") if kind == "memfd" else torch.device("cuda", index)
+        size = check_bytes("max_bytes", most)
+        return channel, ExportedWriter(channel, device, allocator(kind, index), size)
+    except BaseException:
+        channel.close()
+        raise
+
+
+class StepWriter(Protocol):
+    """Writes steps of a channel into one kind of memory."""
+
+    device: torch.device
+
+    @property
+    def growths(self) -> int:
+        """Return how often a buffer got more memory."""
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next; raises what kept an earlier one from being sent."""
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        form: StepForm,
+        more: bytes,
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors, and send it once they are there; `more` follows its head."""
+
+    def settle(self) -> None:
+        """Wait until what was written is sent; raises what kept it from being so."""
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the memory; drain: not before the receiver has had all of it."""
+
+
+class SlotWriter:
+    """Steps lie in the segment: one copy, and the receiver's views are in place."""
+
+    def __init__(self, channel: ChannelSender) -> None:
+        self._channel = channel
+        self.device = torch.device("cpu")
+
+    @property
+    def growths(self) -> int:
+        """Return how often a slot got more memory."""
+        return self._channel.growths
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next."""
+        return self._channel.next_step
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        form: StepForm,
+        more: bytes,
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors into its slot, and send it."""
+        table = encode_head(form) + more
+        memory = self._channel.begin(form.size, len(table), timeout=timeout)
+        if form.places:
+            _copy_in(memory, form, tensors)
+        self._channel.commit(table)
+
+    def settle(self) -> None:
+        """Do nothing: a step is sent when `write` returns."""
+
+    def close(self, *, drain: bool) -> None:
+        """Do nothing: the segment keeps what was sent."""
+
+
+def _copy_in(memory: Any, form: StepForm, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy contiguous host tensors to their places; a view of a slot for each would take longer."""
+    payload = payload_tensor(memory)
+    flat = payload.numpy()
+    for place in form.places:
+        source = tensors[place.name].detach()
+        if source.is_neg() or source.is_conj():
+            copy_tensor(tensor_at(payload, place), source)
+        else:
+            copy_bytes(flat[place.offset : place.offset + place.size], byte_view(source))
+
+
+class _Targets(NamedTuple):
+    """Where the tensors of steps of a form go in a buffer, and the head of their meta."""
+
+    form: StepForm
+    name: BufferName
+    head: bytes
+    tensors: list[torch.Tensor]
+
+
+class ExportedWriter:
+    """Steps lie in memory of the sender's own, exported once: one copy in, and at most one out."""
+
+    def __init__(
+        self,
+        channel: ChannelSender,
+        device: torch.device,
+        allocate: Callable[[int], Memory],
+        max_bytes: int,
+    ) -> None:
+        self._channel = channel
+        self._max_bytes = max_bytes
+        self._closed = False
+        self._grown_at = 0
+        self._written = 0
+        # What was made for the last step of each buffer.
+        self._targets: dict[int, _Targets] = {}
+        self.growths = 0
+        self.device = device
+        self._arena = Arena(memory_socket("channel", channel.name), allocate)
+        self._completion = Completion(channel.slots)
+
+    @property
+    def next_step(self) -> int:
+        """Return the step that is written next; raises what kept an earlier one from being sent."""
+        self._completion.check()
+        # With an action on its way this side alone knows how many steps there are.
+        return self._written if self._completion.pending else self._channel.next_step
+
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        form: StepForm,
+        more: bytes,
+        timeout: float | None,
+    ) -> None:
+        """Copy a step's tensors into the next buffer, and have it sent when they are there."""
+        step = self.next_step
+        number = step % self._channel.slots
+        self._make_room(step, form.size, timeout)
+        self._channel.await_slot(step, timeout=timeout)
+        ready = self._targets_of(number, form)
+        copy = torch.Tensor.copy_ if self.device.type == "cuda" else copy_tensor
+        for target, tensor in zip(ready.tensors, tensors.values(), strict=True):
+            copy(target, tensor.detach())
+        self._written = step + 1
+        self._completion.after(
+            self.device,
+            partial(self._channel.post, ready.head + more),
+            soon=form.size <= SOON_BYTES,
+        )
+
+    def _targets_of(self, number: int, form: StepForm) -> _Targets:
+        """Return where the tensors of a step go in a buffer."""
+        name, payload = self._arena.buffer(number, max(form.size, 1))
+        ready = self._targets.get(number)
+        if ready is None or ready.form is not form or ready.name != name:
+            tensors = [tensor_at(payload, place) for place in form.places]
+            ready = _Targets(form, name, encode_head(form, name), tensors)
+            self._targets[number] = ready
+        return ready
+
+    def _make_room(self, step: int, size: int, timeout: float | None) -> None:
+        """Have the next buffer be large enough; no receiver reads what is freed for that."""
+        if size > self._max_bytes:
+            raise CapacityError(
+                f"channel {self._channel.name!r}: step {step} has {size} bytes, a buffer may grow "
+                f"to max_bytes={self._max_bytes}; nothing was sent, and the channel stays usable: "
+                "send less, or create it with a larger max_bytes"
+            )
+        number = step % self._channel.slots
+        grows = not self._arena.fits(number, max(size, 1))
+        if self._arena.replaced:
+            if grows and self._arena.has(number):
+                self._channel.wait_acked(self._grown_at, timeout=timeout)
+            if self._channel.acked_step >= self._grown_at:
+                self._arena.let_go()
+        if not grows:
+            return
+        try:
+            self._arena.buffer(number, max(size, 1))
+        except (CudaDriverError, OSError) as error:
+            raise CapacityError(
+                f"channel {self._channel.name!r}: no memory on {self.device} for step {step} of "
+                f"{size} bytes ({error}); nothing was sent, and the channel stays usable: free "
+                "some, or send less"
+            ) from error
+        self._targets.pop(number, None)  # they look into what was replaced
+        self._grown_at = step
+        self.growths += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return self._arena.nbytes
+
+    def settle(self) -> None:
+        """Wait until the last step is sent."""
+        self._completion.settle()
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the buffers, once the receiver has had what is in them."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._completion.close()
+            if drain:
+                # Its end, or none by the deadline: what it has not opened is lost to it then.
+                with contextlib.suppress(ShmbusError):
+                    self._channel.wait_acked(self._channel.sent_step)
+        finally:
+            self._targets.clear()
+            self._arena.close()
 
 
 class TensorSender:
@@ -66,12 +322,6 @@ class TensorSender:
         # Of the last step: what was checked and computed for it holds for those that are like it.
         self._form: StepForm | None = None
         self._form_key: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._form_names: list[str] = []
-        # Compares all tensors of a step in one call, once two like each other have come.
-        self._form_guard: Callable[..., bool] | None = None
-        # Sends a step like the last one in one call, where the carrier has such a thing.
-        self._alike: tuple[bytes, SendAlike] | None = None
-        self._alike_since: int | None = None
         if declared is not None:
             try:
                 self._agreement.state(declared)
@@ -94,11 +344,6 @@ class TensorSender:
     def acked_step(self) -> int:
         """Return the last step that the receiver has acknowledged."""
         return self._channel.acked_step
-
-    @property
-    def growths(self) -> int:
-        """Return how often a slot got more memory."""
-        return self._writer.growths
 
     def send(
         self,
@@ -145,12 +390,6 @@ class TensorSender:
         if timeout is not None:
             self._channel.require_timeout(timeout)
         extra = encode_meta(meta)
-        alike = self._alike
-        if alike is not None:
-            head, send = alike
-            sent = send(tensors, head + extra if extra else None, step)
-            if sent is not None:
-                return sent
         if not isinstance(tensors, Mapping):
             raise TypeError(
                 f"channel {self.name!r}: expected tensors by name, got {type(tensors).__name__}; "
@@ -181,19 +420,11 @@ class TensorSender:
         form = self._form if self._is_like_the_last(tensors) else None
         self._agreement.check()
         if form is None or not self._agreement.has_passed(form.specs):
-            self._alike = None
             form = self._agreed_form(tensors, number)
-        elif self._alike is None or self._alike_since != self._agreement.agreed:
-            # The second of its kind: there will be more.
-            self._alike_since = self._agreement.agreed
-            self._alike = self._writer.alike(form, self._alike_since, self._form_guard)
         self._writer.write(tensors, form, extra, timeout)
 
     def _is_like_the_last(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether a step can be sent as the last one was: it has the same tensors to look at."""
-        guard = self._form_guard
-        if guard is not None and [*tensors] == self._form_names and guard(*tensors.values()):
-            return all(map(is_there, tensors.values()))
         key = self._form_key
         device = self._writer.device
         if len(key) != len(tensors):
@@ -210,8 +441,6 @@ class TensorSender:
                 and is_there(tensor)
             ):
                 return False
-        if guard is None:
-            self._form_guard = comparer_of([*tensors.values()])
         return True
 
     def _agreed_form(self, tensors: Mapping[str, torch.Tensor], step: int) -> StepForm:
@@ -226,7 +455,6 @@ class TensorSender:
             raise self._agreement.mismatch([f"step {step}: {each}" for each in found])
         self._form = StepForm(specs)
         self._form_key = [(name, each.dtype, each.shape) for name, each in tensors.items()]
-        self._form_names, self._form_guard = [*tensors], None
         return self._form
 
     def skip(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:

@@ -19,35 +19,13 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from shmbus.http.access import Refusal, is_loopback
 from shmbus.web.settings import Settings
 
-__all__ = ["Access", "Refusal"]
+__all__ = ["Access"]
 
 #: What a browser says of a request that another site's page made.
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
-
-
-class Refusal(Exception):
-    """A request that is not answered as it wishes.
-
-    Parameters
-    ----------
-    status : HTTPStatus
-        Of the answer.
-    text : str
-        What was expected, and what to do.
-    """
-
-    def __init__(self, status: HTTPStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_address(name: str) -> bool:
@@ -59,19 +37,11 @@ def _is_address(name: str) -> bool:
 
 
 class Access:
-    """What a request needs.
-
-    Parameters
-    ----------
-    settings : Settings
-        Its token, and where it listens.
-    port : int
-        Where it listens in fact; cookies know no ports, so its name has it.
-    """
+    """What a request needs."""
 
     def __init__(self, settings: Settings, port: int) -> None:
         self._token = settings.token.encode()
-        self._loopback_only = _is_loopback(settings.host)
+        self._loopback_only = is_loopback(settings.host)
         self._own_names = {settings.host, socket.gethostname()}
         self.cookie = f"shmbus-{port}"
 
@@ -96,13 +66,13 @@ class Access:
             raise Refusal(HTTPStatus.FORBIDDEN, "expected a request of this page, not another's")
 
     def _may_ask_by(self, host: str) -> bool:
+        if is_loopback(host):
+            return True
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        if self._loopback_only:
-            return _is_loopback(name)
-        return _is_loopback(name) or _is_address(name) or name in self._own_names
+        return not self._loopback_only and (_is_address(name) or name in self._own_names)
 
     def require_token(self, given: str) -> None:
         """Refuse another token."""

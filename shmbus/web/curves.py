@@ -34,18 +34,7 @@ class Curves:
         self._before: dict[str, Any] = {}
 
     def add(self, picture: dict[str, Any]) -> Point:
-        """Add the point of a look.
-
-        Parameters
-        ----------
-        picture : Picture
-            Of `shmbus.web.picture.picture`.
-
-        Returns
-        -------
-        Point
-            Its time in seconds since 1970, and a value for each of `NAMES`; None for none.
-        """
+        """Add the point of a look."""
         rates = picture.get("rates", {})
         delivered = picture.get("delivered", {})
         reward = _since_before(delivered, self._before, "score")
@@ -82,21 +71,7 @@ def _since_before(
 
 
 def percentile(bounds: list[float], buckets: list[int], part: float) -> float:
-    """Estimate a percentile of a histogram, by straight lines within its buckets.
-
-    Parameters
-    ----------
-    bounds : list[float]
-        Upper bounds, ascending; the last bucket has none, and counts as its lower bound.
-    buckets : list[int]
-        Counts, one more than bounds.
-    part : float
-        0 to 1.
-
-    Returns
-    -------
-    float
-    """
+    """Estimate a percentile of a histogram, by straight lines within its buckets."""
     wanted = part * sum(buckets)
     below = 0.0
     for number, count in enumerate(buckets):

@@ -11,18 +11,7 @@ __all__ = ["apply", "difference"]
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Tell what turns one picture into another.
-
-    Parameters
-    ----------
-    old, new : dict
-        Pictures, without None.
-
-    Returns
-    -------
-    dict
-        Empty where they are the same.
-    """
+    """Tell what turns one picture into another."""
     changes: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)
@@ -36,20 +25,7 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Apply a difference; the page does the same.
-
-    Parameters
-    ----------
-    old : dict
-        A picture.
-    changes : dict
-        From `difference`.
-
-    Returns
-    -------
-    dict
-        The new picture.
-    """
+    """Apply a difference; the page does the same."""
     new = dict(old)
     for key, value in changes.items():
         before = new.get(key)

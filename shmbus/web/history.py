@@ -23,13 +23,7 @@ CANNOT: Final = (errors.ShmbusError, OSError, ValueError)
 
 
 class GroupName(msgspec.Struct, frozen=True):
-    """Which group.
-
-    Attributes
-    ----------
-    instance_id, round, split : str, int | None, str
-        Its key.
-    """
+    """Which group."""
 
     instance_id: str
     round: int | None
@@ -52,21 +46,7 @@ def fits(about: GroupName) -> bool:
 
 
 def read_history(name: str, about: GroupName) -> dict[str, Any]:
-    """Read where a group is and what happened to it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    about : GroupName
-        The group.
-
-    Returns
-    -------
-    dict
-        `shmbus.inspect.history.GroupHistory` as plain values, its first `settings.CELLS` samples,
-        and the time; or ``problem`` alone.
-    """
+    """Read where a group is and what happened to it."""
     try:
         found = read_group(name, about.instance_id, round=about.round, split=about.split)
     except CANNOT as error:

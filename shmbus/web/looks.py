@@ -133,13 +133,7 @@ class Look:
 
 
 class BusLook(Look):
-    """One bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus, which need not be there.
-    """
+    """One bus."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -191,13 +185,7 @@ class BusLook(Look):
 
 
 class OverviewLook(Look):
-    """Some buses, or all of this user, a line each.
-
-    Parameters
-    ----------
-    names : callable
-        Gives the names.
-    """
+    """Some buses, or all of this user, a line each."""
 
     def __init__(self, names: Callable[[], list[str]]) -> None:
         super().__init__()
@@ -235,13 +223,7 @@ def _line(name: str) -> Picture | None:
 
 
 class Looks:
-    """All looks of a server.
-
-    Parameters
-    ----------
-    buses : tuple[str, ...]
-        The buses that may be watched; empty for all of this user.
-    """
+    """All looks of a server."""
 
     def __init__(self, buses: tuple[str, ...]) -> None:
         self._buses = buses

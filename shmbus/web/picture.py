@@ -37,39 +37,13 @@ _STATE_ORDER = {"dead": 0, "alive": 1, "gone": 2, "closed": 3}
 
 
 def missing(name: str, problem: str, state: str = "unreadable") -> Picture:
-    """Show a bus that cannot be read.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    problem : str
-        Why; for people.
-    state : str
-        "unreadable", or where there is none "removed", and "absent" if there never was one.
-
-    Returns
-    -------
-    Picture
-    """
+    """Show a bus that cannot be read."""
     sentence = {"level": "trouble", "sentence": problem, "findings": []}
     return {"name": name, "state": state, "verdict": sentence}
 
 
 def picture(watcher: Watcher, now_s: float) -> Picture:
-    """Show a bus.
-
-    Parameters
-    ----------
-    watcher : Watcher
-        After a poll.
-    now_s : float
-        The time of that poll, in seconds since 1970.
-
-    Returns
-    -------
-    Picture
-    """
+    """Show a bus."""
     status = watcher.status
     blamed = waiting_for(watcher.groups.groups, status.producers)
     waits = Counter(number for number in blamed if number is not None)

@@ -16,7 +16,6 @@ import hashlib
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -25,11 +24,12 @@ from typing import Any, Final
 import msgspec
 import uvloop
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from shmbus._format import unprinted
+from shmbus.http.access import Refusal
+from shmbus.http.server import HttpServer
 from shmbus.web import settings as limits
-from shmbus.web.access import Access, Refusal
+from shmbus.web.access import Access
 from shmbus.web.history import GroupName, fits
 from shmbus.web.looks import Looks
 from shmbus.web.settings import Settings
@@ -37,8 +37,6 @@ from shmbus.web.settings import Settings
 __all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
-#: What aiohttp says of bytes that are no HTTP.
-http_logger = logging.getLogger("shmbus.web.http")
 
 _STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
@@ -57,22 +55,6 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Server": "shmbus",
 }
-#: Seconds between two searches for silent connections.
-_SWEEP_S: Final = 2.0
-_BACKLOG: Final = 128
-
-
-def _without_clients_mistakes(record: logging.LogRecord) -> bool:
-    """Keep what clients send out of the log: they decide how much of it there is."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
-
-
-class _Full(asyncio.Protocol):
-    """A connection beyond the limit: closed as it comes."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 def read_files() -> dict[str, tuple[str, str, bytes]]:
@@ -89,100 +71,41 @@ def read_files() -> dict[str, tuple[str, str, bytes]]:
 
 
 class Server:
-    """Answers requests.
-
-    Parameters
-    ----------
-    settings : Settings
-        What it is told.
-
-    Attributes
-    ----------
-    looks : Looks
-        At the buses that pages watch.
-    """
+    """Answers requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.looks = Looks(settings.buses)
         self._files = read_files()
-        http_logger.addFilter(_without_clients_mistakes)
-        self._inner = web.Server(
+        self._http = HttpServer(
             self._answer,
-            logger=http_logger,
-            access_log=None,
-            max_line_size=limits.HEADER_BYTES,
-            max_field_size=limits.HEADER_BYTES,
-            keepalive_timeout=limits.IDLE_S,
-            lingering_time=0.0,
+            max_connections=limits.MAX_CONNECTIONS,
+            idle_s=limits.IDLE_S,
+            header_bytes=limits.HEADER_BYTES,
         )
         self._access: Access
-        self._listener: asyncio.AbstractServer | None = None
-        self._sweeping: asyncio.Task[None] | None = None
-        #: When each connection was last of use; infinity while it is answered.
-        self._used_s: dict[Any, float] = {}
 
     async def start(self) -> tuple[str, int]:
         """Listen; returns where."""
-        settings = self._settings
-        loop = asyncio.get_running_loop()
-        try:
-            self._listener = await loop.create_server(
-                self._connection, settings.host, settings.port, backlog=_BACKLOG
-            )
-        except (OSError, OverflowError) as error:
-            raise RuntimeError(
-                f"cannot listen at {settings.host}:{settings.port}: "
-                f"{getattr(error, 'strerror', None) or error}; expected an address of this machine "
-                "and a free port; choose another --port, or 0 for any"
-            ) from error
-        address = self._listener.sockets[0].getsockname()
-        self._access = Access(settings, int(address[1]))
-        self._sweeping = loop.create_task(self._sweep())
-        return str(address[0]), int(address[1])
-
-    def _connection(self) -> asyncio.BaseProtocol:
-        if len(self._inner.connections) >= limits.MAX_CONNECTIONS:
-            return _Full()
-        protocol: asyncio.BaseProtocol = self._inner()
-        self._used_s[protocol] = time.monotonic()
-        return protocol
-
-    async def _sweep(self) -> None:
-        """Close connections that bring no whole request in their time."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            open_ = set(self._inner.connections)
-            now_s = time.monotonic()
-            for protocol, used_s in list(self._used_s.items()):
-                silent = now_s - used_s > limits.IDLE_S
-                if silent and protocol in open_:
-                    protocol.force_close()
-                if silent or (protocol not in open_ and now_s - used_s > _SWEEP_S):
-                    del self._used_s[protocol]
+        host, port = await self._http.bind(self._settings.host, self._settings.port)
+        self._access = Access(self._settings, port)
+        await self._http.start()
+        return host, port
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        if self._listener is not None:
-            self._listener.close()
         await self.looks.close()
-        await self._inner.shutdown(timeout=1.0)
+        await self._http.close()
 
     # -- a request ------------------------------------------------------------------------------
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        protocol = request.protocol
-        self._used_s[protocol] = float("inf")
         try:
             self._access.require(request)
             return await self._route(request)
         except Refusal as refusal:
             logger.info("%s %s: %s", request.method, request.path[:200], refusal.status)
             return self._refuse(refusal)
-        finally:
-            self._used_s[protocol] = time.monotonic()
 
     def _refuse(self, refusal: Refusal) -> web.Response:
         answer = web.Response(status=refusal.status, text=f"{refusal}\n", headers=_HEADERS)
@@ -302,22 +225,7 @@ async def _run(settings: Settings, parent: socket.socket | None, say: Callable[[
 
 
 def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent has gone.
-
-    Parameters
-    ----------
-    settings : Settings
-        What and where.
-    parent : socket, optional
-        One end of a pair, of which the process that started this one holds the other.
-    say : callable
-        Called with the address once it listens.
-
-    Returns
-    -------
-    int
-        Exit status.
-    """
+    """Serve until SIGTERM or SIGINT, or until the parent has gone."""
     loop: Any = uvloop.new_event_loop()
     try:
         found: int = loop.run_until_complete(_run(settings, parent, say))

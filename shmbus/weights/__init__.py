@@ -17,54 +17,47 @@ Invariants:
 from __future__ import annotations
 
 from shmbus.errors import WeightsError
-from shmbus.weights.adapters import (
-    AdapterFiles,
-    AdapterVersion,
-    adapter_source,
-    adapter_state,
-)
-from shmbus.weights.carriers.base import Promises
 from shmbus.weights.errors import (
     ManifestError,
     PatchBaseError,
-    StaleBridgeError,
     VersionOrderError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
-from shmbus.weights.manifest import Manifest, ParamMeta, Slice, TensorPlace
-from shmbus.weights.probe import Choice, probe_carriers
+from shmbus.weights.lora import (
+    LoraFiles,
+    LoraVersion,
+    lora_source,
+    lora_state,
+)
+from shmbus.weights.manifest import ParamMeta, Slice
+from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
-from shmbus.weights.shared import SharedModel, attach, share
+from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 
 __all__ = [
-    "AdapterFiles",
-    "AdapterVersion",
-    "Choice",
     "Fp8BlockSource",
     "LocalPiece",
-    "Manifest",
+    "LoraFiles",
+    "LoraVersion",
     "ManifestError",
     "ModuleSource",
     "ParamMeta",
     "PatchBaseError",
-    "Promises",
     "Publication",
     "Published",
     "SharedModel",
     "Slice",
-    "StaleBridgeError",
-    "TensorPlace",
     "VersionOrderError",
     "WeightPublisher",
     "WeightSource",
     "WeightSubscriber",
     "Weights",
     "WeightsError",
-    "adapter_source",
-    "adapter_state",
-    "attach",
+    "attach_model",
+    "lora_source",
+    "lora_state",
     "probe_carriers",
-    "share",
+    "share_model",
 ]

@@ -6,7 +6,6 @@
      +-- ManifestError          what is published, and what a model wants, do not agree
      +-- PatchBaseError         a patch for another version than the one that is there
      +-- VersionOrderError      a number that this publisher has used, or one below
-     +-- StaleBridgeError       a bridge file whose writer has ended
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ __all__ = [
     "UNUSABLE",
     "ManifestError",
     "PatchBaseError",
-    "StaleBridgeError",
     "VersionOrderError",
 ]
 
@@ -81,7 +79,3 @@ class PatchBaseError(WeightsError):
 
 class VersionOrderError(WeightsError):
     """A number of a version that is not above the one before; nothing was published."""
-
-
-class StaleBridgeError(WeightsError):
-    """A bridge file whose writer has ended: what it leads to may be somebody else's memory."""

@@ -16,18 +16,7 @@ METADATA: Final = "__metadata__"
 
 
 def faults_in_file(tensors: Mapping[str, torch.dtype]) -> list[str]:
-    """Find what no file of safetensors can hold.
-
-    Parameters
-    ----------
-    tensors : mapping of dtype
-        By name.
-
-    Returns
-    -------
-    list of str
-        One for each tensor; empty where all of them can be written.
-    """
+    """Find what no file of safetensors can hold."""
     written = {dtype: _is_written(dtype) for dtype in set(tensors.values())}
     faults = []
     for name, dtype in tensors.items():

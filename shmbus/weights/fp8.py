@@ -33,20 +33,7 @@ LARGEST: Final = 448.0
 
 
 def quantize_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix by blocks of 128 x 128.
-
-    Parameters
-    ----------
-    matrix : floating-point [rows, columns]
-        On any device; the last blocks may be smaller.
-
-    Returns
-    -------
-    (float8_e4m3fn [rows, columns], float32 [ceil(rows / 128), ceil(columns / 128)])
-        The elements, and by what they are multiplied to get the matrix back: the largest magnitude
-        of the block over 448, and 1 for a block of zeros. Of a block that has NaN or an infinity
-        all elements are NaN.
-    """
+    """Quantise a matrix by blocks of 128 x 128."""
     rows, columns = matrix.shape
     across, along = -(-rows // BLOCK), -(-columns // BLOCK)
     padded = matrix.new_zeros((across * BLOCK, along * BLOCK), dtype=torch.float32)

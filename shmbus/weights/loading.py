@@ -7,28 +7,20 @@ copy fails after that, the error says that the model is torn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 
 from shmbus.errors import DamagedError
+from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.streams import current_stream
-from shmbus.weights.copies import (
-    Batch,
-    Pair,
-    from_host_to_device,
-    split,
-)
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.manifest import Manifest, Slice, require_slices
-from shmbus.weights.memory import has_memory, view_of
-from shmbus.weights.seen import SeenTensors
-from shmbus.weights.sharded import is_sharded
+from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
 from shmbus.weights.source import dtype_name, local_part
-from shmbus.weights.staging import HostBatch, transfers_of
 
 __all__ = ["LoadCache", "Loading", "Targets", "named_of", "paired", "targets_of"]
 
@@ -58,18 +50,10 @@ def targets_of(model: Targets | Mapping[str, object]) -> dict[str, torch.Tensor]
 
 
 class LoadCache:
-    """What was checked of a buffer and a model, for the next version in that buffer.
-
-    A model that is loaded again and again is compared once: after that it is enough that its
-    tensors are the same ones, at the same place, of the same dtypes, shapes and strides.
-    """
+    """What was checked of a buffer and a model, for the next version in that buffer."""
 
     def __init__(self) -> None:
         self._kept: tuple[tuple[bool, bool], SeenTensors, Loading] | None = None
-
-    def foreseen(self, how: tuple[bool, bool]) -> Loading | None:
-        """Return what `get` returns, unless something has changed."""
-        return None if self._kept is None or self._kept[0] != how else self._kept[2]
 
     def get(self, named: Mapping[str, object], how: tuple[bool, bool]) -> Loading | None:
         """Return what was paired for these targets, by the same strictness and casting."""
@@ -94,35 +78,7 @@ def paired(
     cast: bool = False,
     slices: Mapping[str, Slice] | None = None,
 ) -> dict[str, Pair]:
-    """Check everything, and say what is to be copied into what.
-
-    Parameters
-    ----------
-    version : int
-        For messages.
-    manifest : Manifest
-        Checked.
-    tensors : dict of Tensor
-        By the manifest's names.
-    targets : mapping of Tensor
-        Written in place; of a DTensor, the local shard.
-    strict : bool
-        Whether each tensor of one side has to be on the other.
-    cast : bool
-        Whether dtypes may differ.
-    slices : mapping of Slice, optional
-        Where a published tensor is a part of a fused one of the model: its name -> the part.
-
-    Returns
-    -------
-    dict of (target, source)
-        By name.
-
-    Raises
-    ------
-    ManifestError
-        What does not fit, all of it.
-    """
+    """Check everything, and say what is to be copied into what."""
     targets = {name: target.detach() for name, target in targets.items()}
     require_slices(slices)
     destinations = _destinations(targets, slices or {})
@@ -148,100 +104,24 @@ def paired(
 
 
 class Loading:
-    """What is copied into a model, checked and sorted; the same again for each version.
-
-    Parameters
-    ----------
-    pairs : mapping of (target, source)
-        By name, as `paired` gave them.
-    """
+    """What is copied into a model, checked and sorted; the same again for each version."""
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        self._plan = CopyPlan([*pairs.values()])
         #: Of what is written.
-        self.devices = {target.device for target, _ in pairs.values()}
-        self._begun: ExitStack | None = None
-        crossing, rest = from_host_to_device(pairs.values())
-        # In one order everywhere, since the ways are locked together.
-        self._crossing = [
-            (way, HostBatch(way, crossing[way.device]))
-            for way in map(transfers_of, sorted(crossing, key=str))
-        ]
-        self._busy = {each.device for pair in rest for each in pair if each.is_cuda}
-        named = {id(target): name for name, (target, _) in pairs.items()}
-        alone, together = split(rest)
-        parts = [*([pair] for pair in alone), *together]
-        self._sorted = [
-            (
-                repr(named[id(part[0][0])]) + f" and {len(part) - 1} more" * (len(part) > 1),
-                Batch(part),
-            )
-            for part in parts
-        ]
-
-    def begin_ahead(self) -> None:
-        """Begin to bring the first bytes from the host to devices, into no tensor of the model.
-
-        `copy` or `give_up` has to follow, in the same thread.
-        """
-        if not self._crossing:
-            return
-        with ExitStack() as stack:
-            for way, crossing in self._crossing:
-                stack.enter_context(way.lock)
-                stack.callback(way.stream.synchronize)
-                crossing.begin_ahead()
-            self._begun = stack.pop_all()
-
-    def give_up(self) -> None:
-        """Wait for what was begun ahead, if anything was, and use it no more."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            for _, crossing in self._crossing:
-                crossing.forget_ahead()
-            begun.close()
+        self.devices = self._plan.devices
 
     @torch.no_grad()
     def copy(self, version: int) -> int:
-        """Copy, small tensors of a device together.
-
-        Parameters
-        ----------
-        version : int
-            For messages.
-
-        Returns
-        -------
-        int
-            Bytes written, and all of them there.
-
-        Raises
-        ------
-        DamagedError
-            A copy failed: the model has some of this version.
-        """
-        written = 0
-        what = ""
+        """Copy; returns the bytes written, all of them there."""
         try:
-            for way, crossing in self._crossing:
-                what = f"from the host to {way.device}"
-                with way.lock:
-                    crossing.begin()
-                    way.settle()
-                written += crossing.nbytes
-            self.give_up()
-            for named, batch in self._sorted:
-                what = named
-                batch.begin()
-                written += batch.nbytes
-            # The slot is given back afterwards, and what fails on a device is known by then.
-            for device in self._busy:
-                current_stream(device).synchronize()
+            self._plan.copy()
         except (RuntimeError, OSError, CudaDriverError) as error:
             raise DamagedError(
-                f"version {version}: copying {what} failed after {written} bytes: {error}. The "
-                "model is torn: load a whole version before it is used"
+                f"version {version}: copying it failed: {error}. The model is torn: load a whole "
+                "version before it is used"
             ) from error
-        return written
+        return self._plan.nbytes
 
 
 def _destinations(

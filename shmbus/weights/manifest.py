@@ -15,52 +15,27 @@ from itertools import pairwise
 from typing import Final
 
 import msgspec
+import torch
 
 from shmbus._arguments import check_text
+from shmbus._near_names import UnknownNameError
+from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
 
 __all__ = [
-    "ALIGNMENT",
-    "DTYPE_BYTES",
     "Manifest",
     "ParamMeta",
     "Slice",
     "TensorPlace",
     "require_slices",
+    "view_of",
 ]
-
-#: Bytes at multiples of which tensors begin: the widest vector and DMA access.
-ALIGNMENT: Final = 256
 
 #: The form of the manifest; a reader refuses another.
 FORMAT: Final = 1
 
 #: Slices of slices: expert i of a stack, then its gate half. Deeper ones are a circle.
 _MAX_DEPTH: Final = 4
-
-#: Bytes of an element, by torch's names of dtypes.
-DTYPE_BYTES: Final[Mapping[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
 
 
 class ParamMeta(msgspec.Struct, frozen=True):
@@ -79,24 +54,6 @@ class ParamMeta(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor and its bytes.
-
-    Attributes
-    ----------
-    name, dtype, shape : str, str, tuple of int
-        As in `ParamMeta`.
-    offset, size : int
-        Bytes in the payload: C order, little-endian.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -120,23 +77,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All tensors of a version.
-
-    Attributes
-    ----------
-    format : int
-        1.
-    model : str
-        A name for people.
-    total : int
-        Bytes of payload.
-    tensors : list of TensorPlace
-        In the order of their bytes, which is that of the layers.
-    aliases : dict of str
-        Tied tensors: other name -> name; they have one copy.
-    slices : dict of Slice
-        Names for parts.
-    """
+    """All tensors of a version."""
 
     format: int = FORMAT
     model: str = ""
@@ -154,29 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         slices: Mapping[str, Slice] | None = None,
         model: str = "",
     ) -> Manifest:
-        """Give each tensor its place, one after the other.
-
-        Parameters
-        ----------
-        params : sequence of ParamMeta
-            All tensors, the same on every rank.
-        aliases, slices : mapping, optional
-            Other names.
-        model : str
-            A name for people.
-
-        Returns
-        -------
-        Manifest
-            Checked.
-
-        Raises
-        ------
-        ManifestError
-            What was given contradicts itself.
-        TypeError
-            Something is no ParamMeta, no text or no Slice.
-        """
+        """Give each tensor its place, one after the other."""
         tensors = []
         end = 0
         require_slices(slices)
@@ -205,24 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def decode(cls, data: bytes, payload_bytes: int) -> Manifest:
-        """Read a manifest and check it whole.
-
-        Parameters
-        ----------
-        data : bytes
-            MessagePack.
-        payload_bytes : int
-            Bytes that the version really has.
-
-        Returns
-        -------
-        Manifest
-
-        Raises
-        ------
-        ManifestError
-            It is none, or contradicts itself or the payload.
-        """
+        """Read a manifest and check it whole."""
         what = "the manifest of these weights cannot be used, and nothing was read of them"
         try:
             found = msgspec.msgpack.decode(data, type=cls)
@@ -234,18 +136,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def check(self, what: str) -> None:
-        """Check it against itself.
-
-        Parameters
-        ----------
-        what : str
-            What the error says first.
-
-        Raises
-        ------
-        ManifestError
-            With all faults.
-        """
+        """Check it against itself."""
         faults = [] if self.format == FORMAT else [f"format {self.format}, expected {FORMAT}"]
         names: dict[str, TensorPlace] = {}
         for tensor in self.tensors:
@@ -305,25 +196,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found | {alias: found[name] for alias, name in self.aliases.items()}
 
     def shape_of(self, name: str, places: Mapping[str, TensorPlace]) -> tuple[str, tuple[int, ...]]:
-        """Look up a tensor, alias or slice.
-
-        Parameters
-        ----------
-        name : str
-            Any of `names`.
-        places : mapping of TensorPlace
-            From `by_name`.
-
-        Returns
-        -------
-        (str, tuple of int)
-            Its dtype and shape.
-
-        Raises
-        ------
-        ValueError
-            It is a slice that leads nowhere, or is not inside its tensor.
-        """
+        """Look up a tensor, alias or slice."""
         chain: list[Slice] = []
         at = name
         while at in self.slices:
@@ -371,3 +244,17 @@ def _require_params(params: Sequence[object]) -> None:
             raise TypeError(f"params: expected texts as names, got {name!r}")
         if not isinstance(shape, (tuple, list)) or any(not isinstance(n, int) for n in shape):
             raise TypeError(f"params: {name!r}: expected a tuple of ints, got {shape!r}")
+
+
+def view_of(
+    tensors: dict[str, torch.Tensor], manifest: Manifest, name: str, what: str = "weights"
+) -> torch.Tensor:
+    """Look up a tensor, an alias or a slice."""
+    part = manifest.slices.get(name)
+    if part is None:
+        found = tensors.get(manifest.aliases.get(name, name))
+        if found is None:
+            raise UnknownNameError(what, name, manifest.names())
+        return found
+    view = view_of(tensors, manifest, part.of).narrow(part.dim, part.start, part.length)
+    return view.squeeze(part.dim) if part.drop_dim else view

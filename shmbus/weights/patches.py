@@ -1,28 +1,144 @@
 """Patches of weights: where pieces of tensors lie, how large patches may grow, when to try one.
 
-All of it is arithmetic; `carriers.shm` and `loading` move the bytes.
-
-Invariant: a box of a tensor gives the same pieces in the same order each time, so that a piece's
-patch is found again.
+Invariants: a box of a tensor gives the same pieces in the same order each time, so that a piece's
+patch is found again; a piece is cut the same way each time, whatever it is cast from.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
-from shmbus.pool import Piece
-from shmbus.weights.manifest import DTYPE_BYTES, Manifest, TensorPlace
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch, same_bytes
+from shmbus.tensors.views import DTYPE_BYTES, byte_view
+from shmbus.weights.manifest import Manifest, TensorPlace
+from shmbus.weights.source import LocalPiece
 
 __all__ = [
     "DEFAULT_SHARE",
+    "ComparedPieces",
     "PatchPolicy",
+    "PlacedBytes",
+    "VersionChanges",
+    "contiguous_parts",
     "element_width",
     "patch_capacity",
     "patch_share",
     "pieces_of",
+    "placed_bytes",
 ]
+
+#: Where elements lie in a version, and those elements.
+PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
+
+#: Bytes that are cast at once before they are compared: they stay in a cache.
+_SCRATCH_BYTES: Final = 1 << 20
+
+
+def contiguous_parts(
+    dtype: torch.dtype, piece: LocalPiece, scratch_of: Callable[[int], torch.Tensor]
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Cut a piece into contiguous parts of the published dtype, in host memory."""
+    tensor = piece.tensor
+    if tensor.numel() == 0:
+        return
+    if _is_plain(dtype, tensor):
+        yield piece.start, tensor
+        return
+    row = tensor[:1].numel() if tensor.dim() else 1
+    rows = max(1, _SCRATCH_BYTES // (row * dtype.itemsize))
+    scratch = scratch_of(min(rows * row, tensor.numel()) * dtype.itemsize).view(dtype)
+    for first in range(0, tensor.shape[0] if tensor.dim() else 1, rows):
+        source = tensor[first : first + rows] if tensor.dim() else tensor
+        part = scratch[: source.numel()].view(source.shape)
+        part.copy_(source)
+        yield (piece.start[0] + first, *piece.start[1:]) if tensor.dim() else (), part
+
+
+def _is_plain(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is what is published of it."""
+    plain = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return plain and not (tensor.is_conj() or tensor.is_neg())
+
+
+def placed_bytes(
+    place: TensorPlace, start: tuple[int, ...], part: torch.Tensor
+) -> Iterator[PlacedBytes]:
+    """Cut a contiguous part of a tensor by where its rows lie in a version."""
+    flat, at = byte_view(part), 0
+    for where in pieces_of(place, start, part.shape):
+        end = at + where.rows * where.row_bytes
+        yield where, flat[at:end]
+        at = end
+
+
+class ComparedPieces:
+    """Pieces that a source gives again, cut once."""
+
+    def __init__(self, pieces: Sequence[LocalPiece], places: Mapping[str, TensorPlace]) -> None:
+        self.pieces: Final = pieces
+        #: None for those that have to be cast or put together anew for each version.
+        self.parts: Final[list[list[PlacedBytes] | None]] = []
+        self.nbytes = 0
+        for piece in pieces:
+            place = places[piece.name]
+            own: torch.dtype = getattr(torch, place.dtype)
+            tensor = piece.tensor
+            self.nbytes += tensor.numel() * own.itemsize
+            if tensor.numel() == 0:
+                self.parts.append([])
+            elif _is_plain(own, tensor):
+                self.parts.append([*placed_bytes(place, piece.start, tensor)])
+            else:
+                self.parts.append(None)
+
+
+class VersionChanges:
+    """A patch, by tensors."""
+
+    def __init__(self, patch: VersionPatch, manifest: Manifest, lease: VersionLease) -> None:
+        self._patch, self._lease = patch, lease
+        self.base_sequence = patch.base_sequence
+        self.base_version = patch.base_version
+        self.changes = patch.changes
+        self.size = patch.size
+        self._places = manifest.by_name()
+        self._runs = _runs_by_offset(patch.runs, manifest)
+
+    def changed(self, name: str) -> bool:
+        """Whether anything of a tensor changed."""
+        place = self._places[name]
+        return place.size > 0 and any(run.changes for run in self._runs[place.offset])
+
+    def apply(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
+        """Change a tensor's bytes, which are the base's; False where they were not."""
+        offset = self._places[name].offset
+        return all(
+            self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
+        )
+
+    def same(self, name: str, target: torch.Tensor) -> bool:
+        """Compare a contiguous CPU tensor with what was published."""
+        place = self._places[name]
+        published = memoryview(self._lease.buffer)
+        return same_bytes(published[place.offset : place.offset + place.size], byte_view(target))
+
+
+def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[PatchRun]]:
+    """Sort runs by the offsets of their tensors."""
+    places = sorted((place.offset, place.size) for place in manifest.tensors if place.size)
+    starts = [offset for offset, _ in places]
+    found: dict[int, list[PatchRun]] = {place.offset: [] for place in manifest.tensors}
+    for run in runs:
+        found[starts[bisect.bisect_right(starts, run.piece.offset) - 1]].append(run)
+    return found
+
 
 #: Share of elements from which on a patch is not worth its memory: applying one of a tenth costs
 #: as much as a copy.
@@ -43,23 +159,7 @@ _LONGEST_PAUSE: Final = 16
 
 
 def patch_share(patches: bool | float) -> float:
-    """Read the option `patches`.
-
-    Parameters
-    ----------
-    patches : bool | float
-        Whether there are any, or the share of elements up to which there are.
-
-    Returns
-    -------
-    float
-        0.0 for none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is none of these.
-    """
+    """Read the option `patches`."""
     if isinstance(patches, bool):
         return DEFAULT_SHARE if patches else 0.0
     if not isinstance(patches, int | float):
@@ -75,22 +175,7 @@ def element_width(dtype: str) -> int:
 
 
 def patch_capacity(manifest: Manifest, share: float, ranks: int) -> int:
-    """Compute the bytes of a slot that patches take.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the weights.
-    share : float
-        Of elements that may change.
-    ranks : int
-        That write a version together.
-
-    Returns
-    -------
-    int
-        0 for a share of 0.
-    """
+    """Compute the bytes of a slot that patches take."""
     if share == 0:
         return 0
     total = 0.0
@@ -133,20 +218,7 @@ def _boxes(shape: Sequence[int], start: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def pieces_of(place: TensorPlace, start: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:
-    """Cut a part of a tensor into pieces of its version, in C order.
-
-    Parameters
-    ----------
-    place : TensorPlace
-        The tensor.
-    start, sizes : sequence of int
-        The part, in each dimension.
-
-    Yields
-    ------
-    Piece
-        None where the part is empty.
-    """
+    """Cut a part of a tensor into pieces of its version, in C order."""
     if math.prod(sizes) == 0:
         return
     itemsize = DTYPE_BYTES[place.dtype]
@@ -161,38 +233,21 @@ def pieces_of(place: TensorPlace, start: Sequence[int], sizes: Sequence[int]) ->
 
 
 class PatchPolicy:
-    """When a version is compared with the one before: always, but for a while after a failure.
-
-    Comparing costs as much as a copy, for nothing where more changed than a patch may have. After
-    each such version twice as many go out without an attempt.
-    """
+    """When a version is compared with the one before: always, but for a while after a failure."""
 
     def __init__(self) -> None:
         self._pause = 0
         self._left = 0
 
     def wants(self) -> bool:
-        """Whether the next version is to have a patch.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether the next version is to have a patch."""
         if self._left:
             self._left -= 1
             return False
         return True
 
     def ended(self, *, begun: bool, made: bool) -> None:
-        """Learn what became of an attempt.
-
-        Parameters
-        ----------
-        begun : bool
-            Whether there was anything to compare with.
-        made : bool
-            Whether the version has a patch.
-        """
+        """Learn what became of an attempt."""
         if made:
             self._pause = 0
         elif begun:

@@ -6,43 +6,20 @@ shares a tensor can wedge a device that several processes use.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
 
 import msgspec
 import torch
 
 from shmbus._arguments import check_choice, check_int64, check_path, known_device
 from shmbus.errors import DeviceMismatchError, WeightsError
-from shmbus.tensors.device.memory import refusals
+from shmbus.weights.carriers import CARRIERS, carrier_class
 
-__all__ = ["CARRIERS", "CarrierName", "Choice", "checked_device", "choose", "probe_carriers"]
-
-CarrierName: TypeAlias = Literal["auto", "shm", "cuda_vmm", "cuda_ipc", "memfd", "checkpoint"]
-
-#: In the order of preference.
-CARRIERS: Final = ("shm", "checkpoint")
-
-#: Those that take a device's memory, or end with their publisher: chosen by name only.
-BY_NAME: Final = ("cuda_vmm", "cuda_ipc", "memfd")
-
-_SHM: Final = Path("/dev/shm")
+__all__ = ["Choice", "checked_device", "choose", "probe_carriers"]
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A carrier, and the reasons.
-
-    Attributes
-    ----------
-    name : str
-        The carrier.
-    why : tuple of str
-        What speaks for it.
-    refused : dict of str
-        Each carrier that cannot serve here, and why.
-    """
+    """A carrier, and the reasons."""
 
     name: str
     why: tuple[str, ...]
@@ -50,22 +27,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """Return a device that this process has.
-
-    Parameters
-    ----------
-    device : str | torch.device
-        Such as "cpu" or "cuda:0".
-
-    Returns
-    -------
-    torch.device
-
-    Raises
-    ------
-    DeviceMismatchError
-        It is not here.
-    """
+    """Return a device that this process has."""
     wanted = known_device(device)
     count = torch.cuda.device_count() if wanted.type == "cuda" else 0
     known = wanted.type == "cpu" or (wanted.type == "cuda" and (wanted.index or 0) < count)
@@ -105,106 +67,43 @@ def probe_carriers(
     TypeError, ValueError
         An argument is none.
     """
-    checked_device(device)
+    checked = checked_device(device)
     size = check_int64("size", size)
     if directory is not None:
         check_path("directory", directory)
-    why, refused = {}, {}
-    if problem := _shm_problem(size):
-        refused["shm"] = problem
-    else:
-        why["shm"] = ("/dev/shm is there", "whole versions, views without a copy, any death")
-    if problem := _checkpoint_problem(directory):
-        refused["checkpoint"] = problem
-    else:
-        why["checkpoint"] = ("a directory was given", "whole versions, which outlive a reboot")
-    for name in BY_NAME:
-        refused[name] = _exported_problem(name, checked_device(device)) or _ASK[name]
+    refused = {}
+    chosen = None
     for name in CARRIERS:
-        if name in why:
-            return Choice(name=name, why=why[name], refused=refused)
+        carrier = carrier_class(name)
+        problem = carrier.problem(checked, size, directory) or carrier.by_name_only
+        if problem:
+            refused[name] = problem
+        elif chosen is None:
+            chosen = name, carrier.why
+    if chosen is not None:
+        return Choice(name=chosen[0], why=chosen[1], refused=refused)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     raise WeightsError(f"no carrier can serve here: {reasons}")
 
 
-def _shm_problem(size: int) -> str:
-    if not os.access(_SHM, os.W_OK):
-        return f"{_SHM} is not writable"
-    room = os.statvfs(_SHM)
-    free = room.f_bavail * room.f_frsize
-    if size > free:
-        return (
-            f"{_SHM} has {free} bytes free, the slots need {size}; enlarge it (docker run "
-            "--shm-size=..., mount -o remount,size=...), or remove old segments (`shmbus gc`)"
-        )
-    return ""
-
-
-#: What a carrier that could serve would take.
-_ASK: Final = {
-    "cuda_vmm": "it takes `slots` times the model on the device; ask for it by name",
-    "cuda_ipc": "it takes `slots` times the model on the device; ask for it by name",
-    "memfd": "its versions end with their publisher; ask for it by name",
-}
-
-
-def _exported_problem(name: str, device: torch.device) -> str:
-    if name == "memfd":
-        return "" if device.type == "cpu" else f"its memory is the host's, not that of {device}"
-    if device.type != "cuda":
-        return f"it needs a CUDA device, got {str(device)!r}"
-    return refusals(device.index or 0).get(name.removeprefix("cuda_"), "")
-
-
-def _checkpoint_problem(directory: Path | str | None) -> str:
-    if directory is None:
-        return "no directory was given (directory=...)"
-    if importlib.util.find_spec("safetensors") is None:
-        return "safetensors is not installed (pip install safetensors)"
-    return ""
-
-
 def choose(
-    carrier: CarrierName,
+    carrier: str,
     device: str | torch.device,
     *,
-    size: int = 0,
     directory: Path | str | None = None,
 ) -> Choice:
-    """Choose a carrier, or check the one that was asked for.
-
-    Parameters
-    ----------
-    carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
-        What the user asked for.
-    device, size, directory
-        As for `probe_carriers`.
-
-    Returns
-    -------
-    Choice
-
-    Raises
-    ------
-    TypeError, ValueError
-        There is no such carrier, or an option belongs to another one.
-    WeightsError
-        It cannot serve here.
-    """
-    check_choice("carrier", carrier, ("auto", *CARRIERS, *BY_NAME))
+    """Choose a carrier, or check the one that was asked for."""
+    check_choice("carrier", carrier, ("auto", *CARRIERS))
     if directory is not None:
         check_path("directory", directory)
-    if carrier not in ("auto", "checkpoint") and directory is not None:
+    if carrier == "auto":
+        return probe_carriers(device, directory=directory)
+    chosen = carrier_class(carrier)
+    if directory is not None and not chosen.takes_directory:
         raise ValueError(
             f"directory: an option of the carrier 'checkpoint', and carrier={carrier!r}"
         )
-    if carrier == "auto":
-        return probe_carriers(device, size=size, directory=directory)
-    wanted = checked_device(device)
-    if carrier in BY_NAME:
-        problem = _exported_problem(carrier, wanted)
-    else:
-        problem = _shm_problem(size) if carrier == "shm" else _checkpoint_problem(directory)
+    problem = chosen.problem(checked_device(device), 0, directory)
     if problem:
         raise WeightsError(f"carrier {carrier!r} cannot serve here: {problem}")
     return Choice(name=carrier, why=("it was asked for",), refused={})

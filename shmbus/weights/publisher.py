@@ -16,32 +16,30 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
 
 from shmbus import BusClosedError
-from shmbus._arguments import check_int, check_int64, check_text, check_timeout
+from shmbus._arguments import (
+    check_flag,
+    check_int,
+    check_int64,
+    check_seconds,
+    check_text,
+    check_timeout,
+)
 from shmbus.errors import WaitTimeoutError
 from shmbus.pool import WhenHeld
-from shmbus.weights.carriers.base import RepeatingSink, VersionSink, WriterCarrier
-from shmbus.weights.carriers.checkpoint import CheckpointWriter
-from shmbus.weights.carriers.exported import KIND_OF, ExportedWriter
-from shmbus.weights.carriers.patched import PatchingSink
-from shmbus.weights.carriers.shm import ShmWriter
+from shmbus.tensors.copy_table import prepare_copies
+from shmbus.weights.carriers import carrier_class
+from shmbus.weights.carriers.base import DEFAULT_SLOTS, VersionSink, WriterCarrier, WriterOptions
 from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.pieces import prepare_copies
-from shmbus.weights.probe import CarrierName, choose
-from shmbus.weights.publisher_options import (
-    DEFAULT_SLOTS,
-    check_options,
-    checked_directory,
-    checked_patches,
-    require_plain,
-)
-from shmbus.weights.source import ForeseeingSource, LocalPiece, WeightSource
+from shmbus.weights.patches import patch_share
+from shmbus.weights.probe import choose
+from shmbus.weights.source import LocalPiece, WeightSource, require_source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -215,7 +213,7 @@ class WeightPublisher:
         bus: str,
         source: WeightSource,
         *,
-        carrier: CarrierName = "auto",
+        carrier: str = "auto",
         device: str | torch.device = "cpu",
         slots: int = DEFAULT_SLOTS,
         max_slots: int | None = None,
@@ -229,14 +227,16 @@ class WeightPublisher:
         keep: bool = False,
         label: str = "",
     ) -> None:
-        check_options(bus, source, timeout=timeout, label=label, digests=digests, keep=keep)
+        check_text("bus", bus)
+        require_source(source)
+        check_seconds("timeout", timeout)
+        check_text("label", label)
+        check_flag("digests", digests)
+        check_flag("keep", keep)
         self.bus: Final = bus
         rank, world_size = check_int("rank", rank), check_int("world_size", world_size)
         self.rank, self.world_size = rank, world_size
         self._source = source
-        # To ask what a protocol asks takes longer than to begin a copy.
-        self._foreseeing = source if isinstance(source, ForeseeingSource) else None
-        self._repeating: dict[type, bool] = {}
         self._keep = keep
         self._lock = threading.Lock()
         self._closed, self._pid = False, os.getpid()
@@ -247,18 +247,16 @@ class WeightPublisher:
         )
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
-        share = checked_patches(self.carrier.name, patches)
+        if patch_share(patches) and self.carrier.name != "shm":
+            raise ValueError(
+                f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "
+                "carrier 'shm' has patches"
+            )
         prepare_copies(torch.device(device))
-        self._writer: WriterCarrier
-        if self.carrier.name == "checkpoint":
-            require_plain(slots, max_slots, when_held)
-            place = checked_directory(directory, world_size, digests)
-            self._writer = CheckpointWriter(place, self.manifest)
-        elif self.carrier.name in KIND_OF:
-            self._writer = ExportedWriter(
-                bus,
-                self.manifest,
-                name=self.carrier.name,
+        self._writer: WriterCarrier = carrier_class(self.carrier.name).writer(
+            WriterOptions(
+                bus=bus,
+                manifest=self.manifest,
                 device=torch.device(device),
                 slots=slots,
                 max_slots=max_slots,
@@ -267,22 +265,11 @@ class WeightPublisher:
                 when_held=when_held,
                 timeout=timeout,
                 digests=digests,
+                patches=patches,
+                directory=directory,
                 label=label,
             )
-        else:
-            self._writer = ShmWriter(
-                bus,
-                self.manifest,
-                slots=slots,
-                max_slots=max_slots,
-                rank=rank,
-                world_size=world_size,
-                when_held=when_held,
-                timeout=timeout,
-                digests=digests,
-                patches=share,
-                label=label,
-            )
+        )
 
     def publish(self, version: int, *, text: str = "") -> Published:
         """Publish the parameters as they are now; returns when readers get them.
@@ -409,28 +396,25 @@ class WeightPublisher:
                 copied_bytes=size,
                 copied_s=copied_s,
                 seconds=time.monotonic() - began,
-                changed=sink.changed if isinstance(sink, PatchingSink) else None,
+                changed=sink.changed,
             )
 
     def _copy(self, sink: VersionSink) -> int:
         written = 0
         lasting: list[LocalPiece] = []
         sizes: dict[str, int] = {}
-        repeating = self._as_repeating(sink)
         with torch.no_grad():
-            if repeating is not None and self._foreseeing is not None:
-                repeating.foresee(self._foreseeing.foreseen(self.rank, self.world_size))
             for piece in self._source.iter_local(self.rank, self.world_size):
                 if not isinstance(piece, LocalPiece):
                     raise TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
-                if repeating is not None and piece.lasting:
+                if piece.lasting:
                     lasting.append(piece)
                 else:
                     size = sink.put(piece)
                     sizes[piece.name] = sizes.get(piece.name, 0) + size
                     written += size
-            if repeating is not None:
-                written += repeating.put_lasting(lasting)
+            if lasting:
+                written += sink.put_lasting(lasting)
             sink.settle()
         if self.world_size == 1 and (written != self._whole or sizes):
             self._require_all(written, sizes, {piece.name for piece in lasting})
@@ -453,12 +437,6 @@ class WeightPublisher:
                 "published stay in force",
                 faults,
             )
-
-    def _as_repeating(self, sink: VersionSink) -> RepeatingSink | None:
-        kind = type(sink)
-        if kind not in self._repeating:
-            self._repeating[kind] = isinstance(sink, RepeatingSink)
-        return cast("RepeatingSink", sink) if self._repeating[kind] else None
 
     def close(self) -> None:
         """Wait for the version under way, and leave; the weights go too, unless `keep`.

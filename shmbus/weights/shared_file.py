@@ -58,13 +58,7 @@ def path_of(bus: str) -> str:
 
 
 class SharedFile(LockedFile):
-    """A file of shared weights, open for its locks.
-
-    Parameters
-    ----------
-    bus : str
-        The bus that they belong to.
-    """
+    """A file of shared weights, open for its locks."""
 
     def __init__(self, bus: str) -> None:
         self.bus: Final = bus
@@ -73,22 +67,7 @@ class SharedFile(LockedFile):
 
     @contextlib.contextmanager
     def made(self, manifest: Manifest, version: int) -> Iterator[None]:
-        """Make the file under another name, for a ``with`` block that fills it; then it is named.
-
-        Parameters
-        ----------
-        manifest : Manifest
-            Of the weights.
-        version : int
-            What they are.
-
-        Raises
-        ------
-        BusBusyError
-            A living process has one open.
-        WeightsError
-            It does not fit.
-        """
+        """Make the file under another name, for a ``with`` block that fills it; then name it."""
         with contextlib.ExitStack() as stack:
             left = _locked_leftover(self.path, self.bus, stack)
             _remove_unfinished(self.path)
@@ -124,18 +103,7 @@ class SharedFile(LockedFile):
             ) from error
 
     def map(self, *, writable: bool) -> mmap.mmap:
-        """Map it by another descriptor.
-
-        Parameters
-        ----------
-        writable : bool
-            Whether its bytes may be changed.
-
-        Raises
-        ------
-        FileNotFoundError
-            Its name leads to another file, or to none.
-        """
+        """Map it by another descriptor."""
         fd = os.open(self._fresh or self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if not os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
@@ -236,18 +204,7 @@ def check_file(file: int, path: str) -> None:
 
 
 def shared_state(bus: str) -> tuple[int, bool] | None:
-    """Ask what a shared copy is, without attaching.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-
-    Returns
-    -------
-    (int, bool) or None
-        The version, and whether it is torn; None where there is none.
-    """
+    """Ask what a shared copy is, without attaching."""
     path = path_of(bus)
     with contextlib.suppress(FileNotFoundError):
         file = open_own(path, os.O_RDONLY, _title(bus))

@@ -7,30 +7,29 @@ shapes; together their pieces are each tensor exactly once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
 from shmbus._arguments import check_flag
 from shmbus.errors import WeightsError
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.manifest import ParamMeta, Slice, require_slices
-from shmbus.weights.memory import has_memory
-from shmbus.weights.seen import SeenTensors
-from shmbus.weights.sharded import is_sharded
+from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ForeseeingSource",
     "LocalPiece",
     "ModuleSource",
     "WeightSource",
     "dtype_name",
     "local_part",
     "require_source",
+    "target_of_piece",
 ]
 
 
@@ -97,51 +96,13 @@ class WeightSource(Protocol):
         """
 
 
-@runtime_checkable
-class ForeseeingSource(Protocol):
-    """A source that says what it will give, before it has looked whether that is so."""
-
-    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
-        """Return the lasting pieces that `iter_local` gives, unless more than values has changed.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Returns
-        -------
-        sequence of LocalPiece
-            Their memory is there in any case. The same object has the same pieces. Empty where
-            nothing is foreseen.
-        """
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype, without the module."""
     return str(dtype).removeprefix("torch.")
 
 
 def local_part(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor, bool]:
-    """Find what a rank has of a DTensor.
-
-    Parameters
-    ----------
-    name : str
-        For messages.
-    tensor : DTensor
-        With `Shard` and `Replicate` placements.
-
-    Returns
-    -------
-    (tuple of int, Tensor, bool)
-        Where its part begins, the part, and whether this rank is the first that has it.
-
-    Raises
-    ------
-    WeightsError
-        A placement is another one.
-    """
+    """Find what a rank has of a DTensor."""
     # Whoever has a DTensor has loaded this.
     from torch.distributed.tensor import Replicate, Shard
 
@@ -314,21 +275,6 @@ class ModuleSource:
                     piece.lasting = True
         yield from pieces
 
-    def foreseen(self, rank: int, world_size: int) -> Sequence[LocalPiece]:
-        """Return what `iter_local` gave last; it gives the same unless the model has changed.
-
-        Parameters
-        ----------
-        rank, world_size : int
-            Of the publisher.
-
-        Returns
-        -------
-        sequence of LocalPiece
-            They keep the memory that they had. Empty before the first version.
-        """
-        return self._pieces.get((rank, world_size), ())
-
     def _local(
         self, named: Mapping[str, torch.Tensor], rank: int, world_size: int
     ) -> Iterator[LocalPiece]:
@@ -345,6 +291,34 @@ class ModuleSource:
             written[lightest] += detached.numel() * detached.element_size()
             if lightest == rank:
                 yield LocalPiece(name, (0,) * detached.dim(), detached)
+
+
+def target_of_piece(
+    place: TensorPlace | None, whole: torch.Tensor | None, piece: LocalPiece
+) -> torch.Tensor:
+    """Return the part of a published tensor that a piece is."""
+    if place is None or whole is None:
+        raise ManifestError(
+            "the model is not the one that this publisher was made for",
+            [f"{piece.name!r} is not in the manifest; make a new publisher when the model changes"],
+        )
+    shape = piece.tensor.shape
+    if len(piece.start) != whole.dim() or any(
+        start < 0 or start + size > room
+        for start, size, room in zip(piece.start, shape, whole.shape, strict=False)
+    ):
+        raise ManifestError(
+            "the model is not the one that this publisher was made for",
+            [
+                f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not "
+                f"inside {list(whole.shape)}, which the manifest has; make a new publisher when "
+                "the model changes"
+            ],
+        )
+    for dim, (start, size) in enumerate(zip(piece.start, shape, strict=True)):
+        if size != whole.shape[dim]:
+            whole = whole.narrow(dim, start, size)
+    return whole
 
 
 def require_source(source: object) -> None:

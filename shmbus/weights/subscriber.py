@@ -29,19 +29,22 @@ from shmbus._arguments import (
 )
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
-from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier
-from shmbus.weights.carriers.checkpoint import CheckpointReader
-from shmbus.weights.carriers.exported_reader import PooledReader
-from shmbus.weights.carriers.patched import PatchedVersion
-from shmbus.weights.copies import Pair
-from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE, TORN_CODE, UNUSABLE, ManifestError
-from shmbus.weights.following import FollowingWeights
+from shmbus.tensors.copy_table import Pair, prepare_copies
+from shmbus.weights.carriers import carrier_class
+from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier, ReaderOptions
+from shmbus.weights.errors import (
+    LOAD_CODE,
+    MANIFEST_CODE,
+    TORN_CODE,
+    UNUSABLE,
+    ManifestError,
+    PatchBaseError,
+)
 from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
-from shmbus.weights.manifest import Slice, require_slices
-from shmbus.weights.memory import view_of
-from shmbus.weights.patched_load import LoadedModel
-from shmbus.weights.pieces import prepare_copies
-from shmbus.weights.probe import CarrierName, choose
+from shmbus.weights.manifest import Slice, require_slices, view_of
+from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
+from shmbus.weights.patches import VersionChanges
+from shmbus.weights.probe import choose
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,15 +59,7 @@ MET: Final = 64
 
 
 class _Place(NamedTuple):
-    """Where a version is in the order of publications.
-
-    Attributes
-    ----------
-    origin : object
-        Of what that order is.
-    sequence : int
-        Publications before it, and one.
-    """
+    """Where a version is in the order of publications."""
 
     origin: object
     sequence: int
@@ -77,17 +72,7 @@ def _is_newer(
     known: _Place | None,
     before: tuple[int, _Place] | None,
 ) -> bool:
-    """Whether the newest version follows one that has a number.
-
-    Parameters
-    ----------
-    version, place : int, _Place
-        Of the newest.
-    newer_than, known : int, _Place or None
-        Of the other one.
-    before : (int, _Place) or None
-        Of what was the newest when the wait began.
-    """
+    """Whether the newest version follows one that has a number."""
     if known is not None:
         return place.origin != known.origin or place.sequence > known.sequence
     if version > newer_than:
@@ -141,7 +126,7 @@ class WeightSubscriber:
         bus: str,
         *,
         device: str | torch.device = "cpu",
-        carrier: CarrierName = "auto",
+        carrier: str = "auto",
         verify: Verify = "off",
         patches: bool = False,
         directory: Path | str | None = None,
@@ -158,11 +143,9 @@ class WeightSubscriber:
         #: The place of each of the last versions that this subscriber got, by number.
         self._met: dict[int, _Place] = {}
         self._closed = False
-        self._reader: ReaderCarrier
-        if self.carrier.name == "checkpoint" and directory is not None:
-            self._reader = CheckpointReader(directory)
-        else:
-            self._reader = PooledReader(bus, label=label, device=str(torch.device(device)))
+        self._reader: ReaderCarrier = carrier_class(self.carrier.name).reader(
+            ReaderOptions(bus, torch.device(device), label, directory)
+        )
 
     def latest(self, *, timeout: float | None = None) -> Weights:
         """Lease the newest version.
@@ -285,7 +268,7 @@ class WeightSubscriber:
                 version.verify(sample=self._verify == "sample")
             except UNUSABLE as error:
                 code = TORN_CODE if isinstance(error, DamagedError) else LOAD_CODE
-                version.refused(code, str(error))
+                version.report_refused(code, str(error))
                 version.close()
                 raise
         weights = Weights(version, loaded=self._loaded, verify=self._verify)
@@ -316,12 +299,23 @@ class WeightSubscriber:
         self.close()
 
 
-class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
+class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
     """One whole version: tensors by name, which are views of shared memory.
 
     A view is read-only, though torch has no such thing: a store into it ends the process. It stays
     what it is for as long as it lives, and so keeps its slot from the publisher; copy what is to
     stay.
+
+    Attributes
+    ----------
+    version, sequence : int
+        The publisher's number, and publications before it, and one.
+    text : str
+        The publisher's name for it.
+    manifest : Manifest
+        Its tensors.
+    loaded : "whole" | "patch" | None
+        How `load_into` brought a model to this version, once it has.
     """
 
     def __init__(
@@ -331,6 +325,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         self._pid = os.getpid()
         self._known = loaded
         self._compares = verify
+        self.loaded: Literal["whole", "patch"] | None = None
         self._tensors: dict[str, torch.Tensor] | None = None
         self.version = version.version
         self.sequence = version.sequence
@@ -410,30 +405,20 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
         carried = self._open()
         named = named_of(model)
         try:
-            if self._known is not None and isinstance(carried, PatchedVersion):
+            if self._known is not None:
                 written = self._follow(
-                    carried,
-                    carried.patch(),
-                    carried.origin,
-                    self._known,
-                    named,
-                    strict=strict,
-                    cast=cast,
-                    slices=slices,
+                    carried, self._known, named, strict=strict, cast=cast, slices=slices
                 )
             else:
                 prepared = self._prepared(carried, named, strict=strict, cast=cast, slices=slices)
-                try:
-                    carried.loading()
-                    written = prepared.copy(self.version)
-                finally:
-                    prepared.give_up()
+                carried.report_loading()
+                written = prepared.copy(self.version)
                 self.loaded = "whole"
         except UNUSABLE as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
-            carried.refused(code, str(error))
+            carried.report_refused(code, str(error))
             raise
-        carried.applied()
+        carried.report_applied()
         return written
 
     def _paired(
@@ -454,13 +439,13 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
             slices=slices,
         )
 
-    def loading(self) -> None:
+    def report_loading(self) -> None:
         """Say that something else has begun to load this version.
 
-        Until `applied`, this process runs no whole one: whoever finds it so, such as the next
-        trainer after a death, has a whole version loaded before it generates.
+        Until `report_applied`, this process runs no whole one: whoever finds it so, such as the
+        next trainer after a death, has a whole version loaded before it generates.
         """
-        self._open().loading()
+        self._open().report_loading()
 
     def _prepared(
         self,
@@ -473,16 +458,7 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
     ) -> Loading:
         """Say what is copied into what; what was checked before is not checked again."""
         cache = None if slices else carried.cache
-        foreseen = None if cache is None else cache.foreseen((strict, cast))
-        found = None
-        if cache is not None and foreseen is not None:
-            carried.prepare(foreseen.devices)
-            foreseen.begin_ahead()
-            try:
-                found = cache.get(named, (strict, cast))
-            finally:
-                if found is None:
-                    foreseen.give_up()
+        found = None if cache is None else cache.get(named, (strict, cast))
         if found is None:
             targets = targets_of(named)
             pairs = paired(
@@ -495,16 +471,16 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
                 slices=slices,
             )
             found = Loading(pairs)
-            carried.prepare(found.devices)
             if cache is not None:
                 cache.put(targets, (strict, cast), found)
+        carried.prepare(found.devices)
         return found
 
-    def applied(self) -> None:
+    def report_applied(self) -> None:
         """Say that this process runs this version, where something else has loaded it."""
-        self._open().applied()
+        self._open().report_applied()
 
-    def refused(self, reason: str, *, code: int = LOAD_CODE) -> None:
+    def report_refused(self, reason: str, *, code: int = LOAD_CODE) -> None:
         """Say that this process could not take this version; what it runs stays.
 
         Parameters
@@ -515,7 +491,129 @@ class Weights(FollowingWeights, Mapping[str, torch.Tensor], ClosedByBlock):
             For programs; 1 or more.
         """
         check_text("reason", reason)
-        self._open().refused(check_int("code", code, 1, (1 << 31) - 1), reason)
+        self._open().report_refused(check_int("code", code, 1, (1 << 31) - 1), reason)
+
+    def _follow(
+        self,
+        carried: CarriedVersion,
+        known: LoadedModel,
+        named: Mapping[str, object],
+        *,
+        strict: bool,
+        cast: bool,
+        slices: Mapping[str, Slice] | None,
+    ) -> int:
+        """Change what changed, if that is enough; else copy everything."""
+        how, origin, patch = (strict, cast), carried.origin, carried.patch()
+        if patch is not None and not slices and self._compares == "off":
+            checked = known.plain(origin, patch.base_sequence, self.manifest, how, named)
+            if checked is not None:
+                carried.report_loading()
+                known.forget()
+                written = checked.apply(patch)
+                if written is not None:
+                    known.followed(self.sequence)
+                    self.loaded = "patch"
+                    return written
+        targets = targets_of(named)
+        pairs = self._paired(targets, strict=strict, cast=cast, slices=slices)
+        carried.prepare({target.device for target in targets.values()})
+        carried.report_loading()
+        usable = patch is not None and known.has(origin, patch.base_sequence, pairs)
+        known.forget()
+        written = self._apply(patch, pairs) if patch is not None and usable else None
+        self.loaded = "whole" if written is None else "patch"
+        if written is None:
+            written = Loading(pairs).copy(self.version)
+        plain = None if slices else plain_model(self.manifest, how, named, pairs)
+        known.remember(origin, self.sequence, pairs, plain)
+        return written
+
+    def _apply(self, patch: VersionChanges, pairs: Mapping[str, Pair]) -> int | None:
+        """Apply a patch, and compare as this subscriber does; None where all has to be copied."""
+        written = apply_changes(self.version, self.manifest, pairs, patch)
+        if written is None or self._compares == "off":
+            return written
+        sample = self._compares == "sample"
+        return written if compare(self.manifest, pairs, patch, sample=sample) else None
+
+    def patch_base(self) -> int | None:
+        """Return the version from which a patch leads to this one.
+
+        Returns
+        -------
+        int | None
+            None where there is no patch.
+
+        Raises
+        ------
+        BusClosedError
+            These weights are closed.
+        """
+        patch = self._open().patch()
+        return None if patch is None else patch.base_version
+
+    def apply_patch(
+        self, model: Targets, *, base: int, slices: Mapping[str, Slice] | None = None
+    ) -> int:
+        """Bring a model from one version to this one by what changed, and by nothing else.
+
+        For those who know what their model has; `load_into` finds out by itself, and loads the
+        whole version where it has to.
+
+        Parameters
+        ----------
+        model : torch.nn.Module | mapping of Tensor
+            With the base in it, bit for bit.
+        base : int
+            The version that it has.
+        slices : mapping of Slice, optional
+            As for `load_into`.
+
+        Returns
+        -------
+        int
+            Bytes of the tensors in which something changed.
+
+        Raises
+        ------
+        PatchBaseError
+            This version has no patch, or one for another base. Nothing was changed.
+        ManifestError
+            What does not fit. Nothing was changed.
+        DamagedError
+            The model did not have the base: it has some of this version.
+        BusClosedError
+            These weights are closed.
+        """
+        base = check_int64("base", base)
+        carried = self._open()
+        patch = carried.patch()
+        if patch is None or patch.base_version != base:
+            has = "no patch" if patch is None else f"a patch for version {patch.base_version} alone"
+            raise PatchBaseError(
+                f"version {self.version} has {has}, the model has version {base}: nothing was "
+                "changed; load the whole version with load_into()",
+                None if patch is None else patch.base_version,
+            )
+        targets = targets_of(model)
+        pairs = self._paired(targets, slices=slices)
+        carried.prepare({target.device for target in targets.values()})
+        carried.report_loading()
+        if self._known is not None:
+            self._known.forget()
+        written = self._apply(patch, pairs)
+        if written is None:
+            error = DamagedError(
+                f"version {self.version}: the model was not version {base}, for which its patch "
+                "is, and has some of both now; load the whole version with load_into() before it "
+                "is used"
+            )
+            carried.report_refused(TORN_CODE, str(error))
+            raise error
+        self.loaded = "patch"
+        carried.report_applied()
+        return written
 
     def close(self) -> None:
         """Let go; views that are left keep the slot."""

@@ -12,14 +12,9 @@
 #include "python/batch/meta_search.h"
 #include "python/batch/pack.h"
 #include "python/channel/channel_memory.h"
-#include "python/channel/channel_alike.h"
-#include "python/channel/channel_form.h"
 #include "python/channel/channel_messages.h"
 #include "python/channel/channel_object.h"
 #include "python/closing.h"
-#include "python/device/device_calls.h"
-#include "python/device/tensor_forms.h"
-#include "python/gateway/answer_functions.h"
 #include "python/gateway/lift_numbers.h"
 #include "python/group/client_lease.h"
 #include "python/group/delivery.h"
@@ -106,7 +101,6 @@ static bool add_types(PyObject *module) {
         {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
-        {"ChannelForm", &ChannelFormType},
         {"ClosedByBlock", &ClosedByBlockType},
         {"DeclaredSchema", &DeclaredSchemaType}, {"GatherThreads", &GatherThreadsType},
     };
@@ -190,10 +184,7 @@ static bool add_functions(PyObject *module) {
         py_origin_head_add_functions,
         py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
         py_channel_add_constants,      py_channel_messages_add_functions,
-        py_channel_alike_add_functions,
-        py_arguments_add_constants,    py_answer_add_functions,      py_lift_add_functions,
-        py_device_add_functions,
-        py_tensor_forms_add_functions,
+        py_arguments_add_constants,    py_lift_add_functions,
         py_convert_add_functions,      py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {

@@ -27,10 +27,9 @@ from shmbus.channel import (
     StepFailedError,
     StepOrderError,
     StepSkippedError,
-    living_statement,
     unlink_channel,
 )
-from shmbus.channel.lifecycle import channel_path
+from shmbus.channel.lifecycle import channel_path, living_statement
 from shmbus_ext import _core
 
 

@@ -29,7 +29,7 @@ from shmbus.tensors import (
     TensorReceiver,
     TensorSender,
 )
-from shmbus.tensors.writers import ExportedWriter
+from shmbus.tensors.sender import ExportedWriter
 
 SPECS = {"x": ("int64", (None,)), "y": ("bfloat16", (None, 8))}
 STEPS = 150
@@ -115,16 +115,10 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
 
-    def attach(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         assert self._open.wait(20)
 
-    def is_made(self, within: float) -> bool:
+    def query(self) -> bool:
         return self._open.is_set()
 
     def happen(self) -> None:
@@ -136,11 +130,11 @@ def gated(sender: TensorSender, monkeypatch: pytest.MonkeyPatch) -> list[Gate]:
     assert isinstance(writer, ExportedWriter)
     gates: list[Gate] = []
 
-    def begin(device: torch.device, nbytes: int) -> Any:
+    def record(device: torch.device) -> Any:
         gates.append(Gate())
         return gates[-1]
 
-    monkeypatch.setattr(writer._completion, "begin", begin)
+    monkeypatch.setattr(writer._completion, "_record", record)
     return gates
 
 
@@ -170,7 +164,7 @@ def test_a_small_step_that_is_copied_at_once_is_sent_by_the_call_itself(
     both: tuple[TensorSender, TensorReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = both
-    monkeypatch.setattr(Gate, "is_made", lambda self, within: True)
+    monkeypatch.setattr(Gate, "query", lambda self: True)
     gated(sender, monkeypatch)
     for step in range(3):
         sender.send(made(step, 3))
@@ -250,7 +244,7 @@ def test_a_buffer_grows_to_the_exact_size_and_what_it_replaced_is_freed(
         sender.send(made(step, rows))
         with receiver.recv(5) as item:
             assert item["x"].tolist() == list(range(step, step + rows))
-    assert sender.growths == 4
+    assert sender._writer.growths == 4
     # x and y, of which y begins at a multiple of 256: steps 2 and 3 are the largest.
     assert writer.nbytes == (1024 + 100 * 16) + (8192 + 1000 * 16)
 

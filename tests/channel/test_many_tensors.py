@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shmbus.tensors import TensorChannel
-from shmbus.tensors.places import MAX_ALIKE_TENSORS
 
 
 def step_of(count: int, size: int, seed: int) -> dict[str, torch.Tensor]:
@@ -19,7 +18,7 @@ def step_of(count: int, size: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [3, 2_000])
-@pytest.mark.parametrize("count", [65, 200, MAX_ALIKE_TENSORS, MAX_ALIKE_TENSORS + 1])
+@pytest.mark.parametrize("count", [200, 1025])
 def test_each_of_many_tensors_arrives(count: int, size: int, bus_name: str) -> None:
     specs = {
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -29,7 +28,7 @@ def test_each_of_many_tensors_arrives(count: int, size: int, bus_name: str) -> N
         TensorChannel.create(bus_name) as sender,
         TensorChannel.open(bus_name, specs=specs) as receiver,
     ):
-        for number in range(6):
+        for number in range(2):
             sent = step_of(count, size, number)
             sender.send(sent)
             with receiver.recv(20) as item:
@@ -46,7 +45,7 @@ def test_large_tensors_whose_bits_say_the_opposite_arrive_as_their_values(bus_na
         TensorChannel.create(bus_name) as sender,
         TensorChannel.open(bus_name, specs=specs) as receiver,
     ):
-        for _ in range(4):
+        for _ in range(2):
             sender.send({"minus one": negative, "plain": torch.ones(40_000)})
             with receiver.recv(20) as item:
                 assert item["minus one"].eq(-1).all() and item["plain"].eq(1).all()

@@ -152,9 +152,9 @@ def test_what_an_action_raises_is_raised_where_its_end_is_awaited() -> None:
 
     completion = Completion()
     with pytest.raises(ZeroDivisionError):
-        completion.after(None, fail)
+        completion.after(torch.device("cpu"), fail)
     done: list[int] = []
-    completion.after(None, lambda: done.append(1))
+    completion.after(torch.device("cpu"), lambda: done.append(1))
     completion.close()
     completion.close()
     assert done == [1]

@@ -6,7 +6,7 @@ import torch
 from aiohttp import web
 from small_vllm import SmallVllm
 
-from shmbus.weights import SharedModel, attach
+from shmbus.weights import SharedModel, attach_model
 
 
 class SmallShared(SmallVllm):
@@ -18,7 +18,7 @@ class SmallShared(SmallVllm):
         with torch.device("meta"):
             model = torch.nn.Module()
             model.value = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
-        self.shared = attach((await request.json())["bus"], model)
+        self.shared = attach_model((await request.json())["bus"], model)
         self.models = [{"value": model.value.detach()}]
         return web.json_response({})
 

@@ -112,7 +112,7 @@ class SmallVllm(SmallEngine):
     def mark(self) -> None:
         for subscriber in self.subscribers:
             with subscriber.latest(timeout=0) as newest:
-                newest.loading()
+                newest.report_loading()
 
     async def update(self, request: web.Request) -> web.Response:
         version = (await request.json())["update_info"]["version"]
@@ -122,7 +122,7 @@ class SmallVllm(SmallEngine):
         self.problem = "injected: half of it was loaded" if refuse else ""
         for rank, (subscriber, model) in enumerate(zip(self.subscribers, self.models, strict=True)):
             weights = subscriber.at(version)
-            weights.loading()
+            weights.report_loading()
             if refuse and rank == self.ranks - 1:
                 model["value"][: len(model["value"]) // 2] = weights["value"][0]
             else:
@@ -140,9 +140,9 @@ class SmallVllm(SmallEngine):
         for rank, weights in enumerate(leased):
             # A half one is that of the last rank; where nothing came, it came to nobody.
             if self.problem and (rank == self.ranks - 1 or not self.loading):
-                weights.refused(self.problem)
+                weights.report_refused(self.problem)
             else:
-                weights.applied()
+                weights.report_applied()
             weights.close()
         self.loading.clear()
         return web.json_response({"message": "Weight update finished"})

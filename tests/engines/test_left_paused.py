@@ -20,7 +20,7 @@ from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import KIND, PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from shmbus.weights import WeightsError, share
+from shmbus.weights import WeightsError, share_model
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -115,7 +115,7 @@ async def test_a_step_of_a_shared_model_resumes_no_server_that_an_update_left_to
         await update(bus.name, trainer, 1, running)
     model = model_of(1)
     await running.fault("update", "refuse")
-    with share(bus.name, model, version=1) as shared:
+    with share_model(bus.name, model, version=1) as shared:
         async with fleet_of(bus.name, "vllm", [running]) as fleet:
             with pytest.raises(EngineError, match=f"{running.url}.*nothing was changed"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2)
@@ -135,7 +135,7 @@ async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_
         model.value[:500] = 2
         raise RuntimeError("the optimizer failed")
 
-    with share(bus.name, model, version=1) as shared:
+    with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, *running)
         async with fleet_of(bus.name, "vllm", running) as fleet:
             with pytest.raises(DamagedError, match="stay paused"):

@@ -12,9 +12,9 @@ from trainers import TIMEOUT_S, Trainer
 
 from shmbus import Bus, ShmbusError
 from shmbus.engines import (
-    AdapterFleet,
     EngineError,
     EngineFleet,
+    LoraFleet,
     SglangServer,
     UpdateRolledBackError,
     VllmServer,
@@ -208,7 +208,7 @@ def test_options_of_another_type_are_refused(
         EngineFleet(given.pop("servers"), **given)
     if "clear_cache" not in options:
         with pytest.raises(error, match=match):
-            AdapterFleet(options.get("servers", [VllmServer("http://127.0.0.1:1")]), **given)
+            LoraFleet(options.get("servers", [VllmServer("http://127.0.0.1:1")]), **given)
 
 
 @pytest.mark.parametrize(

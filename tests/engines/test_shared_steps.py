@@ -14,7 +14,7 @@ from trainers import TIMEOUT_S
 from shmbus import Bus, DamagedError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
-from shmbus.weights import share
+from shmbus.weights import share_model
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -41,7 +41,7 @@ async def test_requests_in_flight_meet_whole_versions_of_the_one_copy(
 ) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(0)
-    with share(bus.name, model, version=0) as shared:
+    with share_model(bus.name, model, version=0) as shared:
         await attached(bus.name, *running)
         requests = [asyncio.ensure_future(each.complete(100)) for each in running]
         await asyncio.sleep(0.02)
@@ -67,7 +67,7 @@ async def test_a_step_that_failed_leaves_the_servers_paused_until_it_is_healed(
         model.value[:500] = 2
         raise RuntimeError("the optimizer failed")
 
-    with share(bus.name, model, version=1) as shared:
+    with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, running)
         async with fleet_of(bus.name, running) as fleet:
             with pytest.raises(DamagedError, match="stay paused"):
@@ -88,7 +88,7 @@ async def test_a_server_that_cannot_be_paused_keeps_the_model_as_it_is(
 ) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(1)
-    with share(bus.name, model, version=1) as shared:
+    with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, *running)
         await running[1].fault("pause", kind)
         async with fleet_of(bus.name, *running) as fleet:
@@ -101,7 +101,7 @@ async def test_a_server_that_cannot_be_paused_keeps_the_model_as_it_is(
 
 async def test_a_pause_around_a_step_that_was_not_begun_is_ended(bus: Bus, servers: Any) -> None:
     running = servers(1, SmallShared)
-    with share(bus.name, model_of(1), version=1):
+    with share_model(bus.name, model_of(1), version=1):
         await attached(bus.name, running)
         with PauseNote(bus.name) as note:
             note.write(PauseNotice(1, [("vllm", running.url)], 2, 1, shared=True))
@@ -124,7 +124,7 @@ async def test_a_pause_around_a_step_that_was_not_begun_is_ended(bus: Bus, serve
             "expected a function .* such as optimizer.step, got NoneType",
         ),
         ({"action": asyncio.sleep}, TypeError, "expected a function that changes the parameters"),
-        ({"shared": None}, TypeError, "expected what share returned, got NoneType"),
+        ({"shared": None}, TypeError, "expected what share_model returned, got NoneType"),
         ({"heal": "no"}, TypeError, "expected True or False, got str"),
         ({"version": True}, TypeError, "expected an int, got bool"),
     ],
@@ -133,7 +133,7 @@ async def test_what_makes_no_step_is_refused_before_anybody_is_paused(
     given: dict[str, Any], error: type[Exception], match: str, bus: Bus, servers: Any
 ) -> None:
     running = servers(1, SmallShared)
-    with share(bus.name, model_of(1), version=1) as shared:
+    with share_model(bus.name, model_of(1), version=1) as shared:
         await attached(bus.name, running)
         whole = {"shared": shared, "action": dict, "version": 2, **given}
         async with fleet_of(bus.name, running) as fleet:
@@ -145,7 +145,7 @@ async def test_what_makes_no_step_is_refused_before_anybody_is_paused(
 
 
 async def test_a_model_of_another_bus_is_refused(bus: Bus) -> None:
-    with share(f"{bus.name}-b", model_of(1), version=1) as shared:
+    with share_model(f"{bus.name}-b", model_of(1), version=1) as shared:
         fleet = EngineFleet([VllmServer("http://127.0.0.1:1")], bus=bus.name, timeout=TIMEOUT_S)
         with pytest.raises(ValueError, match=f"expected a model of bus '{bus.name}', got"):
             await fleet.step(shared, dict, 2)

@@ -20,6 +20,8 @@ from http_answers import read_answer
 from http_requests import request_bytes, scored
 from http_requests import reset as reset_connection
 
+from shmbus.http.access import is_loopback
+
 GOOD = scored([1, 2], [3, 4])
 TINY = scored([1])
 #: What is left of a character that was cut in two, as json.dumps writes it.
@@ -392,3 +394,15 @@ def test_pages_of_this_machine_may_read_what_only_looks(shared: Gateway) -> None
     assert "access-control-allow-origin" not in other.headers
     asked = shared.ask("OPTIONS", "/status", None, Origin=origin)
     assert (asked.status, asked.headers["access-control-allow-methods"]) == (200, "GET")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("127.8.8.8:80", True), ("localhost", True), ("localhost:1", True),
+        ("::1", True), ("[::1]", True), ("[::1]:80", True), ("0.0.0.0", False), ("::", False),
+        ("evil.example", False), ("localhost.evil.example", False), ("", False), ("[", False),
+    ],
+)  # fmt: skip
+def test_loopback_is_told_by_address_name_and_host_header(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback

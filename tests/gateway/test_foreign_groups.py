@@ -29,8 +29,8 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs of NaN": ({"tokens": TOKENS, "logprobs": NAN}, "logprobs[0]: expected finite"),
     "several rows": ({"rows": ROWS}, "one row"),
     "no score yet": ({"tokens": TOKENS, "score": None}, "score"),
-    "mark of Atropos alone": ({"tokens": TOKENS, "meta": {"atropos": {}}}, "records_of"),
-    "mark of slime alone": ({"tokens": TOKENS, "meta": {"slime": {}}}, "record_of"),
+    "mark of Atropos alone": ({"tokens": TOKENS, "meta": {"atropos": {}}}, "samples_of"),
+    "mark of slime alone": ({"tokens": TOKENS, "meta": {"slime": {}}}, "sample_of"),
     "slime without a key": (
         {"tokens": TOKENS, "meta": {"slime": {"instance_id": []}, "order": ["instance_id"]}},
         "instance_id",

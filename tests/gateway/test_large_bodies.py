@@ -1,7 +1,4 @@
-"""Large bodies go from the socket into place: whole, in whatever pieces they come, or not.
-
-All of it holds twice: below heads that the gateway knows, and below heads that it has to parse.
-"""
+"""Large bodies are put whole, in whatever pieces they come, or not."""
 
 from __future__ import annotations
 
@@ -9,47 +6,28 @@ import gzip
 import json
 import random
 import re
+import select
 import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from conftest import wait_until
 from gateways import TIMEOUT_S, Gateway, serving
 from http_answers import more, read_answer
 from http_requests import request_bytes, reset, scored
-
-from shmbus.gateway.heads import is_plain, split_head
 
 #: Tokens of a sequence: its group is 600 kB of JSON, which no one piece holds.
 TOKENS = 30_000
 
 
-#: Run in a gateway that knows no head.
-FORGETFUL = "from shmbus.gateway.heads import Heads; Heads.find = lambda self, head: None"
-
-
-@pytest.fixture(scope="module", params=["heads are known", "heads are parsed"])
-def shared(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Gateway]:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     options = ("--create", "64MiB", "--body-limit", "4")
-    knows = request.param == "heads are known"
-    directory = tmp_path_factory.mktemp("gateway")
-    label = "large-known" if knows else "large-parsed"
-    with serving(directory, label, *options, fault="" if knows else FORGETFUL) as gateway:
+    with serving(tmp_path_factory.mktemp("gateway"), "large", *options) as gateway:
         gateway.register(batch_size=1)
-        assert gateway.post("/scored_data", large(0)).status == 200
-        assert was_put(gateway, large(0))
         yield gateway
-        assert (short_posts(gateway) > 0) == knows
-
-
-def short_posts(gateway: Gateway) -> int:
-    """How many bodies came below heads that were known."""
-    found = re.search(rb"gateway_short_posts\{.*\} (\d+)", gateway.get("/metrics").body)
-    assert found is not None
-    return int(found[1])
 
 
 def large(first: int, **more: Any) -> dict[str, Any]:
@@ -200,36 +178,66 @@ def test_the_log_and_the_metrics_have_its_bytes(gateway_of: Any) -> None:
     assert f"received={len(data)}" in gateway.stop()
 
 
-PLAIN = b"POST /scored_data HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nabc"
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+def test_a_client_that_goes_within_a_body_is_in_the_log(shared: Gateway, end: Any) -> None:
+    lost = re.compile(r"POST /scored_data status=0 .* peer=127\.0\.0\.1 ")
+    before = len(lost.findall(shared.child.output()))
+    data = request_bytes("POST", "/scored_data", large(2))
+    for count, cut in enumerate((data.index(b"\r\n\r\n") + 4, 60_000, len(data) - 1), 1):
+        with shared.connect() as connection:
+            connection.sendall(data[:cut])
+            time.sleep(0.02)
+            end(connection)
+        wait_until(
+            lambda: len(lost.findall(shared.child.output())) == before + count,  # noqa: B023
+            what="its line in the log",
+        )
+    assert "Traceback" not in shared.child.output()
+    assert shared.batch() is None
 
 
-def test_a_plain_head_is_given_on_with_no_body() -> None:
-    found = split_head(PLAIN)
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+def test_one_that_goes_at_once_leaves_nothing_behind(shared: Gateway, end: Any, seed: int) -> None:
+    dice = random.Random(seed)
+    data = request_bytes("POST", "/scored_data", large(2))
+    for _ in range(60):
+        with shared.connect() as connection:
+            connection.sendall(data[: dice.randrange(100, len(data))])
+            end(connection)
+    assert shared.post("/scored_data", large(3)).status == 200
+    assert was_put(shared, large(3))
+    assert shared.batch() is None
+    found = re.search(rb"gateway_body_bytes\{.*\} (\d+)", shared.get("/metrics").body)
     assert found is not None
-    assert found.head == PLAIN[:-3].replace(b"1000000", b"0000000")
-    assert (found.behind, found.length) == (b"abc", 1_000_000)
-    assert is_plain(found.head)
+    assert found[1] == b"0"
+    assert "Traceback" not in shared.child.output()
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b"Host: a", b"Transfer-Encoding: chunked"),
-        (b"Host: a", b"content-length: 5"),
-        (b"Host: a", b"Content-Length : 5"),
-        (b"Host: a", b"X:\r\n Content-Length: 5"),
-        (b"Host: a", b"Expect: 100-continue"),
-        (b"1000000", b"1000"),
-        (b"1000000", b"+1000000"),
-        (b"1000000", b"1000000, 1000000"),
-        (b"1000000", b"0x100000"),
-        (b"1000000", b"1" * 20),
-        (b"\r\nHost", b"\nHost"),
-        (b"/scored_data", b"/register"),
-        (b"POST", b"GET"),
-        (b"\r\n\r\nabc", b"\r\n"),
-    ],
-)
-def test_what_could_be_read_in_two_ways_is_left_to_the_library(old: bytes, new: bytes) -> None:
-    found = split_head(PLAIN.replace(old, new, 1))
-    assert found is None or not is_plain(found.head)
+def test_a_held_body_is_answered_when_there_is_room_and_dropped_when_its_client_goes(
+    gateway_of: Any,
+) -> None:
+    gateway = gateway_of("--create", "4MiB")
+    gateway.register(batch_size=1)
+    body = request_bytes("POST", "/scored_data", scored([7, *range(100_000, 110_000)]))
+    answered = 0
+    held: list[socket.socket] = []
+    while len(held) < 2:
+        connection = gateway.connect()
+        connection.sendall(body)
+        while not select.select([connection], [], [], 0.02)[0]:
+            if b"held_bodies{bus=\"%s\"} %d" % (
+                gateway.name.encode(), len(held) + 1
+            ) in gateway.get("/metrics").body:  # fmt: skip
+                held.append(connection)
+                break
+        else:
+            assert read_answer(connection).status == 200
+            connection.close()
+            answered += 1
+    assert answered > 1
+    held.pop().close()
+    for _ in range(answered + 1):
+        wait_until(gateway.batch, what="the next batch")
+    with held[0] as connection:
+        assert read_answer(connection).status == 200
+    assert gateway.batch() is None

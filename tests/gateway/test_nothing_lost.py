@@ -209,7 +209,7 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
 def test_a_batch_under_way_does_not_end_where_its_groups_were_given_to_others(
     gateway_of: Any,
 ) -> None:
-    gateway = gateway_of("--create", "16MiB")
+    gateway = gateway_of("--create", "32MiB")
     gateway.register(batch_size=2)
     # 12 MB of JSON: more than the kernel keeps for a client that does not read.
     gateway.post("/scored_data", numbered(10**18, 150_000))

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmbus.gateway.refusal import Refusal
-from shmbus.gateway.shapes import decode_groups
+from shmbus.gateway.group_json import decode_groups
+from shmbus.http.access import Refusal
 from shmbus.peers import atropos
 from shmbus_ext import _core
 
@@ -250,4 +250,4 @@ def test_what_is_wrong_is_named_as_before(changes: dict[str, Any], message: str)
 def test_a_token_that_is_no_64_bit_integer_is_refused_without_a_warning(token: float) -> None:
     group = {"tokens": [[1, token]], "masks": [[1, 1]], "scores": [1.0]}
     with pytest.raises(ValueError, match="a number that is no 64-bit integer"):
-        atropos.records_of(group, "a")
+        atropos.samples_of(group)

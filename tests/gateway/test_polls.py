@@ -1,4 +1,4 @@
-"""Polls of /status-env that are answered by their bytes: the same answers, in fewer steps."""
+"""Polls of /status-env, as environments throttle themselves by them ten times a second."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import wait_until
-from gateways import ENVIRONMENT, REGISTRATION, Gateway, serving
+from gateways import REGISTRATION, Gateway, serving
 from http_answers import Answer, read_answer
 from http_requests import request_bytes, reset, scored
 
@@ -25,7 +24,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 @pytest.fixture
 def polled(shared: Gateway) -> Gateway:
-    """It with a trainer, an environment, and a poll that is known."""
+    """It with a trainer, an environment, and a poll."""
     assert shared.get("/reset_data").status == 200
     shared.register()
     shared.register_env()
@@ -38,68 +37,12 @@ def poll(gateway: Gateway, **headers: str) -> Answer:
     return gateway.get("/status-env", {"env_id": 0}, **headers)
 
 
-def short_polls(gateway: Gateway) -> int:
-    """How many were answered by their bytes."""
-    found = re.search(r"short_polls\{.*\} (\d+)", gateway.get("/metrics").body.decode())
-    assert found is not None
-    return int(found[1])
-
-
-def until_short(gateway: Gateway, **headers: str) -> Answer:
-    """Poll until one is answered by its bytes: after each look at the bus one goes the long way."""
-    while True:
-        before = short_polls(gateway)
-        answer = poll(gateway, **headers)
-        if short_polls(gateway) > before:
-            return answer
-
-
-def of_its_second(answer: Answer) -> Answer:
-    """Without what changes each second."""
-    assert re.fullmatch(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT", answer.headers.pop("date"))
-    return answer
-
-
-@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}, {"User_Agent": "x" * 200}])
-def test_both_ways_answer_the_same(polled: Gateway, headers: dict[str, str]) -> None:
-    # Too long to be remembered: always the long way.
-    long_way = of_its_second(poll(polled, X_Padding="x" * 2000, **headers))
-    short_way = of_its_second(until_short(polled, **headers))
-    # Whether the connection ends is what the gateway has learned of its client.
-    for answer in (long_way, short_way):
-        answer.headers.pop("connection", None)
-    assert short_way == long_way
-
-
-def test_a_connection_ends_where_its_client_ends_it_and_stays_where_it_is_kept(
-    polled: Gateway,
-) -> None:
-    def as_an_environment() -> str | None:
-        return poll(polled, User_Agent="environment").headers.get("connection")
-
-    wait_until(lambda: as_an_environment() == "close", what="the gateway to learn it")
-    # Another environment is another client.
-    polled.register_env()
-    assert "connection" not in polled.get("/status-env", {"env_id": 1}).headers
-
-    request = request_bytes("GET", "/status-env", {"env_id": 0}, User_Agent="keeps")
-    for _ in range(2):
-        with polled.connect() as connection:
-            for _ in range(3):
-                connection.sendall(request)
-                assert "connection" not in read_answer(connection).headers
-    # Others with the same words, who do not, change nothing for it.
-    for _ in range(5):
-        assert "connection" not in poll(polled, User_Agent="keeps").headers
-
-
 def test_polls_are_told_of_the_bus_that_the_trainer_reads_itself(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
     gateway.register_env()
     for count in range(3):
         assert poll(gateway).json()["queue_size"] == count
-        assert until_short(gateway).json()["queue_size"] == count
         assert gateway.post("/scored_data", scored([1], [1], env_id=0)).status == 200
 
 
@@ -143,11 +86,9 @@ def test_polls_of_one_connection_and_then_another_request(polled: Gateway) -> No
         assert read_answer(connection).json() == {"status": "received"}
         connection.sendall(request)
         assert read_answer(connection).json()["queue_size"] == 1
-    assert short_polls(polled) > 0
 
 
 def test_a_poll_in_two_pieces_or_two_in_one_are_answered(polled: Gateway) -> None:
-    until_short(polled)
     request = request_bytes("GET", "/status-env", {"env_id": 0})
     for at in (1, 20, len(request) - 1):
         with polled.connect() as connection:
@@ -163,34 +104,14 @@ def test_a_poll_in_two_pieces_or_two_in_one_are_answered(polled: Gateway) -> Non
 
 
 def test_a_poll_sees_what_was_posted_before_it(polled: Gateway) -> None:
-    until_short(polled)
     for count in range(1, 6):
         assert polled.post("/scored_data", scored([1], [1], env_id=0)).status == 200
         assert poll(polled).json()["queue_size"] == count
-    assert until_short(polled).json()["queue_size"] == 5
 
 
-def test_a_known_poll_of_an_environment_that_is_gone_is_404(polled: Gateway) -> None:
-    until_short(polled)
+def test_a_poll_of_an_environment_that_is_gone_is_404(polled: Gateway) -> None:
     assert polled.get("/reset_data").status == 200
     assert poll(polled).status == 404
-
-
-def test_a_poll_with_another_token_is_not_the_same(
-    bus_name: str, gateway_of: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "token").write_text("right")
-    gateway = gateway_of("--create", "1MiB", "--token-file", tmp_path / "token")
-    bearer = {"Authorization": "Bearer right"}
-    gateway.post("/register", {**REGISTRATION, "batch_size": 2}, **bearer)
-    gateway.get("/batch", **bearer)
-    assert gateway.post("/register-env", ENVIRONMENT, **bearer).json()["status"] == "success"
-    for _ in range(20):
-        assert poll(gateway, **bearer).status == 200
-        assert poll(gateway).status == 401
-        assert poll(gateway, Authorization="Bearer wrong").status == 401
-    metrics = gateway.get("/metrics", **bearer).body.decode()
-    assert re.search(r"short_polls\{.*\} [1-9]", metrics)
 
 
 def test_clients_that_poll_and_hang_up_leave_no_connection(polled: Gateway) -> None:

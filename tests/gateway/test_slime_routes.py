@@ -109,6 +109,8 @@ def test_what_was_written_and_given_outlives_a_killed_gateway(buffer: Gateway) -
     """The last of this file: the gateway is another one after it."""
     write(buffer, *(item("a", n) for n in range(GROUP)), item("b", 0))
     assert len(read(buffer)) == GROUP
+    # By the time of another answer, it has noted that this one left.
+    assert buffer.get("/info").status == 200
     buffer.kill()
     buffer.start()
     # The trainer lives: by asking for more it acknowledges what it had.

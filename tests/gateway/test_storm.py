@@ -1,8 +1,9 @@
 """SIGKILL of gateway, environments and trainer at random instants, and connections that are cut.
 
 What was answered 200 is trained on; nothing is trained on twice, but the batch that a trainer had
-when it was killed; the ledger balances. SHMBUS_STORM_SECONDS says for how long it runs, 1800 say;
-test_gateway_successor.py has the instants that matter, one by one.
+when it was killed, and the one that a gateway was answering then; the ledger balances.
+SHMBUS_STORM_SECONDS says for how long it runs, 1800 say; test_gateway_successor.py has the instants
+that matter, one by one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,6 @@ ENVIRONMENT = (
 number, interval_s = int(sys.argv[5]), float(sys.argv[6])
 while True:
     due_s = time.monotonic() + interval_s
-    # The last one is received in place, below a head that is known soon.
     group = scored([number] * dice.choice([2, 50, 3000, 12000]), [number])
     while True:
         answer = ask("POST", "/scored_data", group, cut=True)
@@ -203,7 +203,9 @@ class Storm:
             for line in self.trained.read_text().splitlines()
             if not doubled.keys().isdisjoint(map(int, line.replace("none", "").split()[1:]))
         ]
-        assert not doubled, f"{len(doubled)} trained twice: {where[:20]}"
+        # A batch of four sequences for each kill of a gateway, at the most.
+        most = 4 * self.kills["gateway"]
+        assert len(doubled) <= most, f"{len(doubled)} trained twice: {where[:20]}"
         return len(answered), len(trained)
 
 

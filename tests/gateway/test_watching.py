@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +10,6 @@ from typing import Any
 import pytest
 from gateways import Gateway, serving
 from http_requests import scored
-
-from shmbus.daemon import logs
-from shmbus.gateway.request_log import RequestLog
-from shmbus.gateway.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -56,68 +51,11 @@ def test_the_log_has_an_object_for_each_request_but_polls(gateway: Gateway) -> N
     assert first["ms"] >= 0
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_a_line_is_as_the_log_writes_it(capsys: pytest.CaptureFixture[str], form: Any) -> None:
-    RequestLog(Settings(bus="b", log_format=form)).write(
-        "POST", "/scored_data", False, 200, 0.001234, 5, 6, "127.0.0.1"
-    )
-    found = capsys.readouterr().err
-    logger = logging.getLogger("shmbus")
-    before = logger.handlers[:], logger.level, logger.propagate
-    factory = logging.getLogRecordFactory()
-
-    def another(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = factory(*args, **kwargs)
-        record._ray_timestamp_ns = 1  # type: ignore[attr-defined]  # as Ray does
-        return record
-
-    try:
-        logging.setLogRecordFactory(another)
-        logs.set_up(form, "info")
-        fields = {"status": 200, "ms": 1.23, "received": 5, "sent": 6, "peer": "127.0.0.1"}
-        logging.getLogger("shmbus.gateway.access").info(
-            "POST /scored_data", extra={**fields, "bus": "b"}
-        )
-    finally:
-        logging.setLogRecordFactory(factory)
-        logger.handlers[:], level, logger.propagate = before
-        logger.setLevel(level)
-    expected = capsys.readouterr().err
-    digits = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:]{8}[.,]\d{3}")
-    assert len(digits.findall(found)) == 1
-    assert digits.sub("now", found) == digits.sub("now", expected)
-
-
-@pytest.mark.parametrize("form", ["text", "json"])
-@pytest.mark.parametrize(
-    ("level", "written"), [("debug", "ab"), ("info", "a"), ("warning", ""), ("error", "")]
-)
-def test_the_level_decides_what_is_written(
-    capsys: pytest.CaptureFixture[str], form: Any, level: Any, written: str
-) -> None:
-    log = RequestLog(Settings(bus="b", log_format=form, log_level=level))
-    for name, polled in (("a", False), ("b", True)):
-        log.write("GET", f"/{name}", polled, 200, 0.0, 0, 0, None)
-    assert "".join(re.findall(r"GET /(\w)", capsys.readouterr().err)) == written
-
-
 def test_a_path_with_the_end_of_a_line_is_one_line(gateway: Gateway) -> None:
     before = len(lines(gateway))
     assert gateway.get("/no%0A2026-01-01%20INFO%20forged").status == 404
     gateway.get("/info")
     assert lines(gateway)[before]["message"] == r"GET /no\n2026-01-01 INFO forged"
-
-
-def test_a_log_that_nobody_reads_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone:
-        def write(self, line: str) -> None:
-            raise BrokenPipeError
-
-    log = RequestLog(Settings(bus="b"))
-    monkeypatch.setattr("sys.stderr", Gone())
-    for _ in range(2):
-        log.write("GET", "/", False, 200, 0.0, 0, 0, None)
-    assert not log.ordinary
 
 
 def count(gateway: Gateway, name: str, **labels: str) -> float:
@@ -154,11 +92,3 @@ def test_metrics_count_by_route_and_status(gateway: Gateway) -> None:
         gateway.get(path)
     assert count(gateway, "requests_total", route="other", status="404") == others + 2
     assert "/a" not in gateway.get("/metrics").body.decode().replace("/scored", "")
-
-
-def test_short_polls_count_as_the_long_ones_do(gateway: Gateway) -> None:
-    before = count(gateway, "requests_total", route="/status-env", status="200")
-    for _ in range(10):
-        gateway.get("/status-env", {"env_id": 0})
-    after = count(gateway, "requests_total", route="/status-env", status="200")
-    assert after == before + 10

@@ -145,7 +145,6 @@ def test_no_two_families_of_objects_need_each_other() -> None:
         "batch",
         "pool",
         "channel",
-        "device",
         "gateway",
     }
     assert families == graph.keys()

@@ -27,9 +27,7 @@ import trainer_adapter.attention
 from shmbus_ext import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-STUBS = [
-    ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_device.pyi", "_public_put.pyi")
-]
+STUBS = [ROOT / "shmbus_ext" / name for name in ("_public.pyi", "_public_put.pyi")]
 
 MODULES = [
     "shmbus",

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
-from shmbus.channel.lifecycle import channel_path, companion_of
+from shmbus.channel.lifecycle import channel_path, open_handle
 from shmbus.engines.pause_note import PauseNote, paused_by
 from shmbus.errors import WeightsError
-from shmbus.gateway.handover import Handover
+from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.relay.sockets import SocketMailbox
 from shmbus.segment.names import companion_name, shm_path
-from shmbus.weights.bridge import FILE, BridgeFile, read_bridge
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.shared_file import SharedFile, open_file, shared_state
 
@@ -35,7 +34,7 @@ Use = Callable[[str, Path], Any]
 OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "bus": (lambda bus, _: shm_path(f"{bus}.planted"), lambda bus, _: Producer(f"{bus}.planted")),
     "pool": (lambda bus, _: pool_path(bus, "weights"), lambda bus, _: open_pool(bus, "weights")),
-    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: companion_of(bus).open(bus)),
+    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: open_handle(bus)),
     "pause note, read": (lambda bus, _: companion("fleet", bus), lambda bus, _: paused_by(bus)),
     "shared weights": (lambda bus, _: companion("shared", bus), lambda bus, _: open_file(bus, 0)),
     "shared weights, looked at": (
@@ -46,18 +45,10 @@ OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
         lambda bus, _: companion("shared", bus),
         lambda bus, _: SharedFile(bus).made(Manifest(tensors=()), 1).__enter__(),
     ),
-    "bridge, read": (
-        lambda _, folder: str(folder / FILE),
-        lambda _, folder: read_bridge(folder / FILE),
-    ),
-    "bridge, replaced": (
-        lambda _, folder: str(folder / FILE),
-        lambda bus, folder: BridgeFile(folder, bus=bus, manifest=Manifest(tensors=())),
-    ),
 }
 MADE: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "pause note": (lambda bus, _: companion("fleet", bus), lambda bus, _: PauseNote(bus)),
-    "gateway": (lambda bus, _: companion("gateway", bus), lambda bus, _: Handover(Bus.open(bus))),
+    "gateway": (lambda bus, _: companion("gateway", bus), lambda bus, _: Journal(Bus.open(bus))),
 }
 
 
@@ -172,7 +163,7 @@ def test_a_gateway_without_memory_names_its_file(bus: Bus, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CapacityError, match=companion("gateway", bus.name)):
-        Handover(bus)
+        Journal(bus)
     os.unlink(companion("gateway", bus.name))
 
 

@@ -11,7 +11,7 @@ import torch
 from injection import Injected, Injection
 
 from shmbus import DamagedError
-from shmbus.weights import SharedModel, attach, share
+from shmbus.weights import SharedModel, attach_model, share_model
 from shmbus.weights.shared_file import path_of
 
 
@@ -44,7 +44,7 @@ def interrupted(operate: Callable[[], object], check: Callable[[str], None]) -> 
 
 
 def test_an_interrupted_reader_does_not_keep_the_step_out(bus_name: str) -> None:
-    with share(bus_name, model_of(1)) as shared, attach(bus_name, model_of(0)) as seen:
+    with share_model(bus_name, model_of(1)) as shared, attach_model(bus_name, model_of(0)) as seen:
 
         def operate() -> None:
             with seen.reading(timeout=30):
@@ -59,7 +59,7 @@ def test_an_interrupted_reader_does_not_keep_the_step_out(bus_name: str) -> None
 
 def test_an_interrupted_step_keeps_no_reader_out_and_leaves_no_mix(bus_name: str) -> None:
     model, replica = model_of(1), model_of(0)
-    with share(bus_name, model, version=1) as shared, attach(bus_name, replica) as seen:
+    with share_model(bus_name, model, version=1) as shared, attach_model(bus_name, replica) as seen:
 
         def operate() -> None:
             with shared.stepping(2, timeout=30):
@@ -75,13 +75,13 @@ def test_an_interrupted_step_keeps_no_reader_out_and_leaves_no_mix(bus_name: str
 
 
 def test_an_interrupted_attach_leaves_the_model_as_it_was_or_attached(bus_name: str) -> None:
-    with share(bus_name, model_of(1), version=1) as shared:
+    with share_model(bus_name, model_of(1), version=1) as shared:
         replica = model_of(5)
         own = dict(replica.named_parameters())
         attached: list[SharedModel | None] = [None]
 
         def operate() -> None:
-            attached[0] = attach(bus_name, replica, timeout=30)
+            attached[0] = attach_model(bus_name, replica, timeout=30)
 
         def check(where: str) -> None:
             assert values(replica) in ({1.0}, {5.0})
@@ -99,12 +99,12 @@ def test_an_interrupted_share_leaves_no_file_and_the_models_values(bus_name: str
     path = Path(path_of(bus_name))
     model = model_of(1)
     made: list[SharedModel | None] = [None]
-    lines, first = inspect.getsourcelines(share)
+    lines, first = inspect.getsourcelines(share_model)
     last = first + lines.index("        return shared\n")
-    lost = f"{inspect.getsourcefile(share)}:{last} return"
+    lost = f"{inspect.getsourcefile(share_model)}:{last} return"
 
     def operate() -> None:
-        made[0] = share(bus_name, model, version=1)
+        made[0] = share_model(bus_name, model, version=1)
 
     def check(where: str) -> None:
         assert values(model) == {1.0}

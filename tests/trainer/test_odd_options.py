@@ -20,14 +20,14 @@ from shmbus.tensors import TensorChannel
 from shmbus.tensors.config import CudaCarrier
 from shmbus.weights import (
     Fp8BlockSource,
-    Manifest,
     ModuleSource,
     ParamMeta,
     WeightPublisher,
     WeightSubscriber,
     probe_carriers,
-    share,
+    share_model,
 )
+from shmbus.weights.manifest import Manifest
 from trainer_adapter import (
     ExtraField,
     FieldNames,
@@ -77,7 +77,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "source slices": (lambda bus, x: ModuleSource(torch.nn.Linear(2, 2), slices=x), "slices"),
     "fp8 source": (lambda bus, x: Fp8BlockSource(x), "source"),
     "fp8 only": (lambda bus, x: Fp8BlockSource(source(), only=x), "only"),
-    "share slices": (lambda bus, x: share(bus, torch.nn.Linear(2, 2), slices=x), "slices"),
+    "share slices": (lambda bus, x: share_model(bus, torch.nn.Linear(2, 2), slices=x), "slices"),
     "manifest aliases": (
         lambda bus, x: Manifest.plan([ParamMeta("a", "float32", (2,))], aliases=x),
         "aliases",

@@ -11,7 +11,7 @@ import doc_pages
 import pytest
 
 import shmbus
-from shmbus.peers.atropos import records_of
+from shmbus.peers.atropos import samples_of
 from trainer_adapter.adapters.torchtitan import ShmbusBatches, use_bus
 
 
@@ -62,7 +62,7 @@ def test_the_forks_handler_takes_its_batches_from_the_bus(bus_name: str) -> None
             handler.data_handling()
         handler.register_atropos(2)
         for _ in range(2):
-            producer.put_many(records_of(sent, f"g{producer.stats().committed}"))
+            producer.put_group(f"g{producer.stats().committed}", samples_of(sent))
             [group] = handler.data_handling()["batch"]
             assert {name: group[name] for name in sent} == sent
         assert bus.stats().acknowledged == 2, "the batch before"

@@ -12,7 +12,7 @@ from weight_models import many, same
 
 from shmbus import BusBusyError, WaitTimeoutError
 from shmbus.weights import (
-    AdapterFiles,
+    LoraFiles,
     ManifestError,
     ModuleSource,
     WeightPublisher,
@@ -71,7 +71,7 @@ def test_an_adapter_that_files_cannot_hold_is_not_written(
     state: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     with pytest.raises(ManifestError, match="'run1-v1' was not written"):
-        AdapterFiles(tmp_path, "run1", CONFIG).publish(state, version=1)
+        LoraFiles(tmp_path, "run1", CONFIG).publish(state, version=1)
     assert os.listdir(tmp_path) == []
 
 
@@ -81,7 +81,7 @@ def test_an_adapter_without_room_says_what_is_there(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    files = AdapterFiles(tmp_path, "run1", CONFIG)
+    files = LoraFiles(tmp_path, "run1", CONFIG)
     files.publish({"a": torch.zeros(1)}, version=4)
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(WeightsError, match=r"'run1-v5' .* No space .* there: 4"):
@@ -94,7 +94,7 @@ def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path
     left = tmp_path / ".new-run1-0123abcd"
     for each in (begun, left):
         each.mkdir()
-    AdapterFiles(tmp_path, "run1", CONFIG)
+    LoraFiles(tmp_path, "run1", CONFIG)
     assert begun.exists() and not left.exists()
 
 

@@ -23,8 +23,8 @@ from shmbus.weights import (
     WeightSubscriber,
     probe_carriers,
 )
-from shmbus.weights.carriers.exported import ExportedWriter
-from shmbus.weights.carriers.exported_buffers import OwnBuffers
+from shmbus.weights.carriers.exported import ExportedWriter, OwnBuffers
+from shmbus.weights.carriers.pool import PoolWriter
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -295,11 +295,12 @@ def test_digests_find_a_scribble(bus_name: str, publishers: MakePublisher) -> No
     publisher = publishers(many(20).to(DEVICE), "cuda_vmm", digests=True)
     publisher.publish(version=1)
     writer = publisher._writer
-    assert isinstance(writer, ExportedWriter)
-    assert isinstance(writer._buffers, OwnBuffers)
+    assert isinstance(writer, PoolWriter) and isinstance(writer.memory, ExportedWriter)
+    buffers = writer.memory.buffers
+    assert isinstance(buffers, OwnBuffers)
     with WeightSubscriber(bus_name, device=DEVICE, verify="all") as reader:
         reader.latest(timeout=5).close()
-        writer._buffers._arena.buffer(0, 1)[1][100].add_(1)
+        buffers._arena.buffer(0, 1)[1][100].add_(1)
         with pytest.raises(DamagedError, match="do not match their digest"):
             reader.latest(timeout=5)
 

@@ -16,10 +16,10 @@ from conftest import Spawner, wait_until
 
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
-from shmbus.tensors.device import launches
+from shmbus.tensors.copy_table import prepare_copies
+from shmbus.tensors.device import kernels
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from shmbus.weights.carriers import exported
-from shmbus.weights.pieces import prepare_copies
 
 
 def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name: str) -> None:
@@ -29,7 +29,7 @@ def test_a_publisher_that_is_dropped_unclosed_makes_place_for_the_next(bus_name:
             bus_name, ModuleSource(torch.nn.Linear(3, 3)), carrier="memfd", slots=2
         )
         publisher.publish(version)
-        gone = weakref.ref(publisher._writer._buffers._arena)  # type: ignore[attr-defined]
+        gone = weakref.ref(publisher._writer.memory.buffers._arena)  # type: ignore[attr-defined]
         assert os.path.exists(memory_socket("weights", bus_name))
         del publisher
         gc.collect()
@@ -72,9 +72,9 @@ def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
         "whole = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(KeyboardInterrupt):
-        launches.import_kernels("slow_kernels")
+        kernels.import_kernels("slow_kernels")
         signal.raise_signal(0)
     import slow_kernels  # type: ignore[import-not-found]
 
@@ -83,11 +83,11 @@ def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
 
 def test_who_may_use_a_device_imports_its_kernels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[str] = []
-    monkeypatch.setattr("shmbus.weights.pieces.import_kernels", imported.append)
+    monkeypatch.setattr("shmbus.tensors.copy_table.import_kernels", imported.append)
     prepare_copies(torch.device("cpu"))
     assert not imported
     prepare_copies(torch.device("cuda"))
-    assert imported == ["shmbus.weights.copy_kernel"]
+    assert imported == ["shmbus.tensors.copy_kernel"]
 
 
 def test_an_interrupt_while_a_slot_is_let_go_of_is_raised_and_leaves_no_slot_behind(

@@ -19,6 +19,8 @@ from shmbus import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
+from shmbus.tensors.copy_plan import split
+from shmbus.tensors.copy_table import LARGE_BYTES
 from shmbus.weights import (
     ManifestError,
     ModuleSource,
@@ -27,10 +29,8 @@ from shmbus.weights import (
     WeightSubscriber,
     probe_carriers,
 )
-from shmbus.weights.block_sums import block_sums
-from shmbus.weights.carriers.exported import ExportedWriter, Placed
-from shmbus.weights.carriers.exported_buffers import OwnBuffers
-from shmbus.weights.copies import LARGE_BYTES, split
+from shmbus.weights.carriers.exported import ExportedWriter, OwnBuffers, Placed, block_sums
+from shmbus.weights.carriers.pool import PoolWriter
 
 MakePublisher = Callable[..., WeightPublisher]
 
@@ -143,9 +143,10 @@ def test_a_pool_grows_by_a_buffer(bus_name: str, publishers: MakePublisher, spaw
     for version in range(2, 5):
         publisher.publish(version=version)
     writer = publisher._writer
-    assert isinstance(writer, ExportedWriter)
-    assert isinstance(writer._buffers, OwnBuffers)
-    assert len(writer._buffers._arena._buffers) == 3
+    assert isinstance(writer, PoolWriter) and isinstance(writer.memory, ExportedWriter)
+    buffers = writer.memory.buffers
+    assert isinstance(buffers, OwnBuffers)
+    assert len(buffers._arena._buffers) == 3
     child.kill()
 
 
@@ -193,11 +194,12 @@ def test_a_scribble_is_found_by_the_digests(bus_name: str, publishers: MakePubli
     publisher = publishers(torch.nn.Linear(64, 64), digests=True)
     publisher.publish(version=1)
     writer = publisher._writer
-    assert isinstance(writer, ExportedWriter)
-    assert isinstance(writer._buffers, OwnBuffers)
+    assert isinstance(writer, PoolWriter) and isinstance(writer.memory, ExportedWriter)
+    buffers = writer.memory.buffers
+    assert isinstance(buffers, OwnBuffers)
     with WeightSubscriber(bus_name, verify="all") as reader:
         reader.latest(timeout=5).close()
-        writer._buffers._arena.buffer(0, 1)[1][100] ^= 1
+        buffers._arena.buffer(0, 1)[1][100] ^= 1
         with pytest.raises(DamagedError, match="do not match their digest"):
             reader.latest(timeout=5)
     rows = read_pool(bus_name, "weights").readers

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from shmbus.pool.lifecycle import pool_path
+from shmbus.tensors.views import TensorPlace
 from shmbus.weights import (
     LocalPiece,
-    Manifest,
     ManifestError,
     ParamMeta,
     Slice,
-    TensorPlace,
     WeightPublisher,
     WeightSource,
 )
+from shmbus.weights.manifest import Manifest
 
 
 class Strange:

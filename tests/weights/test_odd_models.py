@@ -263,7 +263,7 @@ def test_options_of_another_type_are_refused_and_leave_nothing(
         (lambda reader: reader.wait(timeout=float("nan")), ValueError),
         (lambda reader: reader.at("7"), TypeError),
         (lambda reader: reader.at(1 << 70), ValueError),
-        (lambda reader: reader.latest(timeout=0).refused(5), TypeError),
+        (lambda reader: reader.latest(timeout=0).report_refused(5), TypeError),
         (lambda reader: reader.latest(timeout=0).apply_patch({}, base="7"), TypeError),
         (lambda reader: reader.latest(timeout=0).load_into([Q]), TypeError),
     ],

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shmbus import BusClosedError, DamagedError
-from shmbus.weights import AdapterFiles, ManifestError, WeightsError, attach, share
-from shmbus.weights.bridge import read_bridge
+from shmbus.weights import LoraFiles, WeightsError, attach_model, share_model
 
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
 
@@ -29,7 +28,7 @@ CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
 def test_a_step_that_is_refused_tears_nothing(
     options: dict[str, Any], error: type[Exception], bus_name: str
 ) -> None:
-    with share(bus_name, torch.nn.Linear(4, 3)) as shared:
+    with share_model(bus_name, torch.nn.Linear(4, 3)) as shared:
         with pytest.raises(error, match=r"^\w+: expected"), shared.stepping(**options):
             raise AssertionError("it was begun")
         assert not shared.torn
@@ -40,7 +39,7 @@ def test_a_step_that_is_refused_tears_nothing(
 
 def test_a_parameter_that_was_replaced_is_not_stepped_for_nobody(bus_name: str) -> None:
     model, replica = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    with share(bus_name, model) as shared, attach(bus_name, replica) as server:
+    with share_model(bus_name, model) as shared, attach_model(bus_name, replica) as server:
         mine = model.weight
         model.weight = torch.nn.Parameter(torch.zeros(3, 4))
         refused = pytest.raises(WeightsError, match="'weight' of the model")
@@ -54,8 +53,8 @@ def test_a_parameter_that_was_replaced_is_not_stepped_for_nobody(bus_name: str) 
 
 
 def test_a_closed_copy_says_so(bus_name: str) -> None:
-    shared = share(bus_name, torch.nn.Linear(4, 3))
-    server = attach(bus_name, torch.nn.Linear(4, 3))
+    shared = share_model(bus_name, torch.nn.Linear(4, 3))
+    server = attach_model(bus_name, torch.nn.Linear(4, 3))
     server.close()
     shared.close()
     with pytest.raises(BusClosedError, match="are closed"), server.reading():
@@ -65,7 +64,7 @@ def test_a_closed_copy_says_so(bus_name: str) -> None:
 
 
 def test_a_step_that_raised_is_torn_until_it_is_healed(bus_name: str) -> None:
-    with share(bus_name, torch.nn.Linear(4, 3)) as shared:
+    with share_model(bus_name, torch.nn.Linear(4, 3)) as shared:
         with pytest.raises(KeyError), shared.stepping(version=1):
             raise KeyError("in the user's step")
         with pytest.raises(DamagedError), shared.stepping(version=1):
@@ -77,7 +76,7 @@ def test_a_step_that_raised_is_torn_until_it_is_healed(bus_name: str) -> None:
 
 @pytest.mark.parametrize("model", [None, 5, {"weight": torch.zeros(3, 4)}])
 def test_what_is_no_model_is_not_shared(model: Any, bus_name: str) -> None:
-    for call in (share, attach):
+    for call in (share_model, attach_model):
         with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module"):
             call(bus_name, model)
 
@@ -97,7 +96,7 @@ def test_what_is_no_model_is_not_shared(model: Any, bus_name: str) -> None:
 def test_what_makes_no_adapter_leaves_no_file(
     state: Any, version: Any, error: type[Exception], tmp_path: Path
 ) -> None:
-    files = AdapterFiles(tmp_path / "adapters", "run1", CONFIG)
+    files = LoraFiles(tmp_path / "adapters", "run1", CONFIG)
     with pytest.raises(error):
         files.publish(state, version=version)
     assert [*(tmp_path / "adapters").iterdir()] == []
@@ -105,12 +104,5 @@ def test_what_makes_no_adapter_leaves_no_file(
 
 def test_tensors_of_an_adapter_may_share_memory(tmp_path: Path) -> None:
     both = torch.ones(4)
-    written = AdapterFiles(tmp_path, "run1", CONFIG).publish({"a": both, "b": both}, version=1)
+    written = LoraFiles(tmp_path, "run1", CONFIG).publish({"a": both, "b": both}, version=1)
     assert written.size == 32
-
-
-def test_a_bridge_file_of_any_depth_is_an_error_of_ours(tmp_path: Path) -> None:
-    path = tmp_path / "vllm_bridge_config.json"
-    path.write_bytes(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
-    with pytest.raises(ManifestError, match="nothing was attached"):
-        read_bridge(path)

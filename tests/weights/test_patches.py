@@ -18,7 +18,6 @@ from shmbus import DamagedError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.weights import (
-    Manifest,
     ManifestError,
     ModuleSource,
     ParamMeta,
@@ -29,6 +28,7 @@ from shmbus.weights import (
     WeightSource,
     WeightSubscriber,
 )
+from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import PatchPolicy, patch_capacity, patch_share, pieces_of
 
 VERSIONS = int(os.environ.get("SHMBUS_TEST_PATCHES", "150"))

@@ -1,9 +1,7 @@
-"""One copy of a model for trainer and server: views, the guard of a step, and the bridge file."""
+"""One copy of a model for trainer and server: views and the guard of a step."""
 
 from __future__ import annotations
 
-import base64
-import json
 import multiprocessing
 import os
 import signal
@@ -18,13 +16,12 @@ import torch
 
 from shmbus import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
-from shmbus.weights import ManifestError, ParamMeta, Slice, StaleBridgeError, WeightsError
-from shmbus.weights.bridge import BridgeFile, find_bridge, fused_slices, read_bridge
-from shmbus.weights.shared import SharedModel, attach, share
+from shmbus.weights import ManifestError, Slice, WeightsError
 from shmbus.weights.shared_file import shared_state
+from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["shmbus.weights.shared"])
+SPAWN.set_forkserver_preload(["shmbus.weights.shared_model"])
 
 
 class Tiny(torch.nn.Module):
@@ -52,10 +49,11 @@ class Split(torch.nn.Module):
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
 
 
-SLICES = fused_slices(
-    [ParamMeta("qkv_proj.weight", "float32", (16, 8))],
-    {"q_proj.weight": (8, 8), "k_proj.weight": (4, 8), "v_proj.weight": (4, 8)},
-)
+SLICES = {
+    "q_proj.weight": Slice("qkv_proj.weight", 0, 0, 8),
+    "k_proj.weight": Slice("qkv_proj.weight", 0, 8, 4),
+    "v_proj.weight": Slice("qkv_proj.weight", 0, 12, 4),
+}
 
 
 def fill(model: torch.nn.Module, value: float) -> None:
@@ -68,7 +66,7 @@ def fill(model: torch.nn.Module, value: float) -> None:
 def trained(bus_name: str) -> Iterator[tuple[Tiny, SharedModel]]:
     model = Tiny()
     fill(model, 1)
-    with share(bus_name, model, slices=SLICES, version=1) as shared:
+    with share_model(bus_name, model, slices=SLICES, version=1) as shared:
         yield model, shared
 
 
@@ -79,7 +77,7 @@ def test_a_server_sees_the_trainers_tensors_and_not_a_copy(
     with torch.device("meta"):
         shell = Split()
     shell.steps = torch.zeros(1, dtype=torch.int64)
-    with attach(bus_name, shell) as seen, seen.reading() as version:
+    with attach_model(bus_name, shell) as seen, seen.reading() as version:
         assert version == 1
         assert all((tensor == 1).all() for tensor in shell.state_dict().values())
     with shared.stepping(2):
@@ -93,7 +91,7 @@ def test_an_optimizer_goes_on_with_the_parameters_that_it_has(bus_name: str) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fill(model, 1)
     server = Tiny()
-    with share(bus_name, model) as shared, attach(bus_name, server):
+    with share_model(bus_name, model) as shared, attach_model(bus_name, server):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         with shared.stepping(0):
@@ -114,7 +112,7 @@ def test_what_does_not_fit_is_named_at_once_and_nothing_is_attached(
     shell.register_buffer("inv_freq", torch.zeros(4, device="meta"), persistent=False)
     before = shell.embed.weight
     with pytest.raises(ManifestError, match="was not changed") as caught:
-        attach(bus_name, shell)
+        attach_model(bus_name, shell)
     text = " ".join(caught.value.faults)
     for part in ("missing: 'more'", "shape of 'embed.weight'", "dtype of 'q_proj", "'inv_freq'"):
         assert part in text
@@ -126,7 +124,7 @@ def test_a_step_waits_for_readers_and_readers_for_a_step(
 ) -> None:
     model, shared = trained
     server = Tiny()
-    with attach(bus_name, server) as seen:
+    with attach_model(bus_name, server) as seen:
         with (
             seen.reading(),
             pytest.raises(WaitTimeoutError, match="a reader has not left"),
@@ -161,7 +159,7 @@ def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
                 values = {float(v) for t in model.state_dict().values() for v in t.unique()}
                 found.append(values | {float(version)})
 
-    with attach(bus, model) as seen:
+    with attach_model(bus, model) as seen:
         workers = [threading.Thread(target=run, args=(seen,)) for _ in range(threads)]
         for worker in workers:
             worker.start()
@@ -194,13 +192,13 @@ def test_passes_in_flight_meet_one_version_each_and_steps_are_not_starved(
 def die_in_a_step(bus: str) -> None:
     model = Tiny()
     fill(model, 1)
-    with share(bus, model, version=1) as shared, shared.stepping(2):
+    with share_model(bus, model, version=1) as shared, shared.stepping(2):
         model.embed.weight.data.fill_(2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read_and_wait(bus: str, ready: Any) -> None:
-    with attach(bus, Tiny()) as seen, seen.reading():
+    with attach_model(bus, Tiny()) as seen, seen.reading():
         ready.send(True)
         signal.pause()
 
@@ -211,23 +209,26 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert shared_state(bus_name) == (1, True)
-    with attach(bus_name, Tiny()) as seen:
+    with attach_model(bus_name, Tiny()) as seen:
         with pytest.raises(DamagedError, match="a mix of version 1"), seen.reading():
             pass
         with pytest.raises(BusBusyError, match="a living process"):
-            share(bus_name, Tiny())
+            share_model(bus_name, Tiny())
     assert "removable" in [each.verdict for each in survey() if each.name == bus_name]
     # The next trainer goes on with the copy that a server still has, or shares a new one.
     server, successor = Tiny(), Tiny()
-    with attach(bus_name, server) as seen, attach(bus_name, successor, writable=True) as shared:
+    with (
+        attach_model(bus_name, server) as seen,
+        attach_model(bus_name, successor, writable=True) as shared,
+    ):
         with pytest.raises(BusBusyError, match="lives"):
-            attach(bus_name, Tiny(), writable=True)
+            attach_model(bus_name, Tiny(), writable=True)
         with shared.stepping(5, heal=True):
             fill(successor, 5)
         with seen.reading() as version:
             assert version == 5 and (server.embed.weight == 5).all()
         assert successor.embed.weight.requires_grad
-    with share(bus_name, Tiny(), version=1) as shared, shared.reading() as version:
+    with share_model(bus_name, Tiny(), version=1) as shared, shared.reading() as version:
         assert version == 1 and not shared.torn
 
 
@@ -275,149 +276,15 @@ def test_a_file_that_is_none_is_not_mapped(bus_name: str) -> None:
         for content in (b"", b"something else entirely, and long enough to be a header ......"):
             path.write_bytes(content)
             with pytest.raises(WeightsError, match="nothing was mapped"):
-                attach(bus_name, Tiny())
+                attach_model(bus_name, Tiny())
         path.unlink()
-        with share(bus_name, Tiny()):
+        with share_model(bus_name, Tiny()):
             whole = path.read_bytes()
         path.write_bytes(whole[:5000])
         with pytest.raises(WeightsError, match="nothing was mapped"):
-            attach(bus_name, Tiny())
+            attach_model(bus_name, Tiny())
         path.unlink()
         with pytest.raises(WaitTimeoutError, match="call share"):
-            attach(bus_name, Tiny(), timeout=0)
+            attach_model(bus_name, Tiny(), timeout=0)
     finally:
         path.unlink(missing_ok=True)
-
-
-# -- the bridge file ------------------------------------------------------------------------------
-
-
-def test_a_bridge_file_leads_to_the_shared_weights_while_its_writer_lives(
-    tmp_path: Path, trained: tuple[Tiny, SharedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, shared = trained
-    monkeypatch.setenv("LOGDIR", str(tmp_path))
-    with BridgeFile(tmp_path, bus=shared.bus, manifest=shared.manifest, model="tiny") as file:
-        found = read_bridge()
-        assert (found.path, found.bus, found.model) == (str(file.path), shared.bus, "tiny")
-        assert found.slices == SLICES
-        said = json.loads(file.path.read_text())
-        # What Atropos's own code looks at.
-        assert said["single_copy_enabled"] and said["num_params"] == len(said["param_names"])
-        assert said["param_mappings"]["qkv_proj.weight"] == {
-            "shape": [16, 8], "dtype": "torch.float32",
-            "vllm_name": "qkv_proj.weight", "device": "cpu",
-        }  # fmt: skip
-        with pytest.raises(StaleBridgeError, match="its writer lives"):
-            BridgeFile(tmp_path, bus=shared.bus, manifest=shared.manifest)
-        copy = tmp_path / "copy.json"
-        copy.write_bytes(file.path.read_bytes())
-    with pytest.raises(StaleBridgeError, match="its writer has ended"):
-        read_bridge(copy)
-    assert not file.path.exists()
-
-
-def test_bridge_files_are_looked_for_where_atropos_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [tmp_path / name for name in ("given", "logs", "here", "tmp/atropos_bridge")]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / "vllm_bridge_config.json").write_text("{}")
-    monkeypatch.setenv("LOGDIR", str(folders[1]))
-    monkeypatch.chdir(folders[2])
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    found = []
-    for folder in folders:
-        found.append(find_bridge(folders[0] / "vllm_bridge_config.json").resolve().parent)
-        (folder / "vllm_bridge_config.json").unlink()
-    assert found == folders
-    with pytest.raises(WeightsError, match="no bridge file in"):
-        find_bridge()
-
-
-def atropos_file(**changes: Any) -> dict[str, Any]:
-    """A file as Atropos's patched server writes it."""
-    handle = {
-        "device_index": 0,
-        "ipc_handle_b64": base64.b64encode(b"h" * 64).decode(),
-        "storage_size": 1024,
-        "storage_offset_orig": 512,
-        "ref_counter_handle_b64": {"_bytes_b64_": base64.b64encode(b"/torch_1").decode()},
-        "ref_counter_offset": 0,
-        "event_handle_b64": base64.b64encode(b"e" * 64).decode(),
-        "event_sync_required": True,
-        "tensor_storage_offset": 0,
-        "shape": [16, 8],
-        "stride": [8, 1],
-        "dtype": "torch.float32",
-        **changes.pop("handle", {}),
-    }
-    handle = {key: value for key, value in handle.items() if value is not ...}
-    name = "model.layers.0.self_attn.qkv_proj.weight"
-    param = {"vllm_name": name, "shape": [16, 8], "dtype": "torch.float32", "device": "cuda:0"}
-    return {
-        "model": "m", "tp_degree": 1, "dp_shard_degree": 1,
-        "param_mappings": {name: param},
-        "param_names": [name], "ipc_handles": {name: handle}, "shared_weights_enabled": True,
-        "num_params": 1, "single_copy_enabled": True, "something_newer": 1, **changes,
-    }  # fmt: skip
-
-
-def test_a_file_of_atropos_is_read_with_its_eight_parts(tmp_path: Path) -> None:
-    path = tmp_path / "bridge.json"
-    path.write_text(json.dumps(atropos_file()))
-    found = read_bridge(path)
-    (handle,) = found.handles.values()
-    assert found.bus is None
-    assert handle.storage_arguments() == (
-        0, b"h" * 64, 1024, 512, b"/torch_1", 0, b"e" * 64, True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"handle": {"event_handle_b64": ...}}, "eight parts.*event_handle_b64"),
-        ({"handle": {"ipc_handle_b64": "no base64!"}}, "eight parts"),
-        ({"handle": {"storage_size": 100}}, "size mismatch: the tensor ends at byte 512 of 100"),
-        ({"handle": {"stride": [1]}}, "1 strides"),
-        ({"tp_degree": 2}, "tp_degree 2"),
-        ({"num_params": 3}, "num_params is 3, 1 are there"),
-        ({"param_names": ["x"]}, "param_names and param_mappings differ"),
-        ({"ipc_handles": {}}, "it has no handles"),
-        ({"single_copy_enabled": False}, "it has no handles"),
-        ({"param_mappings": 1}, "nothing was attached"),
-    ],
-)
-def test_a_bridge_file_that_cannot_be_used_is_refused_with_its_reason(
-    changes: dict[str, Any], match: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "bridge.json"
-    path.write_text(json.dumps(atropos_file(**changes)))
-    with pytest.raises(WeightsError, match=match):
-        read_bridge(path)
-    path.write_text("{")
-    with pytest.raises(ManifestError):
-        read_bridge(path)
-
-
-def test_fused_tensors_are_split_by_each_layers_own_shapes() -> None:
-    fused = [
-        ParamMeta("model.layers.0.mlp.gate_up_proj.weight", "bfloat16", (12, 4)),
-        ParamMeta("model.layers.1.mlp.gate_up_proj.weight", "bfloat16", (20, 4)),
-        ParamMeta("model.layers.0.self_attn.qkv_proj.bias", "bfloat16", (16,)),
-    ]
-    shapes: dict[str, tuple[int, ...]] = {
-        **{f"model.layers.0.mlp.{part}_proj.weight": (6, 4) for part in ("gate", "up")},
-        **{f"model.layers.1.mlp.{part}_proj.weight": (10, 4) for part in ("gate", "up")},
-        "model.layers.0.self_attn.q_proj.bias": (8,),
-        "model.layers.0.self_attn.k_proj.bias": (4,),
-        "model.layers.0.self_attn.v_proj.bias": (4,),
-    }
-    found = fused_slices(fused, shapes)
-    assert found["model.layers.1.mlp.up_proj.weight"] == Slice(fused[1].name, 0, 10, 10)
-    assert found["model.layers.0.self_attn.v_proj.bias"] == Slice(fused[2].name, 0, 12, 4)
-    del shapes["model.layers.0.self_attn.k_proj.bias"]
-    with pytest.raises(ManifestError, match=r"missing: model\.layers\.0.self_attn.k_proj.bias"):
-        fused_slices(fused, shapes)

@@ -14,8 +14,8 @@ from shmbus.weights import (
     Slice,
     WeightPublisher,
     WeightSubscriber,
-    attach,
-    share,
+    attach_model,
+    share_model,
 )
 
 
@@ -34,7 +34,7 @@ class Twice(torch.nn.Module):
 
 def test_what_is_tied_stays_one_parameter_in_the_next_trainer(bus_name: str) -> None:
     model, successor = Twice(), Twice()
-    with share(bus_name, model), attach(bus_name, successor, writable=False):
+    with share_model(bus_name, model), attach_model(bus_name, successor, writable=False):
         assert successor.head.weight is successor.embed.weight
         assert successor.again.weight is successor.layer.weight
         assert len([*successor.parameters()]) == len([*model.parameters()]) == 3
@@ -43,7 +43,7 @@ def test_what_is_tied_stays_one_parameter_in_the_next_trainer(bus_name: str) -> 
 
 def test_what_the_trainer_has_not_tied_keeps_its_own_values(bus_name: str) -> None:
     model, server = Twice(tied=False), Twice()
-    with share(bus_name, model), attach(bus_name, server):
+    with share_model(bus_name, model), attach_model(bus_name, server):
         assert bits(server.head.weight) == bits(model.head.weight)
         assert bits(server.embed.weight) == bits(model.embed.weight)
 
@@ -94,7 +94,7 @@ def test_one_element_of_any_stride_arrives(bus_name: str, carrier: str, patches:
 def test_one_element_of_any_stride_is_shared(bus_name: str) -> None:
     model = torch.nn.Module()
     model.register_buffer("scale", torch.arange(8.0)[3::2][:1])
-    with share(bus_name, model) as shared:
+    with share_model(bus_name, model) as shared:
         assert shared["scale"].item() == model.scale.item() == 3
 
 

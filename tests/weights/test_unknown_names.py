@@ -11,7 +11,7 @@ from weight_models import many
 
 from shmbus._near_names import UnknownNameError
 from shmbus.tensors import TensorChannel
-from shmbus.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber, share
+from shmbus.weights import ModuleSource, WeightPublisher, Weights, WeightSubscriber, share_model
 
 WAIT_S = 20.0
 
@@ -58,7 +58,7 @@ def test_the_text_arrives_in_another_process() -> None:
 
 
 def test_a_shared_model_names_the_bus_and_the_names_that_are_alike(bus_name: str) -> None:
-    with share(bus_name, many(3)) as shared, pytest.raises(KeyError) as caught:
+    with share_model(bus_name, many(3)) as shared, pytest.raises(KeyError) as caught:
         shared["p11"]
     said = str(caught.value)
     assert said.startswith(f"'p11': shared weights of bus {bus_name!r}: no such name; did you mean")

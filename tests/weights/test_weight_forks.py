@@ -13,7 +13,13 @@ from weight_models import many, same
 
 from shmbus import BusBusyError, BusClosedError, WaitTimeoutError
 from shmbus.pool.lifecycle import pool_path
-from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber, attach, share
+from shmbus.weights import (
+    ModuleSource,
+    WeightPublisher,
+    WeightSubscriber,
+    attach_model,
+    share_model,
+)
 
 #: Seconds after which a child that waits for what its parent's threads had ends.
 CHILD_S = 30
@@ -94,7 +100,7 @@ def test_a_publisher_that_was_replaced_removes_nothing_of_its_successors(bus_nam
 
 
 def test_a_child_that_closes_shared_weights_ends_nothing(bus_name: str) -> None:
-    with share(bus_name, many(3)) as shared, attach(bus_name, many(3)) as seen:
+    with share_model(bus_name, many(3)) as shared, attach_model(bus_name, many(3)) as seen:
         with seen.reading(timeout=30):
 
             def work() -> None:
@@ -110,7 +116,7 @@ def test_a_child_that_closes_shared_weights_ends_nothing(bus_name: str) -> None:
             with pytest.raises(WaitTimeoutError), shared.stepping(1, timeout=0.05):
                 pass
         with pytest.raises(BusBusyError):
-            attach(bus_name, many(3), timeout=0, writable=True)
+            attach_model(bus_name, many(3), timeout=0, writable=True)
         with shared.stepping(1, timeout=30):
             pass
 
@@ -121,7 +127,7 @@ def test_the_child_of_a_dead_process_holds_no_step_up_and_is_no_trainer(bus_name
     trainer = os.fork()
     if not trainer:
         try:
-            with share(bus_name, many(3, dtype=torch.float32)) as shared, shared.reading():
+            with share_model(bus_name, many(3, dtype=torch.float32)) as shared, shared.reading():
                 worker = os.fork()
                 if not worker:
                     signal.alarm(CHILD_S)
@@ -135,7 +141,7 @@ def test_the_child_of_a_dead_process_holds_no_step_up_and_is_no_trainer(bus_name
         os.waitpid(trainer, 0)
         successor = many(3, dtype=torch.float32)
         with (
-            attach(bus_name, successor, timeout=30, writable=True) as shared,
+            attach_model(bus_name, successor, timeout=30, writable=True) as shared,
             shared.stepping(1, timeout=30),
         ):
             pass
@@ -146,7 +152,7 @@ def test_the_child_of_a_dead_process_holds_no_step_up_and_is_no_trainer(bus_name
 
 
 def test_readers_in_the_trainers_own_process_keep_its_step_out(bus_name: str) -> None:
-    with share(bus_name, many(3), version=1) as shared:
+    with share_model(bus_name, many(3), version=1) as shared:
         late = pytest.raises(WaitTimeoutError, match="has not left")
         with shared.reading(timeout=30):
             with late, shared.stepping(2, timeout=0.05):

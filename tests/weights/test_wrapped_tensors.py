@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber, seen
-from shmbus.weights.seen import SeenTensors
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 WAIT_S = 20.0
 
@@ -82,25 +81,9 @@ def test_what_a_wrapper_stands_for_now_is_loaded_into(bus_name: str, patches: bo
             assert torch.equal(target.w.inner, source.w.data)
 
 
-@pytest.mark.parametrize("way", ["in one call", "each"])
-def test_a_tensor_without_memory_of_its_own_cannot_be_told(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if way == "each":
-        monkeypatch.setattr(seen, "_exchange", lambda: None)
+def test_a_tensor_without_memory_of_its_own_cannot_be_told() -> None:
     tensors = {"w": Wrapper(torch.ones(4)), "plain": torch.ones(4)}
     found = SeenTensors(tensors)
     assert not found.can_tell and not found.still(tensors)
     empty = {"plain": torch.ones(4), "empty": torch.ones(0)}
     assert SeenTensors(empty).still(empty)
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table"
-)
-@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
-def test_a_mode_of_torchs_at_the_first_look_does_not_decide_for_later_ones(mode: Any) -> None:
-    seen._exchange.cache_clear()
-    with mode():
-        seen._exchange()
-    assert seen._exchange() is not None

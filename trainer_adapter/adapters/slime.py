@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import shmbus
 from shmbus._arguments import check_int, check_timeout
-from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, record_of
+from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, sample_of
 from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.stack import BUS_VARIABLE
 
@@ -62,8 +62,8 @@ def put_sample(
         As for `Producer.put`.
     """
     key = f"slime-{producer.producer_id}-{next(_numbers)}"
-    record = record_of(item, key, policy_version=producer.policy_version)
-    producer.put(timeout=timeout, **record)
+    sample = sample_of(item, policy_version=producer.policy_version)
+    producer.put_group(key, [sample], timeout=timeout)
 
 
 def _fill(sample: Any, item: Mapping[str, Any]) -> Any:

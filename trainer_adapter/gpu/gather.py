@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,8 +28,6 @@ import shmbus
 from shmbus.batch.baseline import Baseline
 from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
-from shmbus.device_calls import device_await
-from shmbus.tensors.device.driver import address, missing
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
@@ -348,16 +347,13 @@ def _kernel() -> Any:
     return kernel
 
 
-@functools.cache
-def _query() -> int | None:
-    """Return where the driver tells whether an event has happened; None where there is none."""
-    return address("cuEventQuery") if missing() is None else None
-
-
 def _is_soon(done: torch.cuda.Event) -> bool:
     """Wait a moment for an event, without sleeping; whether it has happened."""
-    query = _query()
-    return query is not None and device_await(query, int(done.cuda_event), SOON_S, False) == 0
+    deadline = time.perf_counter() + SOON_S
+    while time.perf_counter() < deadline:
+        if done.query():  # type: ignore[no-untyped-call]
+            return True
+    return False
 
 
 def _raise_not_finite(

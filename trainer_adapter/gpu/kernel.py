@@ -25,8 +25,6 @@ from torch import Tensor
 
 from shmbus.batch.extra_fields import COPY_WORDS
 from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
-from shmbus.tensors.device.launches import Direct
-from shmbus.tensors.device.streams import stream_number
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
 
@@ -50,13 +48,9 @@ OF_BATCH: Final = (
     torch.int32, torch.int64, torch.int64, torch.bool, torch.float32, torch.float32,
 )  # fmt: skip
 
-#: How many pointers `pack_records` has, and how many numbers behind them.
-POINTERS: Final = len(OF_TABLE) + len(OF_BATCH)
-NUMBERS: Final = 2
-
 # The compiled kernel for fields of these kinds on a device. Triton has a cache too, but inspects
 # each argument at each launch, which is most of a launch's cost.
-_compiled: dict[tuple[tuple[int, ...], int | None], tuple[Any, Direct | None]] = {}
+_compiled: dict[tuple[tuple[int, ...], int | None], Any] = {}
 
 
 def launch(
@@ -91,7 +85,7 @@ def launch(
             *[table_from + at for at in table_at],
             *[batch_from + at for at in batch_at],
         )
-        _launch_again(*found, blocks, addresses, (chunks, words), kinds, batch.device)
+        found[(blocks, 1, 1)](*addresses, chunks, words, *_constants(kinds))
         return
     rest = (chunks, words, *_constants(kinds))
     pointers = [
@@ -102,23 +96,7 @@ def launch(
     compiled = pack_records[(blocks, 1, 1)](*pointers, *rest, num_warps=WARPS)
     # The interpreter compiles nothing.
     if compiled is not None:
-        _compiled[key] = compiled, Direct.of(compiled, POINTERS, NUMBERS)
-
-
-def _launch_again(
-    compiled: Any,
-    direct: Direct | None,
-    blocks: int,
-    addresses: tuple[int, ...],
-    numbers: tuple[int, int],
-    kinds: tuple[int, int, int, int],
-    device: torch.device,
-) -> None:
-    stream = stream_number(device)
-    if direct is None:
-        compiled[(blocks, 1, 1)](*addresses, *numbers, *_constants(kinds), stream=stream)
-        return
-    direct.start(stream, blocks, addresses, numbers)
+        _compiled[key] = compiled
 
 
 @functools.cache

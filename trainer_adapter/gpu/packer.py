@@ -32,7 +32,7 @@ import shmbus
 from shmbus._arguments import check_choice
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
-from shmbus.tensors.device.launches import import_kernels
+from shmbus.tensors.device.kernels import import_kernels
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields

@@ -76,20 +76,7 @@ class BufferName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def allocator(kind: MemoryKind, device: int = 0) -> Callable[[int], Memory]:
-    """Return what allocates memory of a kind.
-
-    Parameters
-    ----------
-    kind : "vmm" | "ipc" | "memfd"
-        Device memory by file descriptor or by handle, or host memory.
-    device : int
-        A CUDA device as this process numbers them.
-
-    Returns
-    -------
-    callable
-        From bytes to Memory.
-    """
+    """Return what allocates memory of a kind."""
     if kind == "memfd":
         return HostMemory.allocate
     return lambda nbytes: DeviceMemory.allocate(nbytes, device, kind)
@@ -103,32 +90,7 @@ def open_memory(
     or_owner: bool = False,
     writable: bool = False,
 ) -> Memory:
-    """Map what another process has allocated, of whichever kind.
-
-    Parameters
-    ----------
-    message : bytes
-        A `DeviceHandle`, not yet checked.
-    descriptor : int, optional
-        What came with it; closed here.
-    device : int, optional
-        The CUDA device that is to read it.
-    or_owner : bool
-        Whether its own device is to, where that one has no peer access to it.
-    writable : bool
-        Also let it be written.
-
-    Returns
-    -------
-    Memory
-
-    Raises
-    ------
-    ValueError
-        It is no such message.
-    DeviceMismatchError, CudaDriverError, OSError
-        It cannot be mapped.
-    """
+    """Map what another process has allocated, of whichever kind."""
     try:
         handle = DeviceHandle.decode(message)
         if handle.kind == "memfd":
@@ -144,21 +106,7 @@ def open_memory(
 
 
 class Arena:
-    """The owner's side.
-
-    Parameters
-    ----------
-    path : str
-        Where to listen for those who want to map a buffer.
-    allocate : callable
-        From bytes to Memory.
-
-    Attributes
-    ----------
-    owner : int
-        As a generation it names whichever memory a buffer of this owner has, and is no other
-        owner's: for who writes into buffers that are never replaced.
-    """
+    """The owner's side."""
 
     def __init__(self, path: str, allocate: Callable[[int], Memory]) -> None:
         self._allocate = allocate
@@ -215,26 +163,7 @@ class Arena:
         return found is not None and found[1].nbytes >= nbytes
 
     def buffer(self, number: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
-        """Return a buffer of at least so many bytes; replaces one that is too small.
-
-        Parameters
-        ----------
-        number : int
-            Which.
-        nbytes : int
-            Exactly so many are allocated.
-
-        Returns
-        -------
-        BufferName, uint8 [nbytes or more]
-
-        Raises
-        ------
-        RuntimeError
-            Another one was replaced, and nobody has called `let_go` since.
-        ValueError, CudaDriverError, OSError
-            There is no such memory; what was there stays.
-        """
+        """Return a buffer of at least so many bytes; replaces one that is too small."""
         if not self.fits(number, nbytes):
             if self._replaced and self.has(number):
                 raise RuntimeError(
@@ -269,21 +198,7 @@ class Arena:
 
 
 class ArenaView:
-    """Another process's side.
-
-    Parameters
-    ----------
-    path : str
-        Where the owner listens.
-    device : int, optional
-        The CUDA device that is to read; by default the one that has the memory.
-    or_owner : bool
-        Whether the device that has the memory reads where `device` has no peer access to it.
-    timeout : float
-        Seconds to wait for the owner's answer.
-    writable : bool
-        Whether it is also to write.
-    """
+    """Another process's side."""
 
     def __init__(
         self,
@@ -299,26 +214,7 @@ class ArenaView:
         self._mapped: dict[int, tuple[BufferName, Memory]] = {}
 
     def memory(self, name: BufferName) -> Memory:
-        """Return a buffer, mapped to be read; it stays so until another generation is asked for.
-
-        Parameters
-        ----------
-        name : BufferName
-            As the owner gave it.
-
-        Returns
-        -------
-        Memory
-
-        Raises
-        ------
-        BufferLostError
-            The owner does not have it.
-        PeerGoneError
-            There is no owner any more.
-        DeviceMismatchError, CudaDriverError, OSError, PermissionError
-            It cannot be mapped.
-        """
+        """Return a buffer, mapped to be read; it stays so until another generation is asked for."""
         found = self._mapped.get(name.number)
         if found is not None and found[0] == name:
             return found[1]

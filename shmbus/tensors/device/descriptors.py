@@ -32,21 +32,7 @@ RETRY_S: Final = 0.02
 
 
 class DescriptorServer:
-    """Gives a descriptor and a message to each process of this user that asks.
-
-    Parameters
-    ----------
-    path : str
-        Where to listen; a socket of a dead server of this user there is replaced.
-    give : callable
-        Takes the asker's question (bytes) and returns (message, descriptor or None). The descriptor
-        is closed here once it was sent. A ValueError's text is told to the asker.
-
-    Raises
-    ------
-    OSError
-        Something else lies at that path, or a living server has it.
-    """
+    """Gives a descriptor and a message to each process of this user that asks."""
 
     def __init__(self, path: str, give: Callable[[bytes], tuple[bytes, int | None]]) -> None:
         self.path = path
@@ -126,33 +112,7 @@ def _stop_listening(listening: socket.socket, path: str, pid: int) -> None:
 def fetch_descriptor(
     path: str, question: bytes, timeout: float, *, await_server: bool = True
 ) -> tuple[bytes, int | None]:
-    """Ask a `DescriptorServer`.
-
-    Parameters
-    ----------
-    path : str
-        Its socket.
-    question : bytes
-        At most 4,095 bytes.
-    timeout : float
-        Seconds to wait for a server and for its answer.
-    await_server : bool
-        Whether a server may still come; if not, that nobody listens is an error at once.
-
-    Returns
-    -------
-    (bytes, int or None)
-        The message and the descriptor, which is the caller's to close.
-
-    Raises
-    ------
-    PeerGoneError
-        Nobody listens there, or whoever did has gone before it answered.
-    PermissionError
-        Another user listens there.
-    ValueError
-        The server refused; its reason.
-    """
+    """Ask a `DescriptorServer`."""
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:

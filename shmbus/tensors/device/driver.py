@@ -21,10 +21,8 @@ __all__ = [
     "AllocationProperties",
     "CudaDriverError",
     "IpcMemoryHandle",
-    "address",
     "attribute",
     "call",
-    "check",
     "driver",
     "in_context",
     "missing",
@@ -129,7 +127,6 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuIpcOpenMemHandle_v2": (_POINTER, IpcMemoryHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
-    "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, _SIZE, _POINTER),
     "cuEventRecord": (_POINTER, _POINTER),
     "cuEventQuery": (_POINTER,),
     "cuLaunchKernel": (_POINTER, *(ctypes.c_uint,) * 7, _POINTER, _POINTER, _POINTER),
@@ -139,13 +136,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """Return the driver's library, initialised.
-
-    Raises
-    ------
-    CudaDriverError
-        There is no driver, no device, or a driver without these calls.
-    """
+    """Return the driver's library, initialised."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -171,13 +162,7 @@ def missing() -> str | None:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call the driver.
-
-    Raises
-    ------
-    CudaDriverError
-        It refused.
-    """
+    """Call the driver."""
     library = driver()
     status = getattr(library, name)(*arguments)
     if status:
@@ -185,25 +170,6 @@ def call(name: str, *arguments: Any) -> None:
 
 
 @functools.cache
-def address(name: str) -> int:
-    """Return where one of the driver's functions is, to be called without ctypes."""
-    found = ctypes.cast(getattr(driver(), name), ctypes.c_void_p).value
-    assert found is not None, name
-    return found
-
-
-def check(name: str, status: int) -> None:
-    """Raise where the driver has refused a call that was made without `call`.
-
-    Raises
-    ------
-    CudaDriverError
-        It refused.
-    """
-    if status:
-        raise CudaDriverError(f"{name}: {_name_of(driver(), status)}")
-
-
 def attribute(device: int, number: int) -> int:
     """Return an attribute of a device. A question only: it makes no context."""
     ordinal, value = ctypes.c_int(), ctypes.c_int()

@@ -25,22 +25,7 @@ MAX_MESSAGE_BYTES: Final = 512
 
 
 class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="device-memory/1"):
-    """What another process needs in order to map memory that this one allocated.
-
-    Attributes
-    ----------
-    kind : "vmm" | "ipc" | "memfd"
-        Device memory with which a file descriptor comes, or of which `handle` is all; or host
-        memory with a file descriptor.
-    uuid : bytes
-        16 bytes: the device; zeros for the host.
-    nbytes : int
-        How many bytes may be used.
-    mapped_nbytes : int
-        How many were allocated, in whole pages of the device.
-    handle : bytes
-        64 bytes for "ipc", none for the others.
-    """
+    """What another process needs in order to map memory that this one allocated."""
 
     kind: Literal["vmm", "ipc", "memfd"]
     uuid: bytes
@@ -54,13 +39,7 @@ class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
     @classmethod
     def decode(cls, message: bytes) -> DeviceHandle:
-        """Check and return what another process sent.
-
-        Raises
-        ------
-        ValueError
-            It is no such message, or says what cannot be.
-        """
+        """Check and return what another process sent."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"device memory: expected a message of at most {MAX_MESSAGE_BYTES} bytes, got "
@@ -90,13 +69,7 @@ def uuid_of(device: torch.device | int) -> bytes:
 
 
 def device_of(uuid: bytes) -> int:
-    """Return the number that this process has for a device.
-
-    Raises
-    ------
-    DeviceMismatchError
-        It does not see that device.
-    """
+    """Return the number that this process has for a device."""
     seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
     if uuid in seen:
         return seen.index(uuid)

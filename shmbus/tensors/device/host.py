@@ -31,11 +31,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Mapping:
-    """Addresses of this process that lead to the memory; unmapped with the last reference.
-
-    Not `mmap.mmap`: torch says once a process that it knows no read-only buffers, and a test or a
-    user's run with warnings as errors would end there.
-    """
+    """Addresses of this process that lead to the memory; unmapped with the last reference."""
 
     #: Before there is one, as where the constructor was interrupted.
     address: int | None = None
@@ -55,17 +51,7 @@ class _Mapping:
 
 
 class HostMemory:
-    """Bytes of the host that other processes can map; made by `allocate` or `open`.
-
-    Attributes
-    ----------
-    device : torch.device
-        The CPU.
-    handle : DeviceHandle
-        What other processes open it by, with a file descriptor.
-    nbytes : int
-        Its size.
-    """
+    """Bytes of the host that other processes can map; made by `allocate` or `open`."""
 
     #: Before there are any, as where the constructor was interrupted.
     _mapping: _Mapping | None = None
@@ -80,24 +66,7 @@ class HostMemory:
 
     @classmethod
     def allocate(cls, nbytes: int) -> HostMemory:
-        """Allocate memory that can be exported: zeroed, and all of it there.
-
-        Parameters
-        ----------
-        nbytes : int
-            Above 0.
-
-        Returns
-        -------
-        HostMemory
-
-        Raises
-        ------
-        ValueError
-            `nbytes` is not above 0.
-        OSError
-            The machine, or this container, has not so much memory left.
-        """
+        """Allocate memory that can be exported: zeroed, and all of it there."""
         if nbytes <= 0:
             raise ValueError(f"host memory: expected more than 0 bytes, got {nbytes}")
         descriptor = os.memfd_create("shmbus", os.MFD_CLOEXEC)
@@ -113,28 +82,7 @@ class HostMemory:
     def open(
         cls, handle: DeviceHandle, descriptor: int | None, *, writable: bool = False
     ) -> HostMemory:
-        """Map what another process has allocated.
-
-        Parameters
-        ----------
-        handle : DeviceHandle
-            As `DeviceHandle.decode` gave it.
-        descriptor : int
-            The file descriptor that came with it. It stays the caller's to close.
-        writable : bool
-            Also let it be written.
-
-        Returns
-        -------
-        HostMemory
-
-        Raises
-        ------
-        ValueError
-            A descriptor is missing, or of something that has not so many bytes.
-        OSError
-            It cannot be mapped.
-        """
+        """Map what another process has allocated."""
         if descriptor is None:
             raise ValueError("host memory: expected a file descriptor")
         found = os.fstat(descriptor).st_size
@@ -145,42 +93,17 @@ class HostMemory:
         return cls(_Mapping(descriptor, handle.mapped_nbytes, writable=writable), handle, -1)
 
     def descriptor(self) -> int:
-        """Return a new file descriptor of it, for another process; the caller closes it.
-
-        Raises
-        ------
-        ValueError
-            It is closed, or was opened and not allocated here.
-        """
+        """Return a new file descriptor of it, for another process; the caller closes it."""
         if self._descriptor < 0:
             raise ValueError("this host memory is closed, or another process's")
         return os.dup(self._descriptor)
 
     def tensor(self) -> Tensor:
-        """Return all its bytes: uint8 [nbytes], on the CPU. No copy.
-
-        A store into memory that was opened to be read ends the process.
-
-        Raises
-        ------
-        ValueError
-            It is closed.
-        """
+        """Return all its bytes: uint8 [nbytes], on the CPU. No copy."""
         return self.lend()[0]
 
     def lend(self) -> tuple[Tensor, weakref.ref[Any]]:
-        """Return `tensor()`, and what tells whether a tensor of that memory is still there.
-
-        Returns
-        -------
-        (Tensor, weakref)
-            The reference is dead once this tensor, and all that were made of it, have gone.
-
-        Raises
-        ------
-        ValueError
-            It is closed.
-        """
+        """Return `tensor()`, and what tells whether a tensor of that memory is still there."""
         if self._mapping is None:
             raise ValueError("this host memory is closed")
         # An array of ctypes can carry its mapping along, and torch keeps what it made a tensor of.

@@ -32,20 +32,7 @@ Kind = Literal["vmm", "ipc"]
 
 
 def refusals(device: int) -> dict[str, str]:
-    """Say for each kind why a device cannot have it; empty where it can have both.
-
-    Asks for attributes only: it allocates and shares nothing, and makes no context.
-
-    Parameters
-    ----------
-    device : int
-        A CUDA device as this process numbers them.
-
-    Returns
-    -------
-    dict of str to str
-        "vmm" or "ipc", each with its reason.
-    """
+    """Say for each kind why a device cannot have it; empty where it can have both."""
     why = driver.missing()
     if why is not None:
         return {"vmm": why, "ipc": why}
@@ -141,17 +128,7 @@ class _Span:
 
 
 class DeviceMemory:
-    """Bytes on a CUDA device that other processes can map; made by `allocate` or `open`.
-
-    Attributes
-    ----------
-    device : torch.device
-        Where this process reads it.
-    handle : DeviceHandle
-        What other processes open it by.
-    nbytes : int
-        Its size.
-    """
+    """Bytes on a CUDA device that other processes can map; made by `allocate` or `open`."""
 
     def __init__(self, mapping: _Mapping, handle: DeviceHandle) -> None:
         self._mapping: _Mapping | None = mapping
@@ -161,28 +138,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, nbytes: int, device: int, kind: Kind = "vmm") -> DeviceMemory:
-        """Allocate memory that can be exported; its content is arbitrary.
-
-        Parameters
-        ----------
-        nbytes : int
-            Above 0; rounded up to whole pages of the device (2 MiB for "vmm").
-        device : int
-            A CUDA device as this process numbers them.
-        kind : "vmm" | "ipc"
-            Exported by file descriptor, or by a handle of 64 bytes.
-
-        Returns
-        -------
-        DeviceMemory
-
-        Raises
-        ------
-        ValueError
-            `nbytes` is not above 0.
-        CudaDriverError
-            The device has not so much memory left, or the driver refuses the kind.
-        """
+        """Allocate memory that can be exported; its content is arbitrary."""
         if nbytes <= 0:
             raise ValueError(f"device memory: expected more than 0 bytes, got {nbytes}")
         uuid = uuid_of(device)
@@ -224,35 +180,7 @@ class DeviceMemory:
         device: int | None = None,
         writable: bool = False,
     ) -> DeviceMemory:
-        """Map what another process has allocated.
-
-        Parameters
-        ----------
-        handle : DeviceHandle
-            As `DeviceHandle.decode` gave it.
-        descriptor : int, optional
-            For "vmm": the file descriptor that came with it. It stays the caller's to close.
-        device : int, optional
-            The CUDA device that is to read it, where that is not the one that has it: another
-            device of the host with peer access.
-        writable : bool
-            Also let it be written; "ipc" knows no other way.
-
-        Returns
-        -------
-        DeviceMemory
-
-        Raises
-        ------
-        DeviceMismatchError
-            This process does not see the device that has it, or the two devices have no peer
-            access.
-        ValueError
-            A descriptor is missing, or not wanted.
-        CudaDriverError
-            The driver refuses: the exporter has gone ("ipc"), or the descriptor is of something
-            else.
-        """
+        """Map what another process has allocated."""
         if handle.kind == "memfd":
             raise ValueError("device memory: expected kind 'vmm' or 'ipc', got 'memfd'")
         if (descriptor is None) != (handle.kind == "ipc"):
@@ -291,15 +219,7 @@ class DeviceMemory:
         return cls(mapping, handle)
 
     def descriptor(self) -> int:
-        """Return a new file descriptor of it, for another process; the caller closes it.
-
-        Raises
-        ------
-        ValueError
-            It is of kind "ipc", or closed.
-        CudaDriverError
-            The driver refuses.
-        """
+        """Return a new file descriptor of it, for another process; the caller closes it."""
         mapping = self._open_mapping()
         if self.handle.kind != "vmm":
             raise ValueError("device memory of kind 'ipc' has a handle, and no file descriptor")
@@ -312,31 +232,11 @@ class DeviceMemory:
         return found.value
 
     def tensor(self) -> Tensor:
-        """Return all its bytes: uint8 [nbytes], on `device`. No copy.
-
-        Memory that was opened to be read must not be written: the device would stop this process's
-        work with an error.
-
-        Raises
-        ------
-        ValueError
-            It is closed.
-        """
+        """Return all its bytes: uint8 [nbytes], on `device`. No copy."""
         return self.lend()[0]
 
     def lend(self) -> tuple[Tensor, weakref.ref[Any]]:
-        """Return `tensor()`, and what tells whether a tensor of that memory is still there.
-
-        Returns
-        -------
-        (Tensor, weakref)
-            The reference is dead once this tensor, and all that were made of it, have gone.
-
-        Raises
-        ------
-        ValueError
-            It is closed.
-        """
+        """Return `tensor()`, and what tells whether a tensor of that memory is still there."""
         span: Any = _Span(self._open_mapping(), self.nbytes)
         return torch.as_tensor(span, device=self.device), weakref.ref(span)
 

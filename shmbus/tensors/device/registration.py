@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
-__all__ = ["Registration"]
+__all__ = ["RegisteredSlots", "Registration"]
+
+_PAGE: Final = 4096
 
 #: cudaHostRegisterPortable | cudaHostRegisterMapped: for all contexts, with an address there.
 REGISTER_FLAGS: Final = 0x01 | 0x02
@@ -25,25 +28,7 @@ REGISTER_READ_ONLY: Final = 0x08
 
 
 class Registration:
-    """Memory of this process that CUDA reads directly, until `close`.
-
-    Parameters
-    ----------
-    address, nbytes : int
-        On page boundaries, as a mapping is.
-    read_only : bool
-        Whether the mapping is, and devices only read it.
-
-    Attributes
-    ----------
-    device_shift : int
-        The device's address of it, minus this process's.
-
-    Raises
-    ------
-    RuntimeError
-        CUDA refused; the message is its own.
-    """
+    """Memory of this process that CUDA reads directly, until `close`."""
 
     def __init__(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         self._address = 0
@@ -97,3 +82,38 @@ def _cuda_runtimes() -> Iterator[ctypes.CDLL]:
             library = ctypes.CDLL(name)
             if hasattr(library, "cudaHostGetDevicePointer"):
                 yield library
+
+
+class RegisteredSlots:
+    """Memory of payloads that was registered, by its address."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[int, int], Registration | None] = {}
+
+    def add(self, payload: torch.Tensor, *, read_only: bool = False) -> bool:
+        """Register a payload, once."""
+        size = -(-payload.numel() // _PAGE) * _PAGE
+        key = (payload.data_ptr(), size)
+        with self._lock:
+            if key not in self._slots:
+                self._slots[key] = _register(*key, read_only=read_only)
+            return self._slots[key] is not None
+
+    def close(self) -> None:
+        """Unregister all of it; may be called twice."""
+        with self._lock:
+            slots, self._slots = self._slots, {}
+        for registration in slots.values():
+            if registration is not None:
+                registration.close()
+
+
+def _register(address: int, nbytes: int, *, read_only: bool) -> Registration | None:
+    # Not every device can be told that it may only read, and not every one has to be.
+    for flag in (read_only, False) if read_only else (False,):
+        try:
+            return Registration(address, nbytes, read_only=flag)
+        except RuntimeError:
+            continue
+    return None

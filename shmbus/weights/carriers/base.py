@@ -1,4 +1,4 @@
-"""The interface of a carrier: a writer's side, a reader's side, and what is promised.
+"""The interface of a carrier: how it is chosen, a writer's side, a reader's side.
 
 Invariants that every carrier keeps: a version that a reader gets was finished by its writer; what
 was newest stays so until then; a reader's views do not change for as long as it has them.
@@ -6,61 +6,72 @@ was newest stays so until then; a reader's views do not change for as long as it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import ClassVar, Final, NamedTuple, Protocol
 
-import msgspec
 import torch
 
+from shmbus.pool import WhenHeld
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
+from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece
 
 __all__ = [
+    "DEFAULT_SLOTS",
     "CarriedVersion",
-    "Promises",
+    "Carrier",
     "ReaderCarrier",
-    "RepeatingSink",
+    "ReaderOptions",
     "VersionSink",
     "WriterCarrier",
+    "WriterOptions",
 ]
 
+#: One that is read, and one that is written.
+DEFAULT_SLOTS: Final = 2
 
-class Promises(msgspec.Struct, frozen=True, kw_only=True):
-    """What a carrier keeps.
 
-    Attributes
-    ----------
-    whole_version : bool
-        A reader never sees a part of a version, whoever dies.
-    late_readers : bool
-        A reader that comes later gets the newest version without the publisher's help.
-    survives_publisher : bool
-        The newest version stays readable when the publisher has died.
-    survives_reboot : bool
-        It also stays when the machine was restarted.
-    views : bool
-        Tensors are views of shared memory: attaching copies no byte.
-    ranks : bool
-        Several ranks may write one version.
-    memory : str
-        What it costs.
-    """
+class WriterOptions(NamedTuple):
+    """What a publisher was told; see `WeightPublisher`."""
 
-    whole_version: bool
-    late_readers: bool
-    survives_publisher: bool
-    survives_reboot: bool
-    views: bool
-    ranks: bool
-    memory: str
+    bus: str
+    manifest: Manifest
+    device: torch.device
+    slots: int = DEFAULT_SLOTS
+    max_slots: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    when_held: WhenHeld = "wait"
+    timeout: float = 60.0
+    digests: bool = False
+    patches: bool | float = False
+    directory: Path | str | None = None
+    label: str = ""
+
+
+class ReaderOptions(NamedTuple):
+    """What a subscriber was told; see `WeightSubscriber`."""
+
+    bus: str
+    device: torch.device
+    label: str = ""
+    directory: Path | str | None = None
 
 
 class VersionSink(Protocol):
     """A version that is being written."""
 
+    #: Elements of this rank that changed, once it is finished; None where there is no patch.
+    changed: int | None
+
     def put(self, piece: LocalPiece) -> int:
         """Copy a piece to its place; its bytes there."""
+
+    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
+        """Copy pieces that their source gives again for the next version; their bytes there."""
 
     def settle(self) -> None:
         """Wait until all pieces are copied: the parameters may change then."""
@@ -72,28 +83,8 @@ class VersionSink(Protocol):
         """Leave what was newest in force."""
 
 
-@runtime_checkable
-class RepeatingSink(Protocol):
-    """A version whose pieces may be those of the last version in the same slot."""
-
-    def foresee(self, pieces: Sequence[LocalPiece]) -> None:
-        """Begin to copy what will probably be put; a device does so while the rest is found out.
-
-        Whatever is put afterwards is written later.
-        """
-
-    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Copy pieces that their source gives again; their bytes there.
-
-        What was found out about the same ones is not found out again.
-        """
-
-
 class WriterCarrier(Protocol):
     """A publisher's side."""
-
-    name: str
-    promises: Promises
 
     def begin(self, version: int, text: str) -> VersionSink | None:
         """Begin a version; None where the policy skipped it."""
@@ -103,10 +94,7 @@ class WriterCarrier(Protocol):
 
 
 class CarriedVersion(Protocol):
-    """A version that a reader has, until it is closed.
-
-    `origin` says what its sequence counts: numbers of another origin mean other versions.
-    """
+    """A version that a reader has, until it is closed."""
 
     version: int
     sequence: int
@@ -127,16 +115,19 @@ class CarriedVersion(Protocol):
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Have copies to those devices be as fast as they can; what cannot be is no error."""
 
+    def patch(self) -> VersionChanges | None:
+        """Return what changed since the version before, where the publisher has made that."""
+
     def verify(self, *, sample: bool) -> None:
         """Compare digests, of some blocks or of all."""
 
-    def loading(self) -> None:
+    def report_loading(self) -> None:
         """Say that this process has begun to load it, and runs no whole version now."""
 
-    def applied(self) -> None:
+    def report_applied(self) -> None:
         """Say that this process runs it."""
 
-    def refused(self, code: int, reason: str) -> None:
+    def report_refused(self, code: int, reason: str) -> None:
         """Say that this process could not take it."""
 
     def close(self) -> None:
@@ -145,9 +136,6 @@ class CarriedVersion(Protocol):
 
 class ReaderCarrier(Protocol):
     """A subscriber's side."""
-
-    name: str
-    promises: Promises
 
     def latest(self, after: int, timeout: float | None) -> CarriedVersion:
         """Wait for a version whose sequence is above `after`."""
@@ -160,3 +148,29 @@ class ReaderCarrier(Protocol):
 
     def close(self) -> None:
         """Leave."""
+
+
+class Carrier(ABC):
+    """A way for weights to travel: whether it serves here, and its two sides; see `CARRIERS`."""
+
+    #: What speaks for it where it serves.
+    why: ClassVar[tuple[str, ...]] = ()
+    #: Why "auto" does not choose it; empty where it may.
+    by_name_only: ClassVar[str] = ""
+    #: Whether it takes `directory`.
+    takes_directory: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
+        """Say why it cannot serve here, empty where it can; nothing is allocated to find out."""
+
+    @classmethod
+    @abstractmethod
+    def writer(cls, options: WriterOptions) -> WriterCarrier:
+        """Make a publisher's side; raise where an option is another carrier's."""
+
+    @classmethod
+    @abstractmethod
+    def reader(cls, options: ReaderOptions) -> ReaderCarrier:
+        """Make a subscriber's side."""

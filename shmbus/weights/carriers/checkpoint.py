@@ -16,45 +16,43 @@ import base64
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 import torch
 
+from shmbus._arguments import check_int, check_text
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
-from shmbus.weights.carriers.base import Promises
+from shmbus.weights.carriers.base import (
+    DEFAULT_SLOTS,
+    Carrier,
+    ReaderOptions,
+    WriterOptions,
+)
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
+from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
 __all__ = [
-    "PROMISES",
+    "CheckpointCarrier",
     "CheckpointPlace",
     "CheckpointReader",
     "CheckpointVersion",
     "CheckpointWriter",
     "newest_checkpoints",
 ]
-
-PROMISES: Final = Promises(
-    whole_version=True,
-    late_readers=True,
-    survives_publisher=True,
-    survives_reboot=True,
-    views=False,
-    ranks=False,
-    memory="`keep` times the model, on the directory's disk",
-)
 
 FILE: Final = "model.safetensors"
 _LINK: Final = "latest"
@@ -66,42 +64,14 @@ _POLL_S: Final = 0.05
 
 
 class CheckpointPlace(NamedTuple):
-    """Where a version lies.
-
-    Attributes
-    ----------
-    path : Path
-        Its directory, which an engine reads as a checkpoint.
-    version : int
-        The publisher's number of it.
-    """
+    """Where a version lies."""
 
     path: Path
     version: int
 
 
 class CheckpointWriter:
-    """One process that writes whole files.
-
-    Parameters
-    ----------
-    directory : path
-        Made if need be; on a disk, or on tmpfs for speed.
-    manifest : Manifest
-        Of the model.
-    keep : int
-        Versions that stay; older ones are removed, never the newest.
-
-    Raises
-    ------
-    BusBusyError
-        Another one writes there.
-    ManifestError
-        A tensor has a name or a dtype that safetensors has not.
-    """
-
-    name = "checkpoint"
-    promises = PROMISES
+    """One process that writes whole files."""
 
     def __init__(self, directory: Path | str, manifest: Manifest, *, keep: int = 2) -> None:
         if keep < 1:
@@ -182,6 +152,7 @@ class _CheckpointSink:
         self._writer, self._version, self._text = writer, version, text
         self._places = writer._manifest.by_name()
         self._tensors: dict[str, torch.Tensor] = {}
+        self.changed: int | None = None
 
     def put(self, piece: LocalPiece) -> int:
         """Take a whole tensor, cast to what is published."""
@@ -197,6 +168,10 @@ class _CheckpointSink:
         made.copy_(piece.tensor)
         self._tensors[place.name] = made
         return place.size
+
+    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
+        """Take whole tensors, one by one."""
+        return sum(map(self.put, pieces))
 
     def settle(self) -> None:
         """Do nothing: a piece is copied when `put` returns."""
@@ -216,15 +191,7 @@ class _CheckpointSink:
 
 
 class CheckpointVersion:
-    """A file that was read.
-
-    Parameters
-    ----------
-    directory : path
-        Of this version.
-    sequence : int
-        By the directory's name.
-    """
+    """A file that was read."""
 
     def __init__(self, directory: Path, sequence: int) -> None:
         from safetensors import SafetensorError, safe_open
@@ -275,6 +242,9 @@ class CheckpointVersion:
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Do nothing: there is no host memory that stays."""
 
+    def patch(self) -> VersionChanges | None:
+        """Return None: a file is whole."""
+
     def verify(self, *, sample: bool) -> None:
         """Refuse: the file has no digests."""
         del sample
@@ -282,13 +252,13 @@ class CheckpointVersion:
             "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
         )
 
-    def loading(self) -> None:
+    def report_loading(self) -> None:
         """Nobody reads it: a directory has no rows."""
 
-    def applied(self) -> None:
+    def report_applied(self) -> None:
         """Nobody reads it: a directory has no rows."""
 
-    def refused(self, code: int, reason: str) -> None:
+    def report_refused(self, code: int, reason: str) -> None:
         """Nobody reads it: a directory has no rows."""
 
     def close(self) -> None:
@@ -297,41 +267,13 @@ class CheckpointVersion:
 
 
 class CheckpointReader:
-    """A process that reads the newest file.
-
-    Parameters
-    ----------
-    directory : path
-        As the writer's.
-    """
-
-    name = "checkpoint"
-    promises = PROMISES
+    """A process that reads the newest file."""
 
     def __init__(self, directory: Path | str) -> None:
         self._directory = Path(directory)
 
     def latest(self, after: int, timeout: float | None) -> CheckpointVersion:
-        """Wait for a version.
-
-        Parameters
-        ----------
-        after : int
-            A sequence.
-        timeout : float | None
-            Seconds.
-
-        Returns
-        -------
-        CheckpointVersion
-
-        Raises
-        ------
-        WaitTimeoutError
-            None came.
-        DamagedError, ManifestError
-            It cannot be used.
-        """
+        """Wait for a version."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             sequence, target = self._newest()
@@ -350,24 +292,7 @@ class CheckpointReader:
                 time.sleep(_POLL_S)
 
     def at(self, version: int) -> CheckpointVersion:
-        """Return a version that is still there, newest or not.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number of it.
-
-        Returns
-        -------
-        CheckpointVersion
-
-        Raises
-        ------
-        WaitTimeoutError
-            It is not there any more, or yet.
-        DamagedError, ManifestError
-            It cannot be used.
-        """
+        """Return a version that is still there, newest or not."""
         names: list[str] = []
         with contextlib.suppress(FileNotFoundError):  # its publisher makes it
             names = os.listdir(self._directory)
@@ -398,23 +323,50 @@ class CheckpointReader:
         """Nothing is held."""
 
 
+class CheckpointCarrier(Carrier):
+    """Files of safetensors in a directory."""
+
+    why = ("a directory was given", "whole versions, which outlive a reboot")
+    takes_directory = True
+
+    @classmethod
+    def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:
+        """Say what is missing."""
+        del device, size
+        if directory is None:
+            return "no directory was given (directory=...)"
+        if importlib.util.find_spec("safetensors") is None:
+            return "safetensors is not installed (pip install safetensors)"
+        return ""
+
+    @classmethod
+    def writer(cls, options: WriterOptions) -> CheckpointWriter:
+        """Be the one that writes; ValueError where it is given what files have not."""
+        slots, max_slots, when_held = options.slots, options.max_slots, options.when_held
+        check_text("when_held", when_held)
+        plain = max_slots is None and when_held == "wait"
+        if check_int("slots", slots) != DEFAULT_SLOTS or not plain:
+            raise ValueError(
+                "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
+                f"not, got {slots}, {max_slots} and {when_held!r}"
+            )
+        directory, digests = options.directory, options.digests
+        if options.world_size != 1 or directory is None or digests:
+            raise ValueError(
+                "carrier 'checkpoint': expected directory=..., world_size=1 and digests=False, got "
+                f"{directory!r}, {options.world_size} and {digests}"
+            )
+        return CheckpointWriter(directory, options.manifest)
+
+    @classmethod
+    def reader(cls, options: ReaderOptions) -> CheckpointReader:
+        """Read the directory."""
+        assert options.directory is not None, "asked by `problem`"
+        return CheckpointReader(options.directory)
+
+
 def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:
-    """Find the version that `latest` leads to, and the one that was published before it.
-
-    Parameters
-    ----------
-    directory : path
-        As the writer's.
-
-    Returns
-    -------
-    (CheckpointPlace, CheckpointPlace or None)
-
-    Raises
-    ------
-    WeightsError
-        Nothing was published there.
-    """
+    """Find the version that `latest` leads to, and the one that was published before it."""
     newest = (
         directory / os.readlink(directory / _LINK) if (directory / _LINK).is_symlink() else None
     )

@@ -1,93 +1,100 @@
-"""The carriers ``cuda_vmm``, ``cuda_ipc`` and ``memfd``: whole versions in exported memory.
+"""Whole versions in exported memory: of a CUDA device, or a memfd of the host.
 
-Versions, leases, rows and the manifest are those of a slot pool, as with ``shm``; a slot holds only
-the name of a buffer, which the publisher has allocated on its device and exports once.
+A pool's slot holds only the name of a buffer, which rank 0 has allocated on its device and exports
+once; the other ranks map it, and write their own pieces into their place, whichever device they are
+on: over peer access, or from device to device where there is none. Nothing is gathered.
 
 Invariants: a version is published when the device has all of its bytes; a slot's buffer is written
-only under the slot's lock, which its readers keep until their device has read it.
+only under the slot's lock, which its readers keep until their device has read it; a rank above 0
+writes into buffers of the rank 0 that began the version, and of no predecessor or successor.
 """
 
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
 import msgspec
 import torch
 
-from shmbus.errors import DamagedError, WeightsError
-from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, WhenHeld
+from shmbus import CapacityError
+from shmbus.errors import DamagedError, DeviceMismatchError, PeerGoneError, WeightsError
+from shmbus.pool import VersionLease, VersionWrite
 from shmbus.segment.names import memory_socket
-from shmbus.tensors.device.arena import BufferName, Memory, MemoryKind
-from shmbus.tensors.device.streams import wake
-from shmbus.weights.block_sums import BLOCK_BYTES, block_sum, block_sums, blocks_of
-from shmbus.weights.carriers.base import Promises
-from shmbus.weights.carriers.exported_buffers import Buffers, LeadersBuffers, OwnBuffers
-from shmbus.weights.carriers.pool_version import PoolVersion
-from shmbus.weights.copies import Batch, Pair, settle_devices, target_of_piece
-from shmbus.weights.loading import LoadCache
-from shmbus.weights.manifest import Manifest
-from shmbus.weights.memory import tensor_at
-from shmbus.weights.seen import are_same
-from shmbus.weights.source import LocalPiece
-
-__all__ = ["KIND_OF", "PROMISES", "Borrowed", "ExportedVersion", "ExportedWriter", "Placed", "Said"]
-
-KIND: Final = "weights"
-
-#: What each of these carriers is made of.
-KIND_OF: Final[dict[str, MemoryKind]] = {"cuda_vmm": "vmm", "cuda_ipc": "ipc", "memfd": "memfd"}
-
-PROMISES: Final = Promises(
-    whole_version=True,
-    late_readers=True,
-    survives_publisher=False,
-    survives_reboot=False,
-    views=True,
-    ranks=True,
-    memory="`slots` times the model, on the device of rank 0",
+from shmbus.tensors.device.arena import (
+    Arena,
+    ArenaView,
+    BufferLostError,
+    BufferName,
+    Memory,
+    MemoryKind,
+    allocator,
 )
+from shmbus.tensors.device.driver import CudaDriverError
+from shmbus.weights.carriers.base import ReaderOptions, WriterOptions
+from shmbus.weights.carriers.pool import (
+    KIND,
+    SAMPLED_BLOCKS,
+    LostVersionError,
+    VersionMeta,
+    no_digests,
+)
+from shmbus.weights.errors import ManifestError
+from shmbus.weights.manifest import Manifest
+from shmbus.weights.patches import VersionChanges
+
+__all__ = [
+    "ExportedReaders",
+    "ExportedWriter",
+    "OwnBuffers",
+    "Placed",
+    "block_sums",
+]
+
+#: Bytes that one digest covers, as in a pool.
+BLOCK_BYTES: Final = 16 << 20
+
+_WORD_BYTES: Final = 8
+
+
+def blocks_of(size: int) -> int:
+    """Return how many digests a payload of so many bytes has."""
+    return -(-size // BLOCK_BYTES)
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(device: torch.device) -> torch.Tensor:
+    words = torch.arange(BLOCK_BYTES // _WORD_BYTES, dtype=torch.int64, device=device)
+    # Knuth's multiplier spreads neighbours over all 64 bits; odd, so that no change is lost.
+    return (words * 6364136223846793005 + 1442695040888963407) | 1
+
+
+def block_sum(payload: torch.Tensor, block: int) -> int:
+    """Return the digest of one block."""
+    words = payload[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].view(torch.int64)
+    return int((words * _factors(payload.device)[: words.numel()]).sum())
+
+
+def block_sums(payload: torch.Tensor) -> list[int]:
+    """Return the digest of each block."""
+    return [block_sum(payload, block) for block in range(blocks_of(payload.numel()))]
+
 
 #: Bytes of a slot before its digests, and of each: MessagePack's longest numbers.
 _PLACED_BYTES: Final = 64
 _DIGEST_BYTES: Final = 9
 _LENGTH_BYTES: Final = 4
-#: Of what a version says of itself, beside its manifest.
-_SAID_BYTES: Final = 64
-
-#: Blocks that a sample compares, as with "shm".
-SAMPLED_BLOCKS: Final = 4
 
 #: Seconds until an interrupt comes again that came where it can stop nothing.
 AGAIN_S: Final = 0.01
-
-#: Bytes of tensors, made for this version only, that are kept until they are copied together.
-PENDING_BYTES: Final = 64 << 20
-
-
-class _Known:
-    """Pieces that a source gives again, and how they are copied into one slot."""
-
-    def __init__(self, pieces: Sequence[LocalPiece], batch: Batch) -> None:
-        self.pieces = pieces  # kept, so that no other ones are the same objects
-        self.batch = batch
-        #: The same, as the source has foreseen them.
-        self.foreseen: Sequence[LocalPiece] | None = None
-
-
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exported/1"):
-    """What a version says of itself: by its tag a reader knows that the slot has no payload."""
-
-    manifest: bytes
-    #: Whose memory it lies in, for the ranks that write it.
-    owner: int
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -104,13 +111,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @classmethod
     def decode(cls, data: bytes) -> Placed:
-        """Read it back.
-
-        Raises
-        ------
-        DamagedError
-            It is none.
-        """
+        """Read it back."""
         size = int.from_bytes(data[:_LENGTH_BYTES], "little")
         try:
             return msgspec.msgpack.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=cls)
@@ -126,338 +127,272 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return _PLACED_BYTES + blocks_of(total) * _DIGEST_BYTES
 
 
+# -- where versions are written -------------------------------------------------------------------
+
+
+class Buffers(Protocol):
+    """What versions lie in, a buffer a slot; none is ever replaced."""
+
+    def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
+        """Return a slot's buffer, of the owner that the version names."""
+
+    def close(self) -> None:
+        """Let go of all of them."""
+
+
+class OwnBuffers:
+    """The buffers of rank 0."""
+
+    def __init__(self, path: str, kind: MemoryKind, device: torch.device) -> None:
+        self._device = device
+        self._arena = Arena(path, allocator(kind, device.index or 0))
+        self.owner = self._arena.owner
+
+    def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
+        """Return a slot's buffer; the first time, allocate it."""
+        assert owner == self.owner
+        try:
+            return self._arena.buffer(slot, nbytes)
+        except (CudaDriverError, OSError) as error:
+            raise CapacityError(
+                f"no memory on {self._device} for a version of {nbytes} bytes ({error}); the "
+                "weights that were published stay in force. Choose fewer slots, free some, or the "
+                "carrier 'shm'"
+            ) from error
+
+    def close(self) -> None:
+        """Stop listening, and let go; readers keep what they have mapped."""
+        self._arena.close()
+
+
+class LeadersBuffers:
+    """The buffers of rank 0, as another rank writes into them."""
+
+    def __init__(self, path: str, device: torch.device, timeout: float) -> None:
+        self._path, self._timeout = path, timeout
+        self._index = (device.index or 0) if device.type == "cuda" else None
+        self._owner = 0
+        self._found: dict[int, tuple[BufferName, torch.Tensor]] = {}
+        self._view = self._new_view()
+
+    def _new_view(self) -> ArenaView:
+        return ArenaView(
+            self._path, device=self._index, or_owner=True, timeout=self._timeout, writable=True
+        )
+
+    def buffer(self, owner: int, slot: int, nbytes: int) -> tuple[BufferName, torch.Tensor]:
+        """Return a slot's buffer; the first time, map it."""
+        if owner != self._owner:
+            self.close()
+            self._owner, self._view = owner, self._new_view()
+        if slot not in self._found:
+            name = BufferName(slot, owner)
+            memory = self._mapped(name)
+            if memory.numel() < nbytes:
+                raise WeightsError(
+                    f"expected a buffer of {nbytes} bytes in rank 0, got one of {memory.numel()}; "
+                    "let every rank publish the same"
+                )
+            self._found[slot] = name, memory
+        return self._found[slot]
+
+    def _mapped(self, name: BufferName) -> torch.Tensor:
+        stays = "the version before it stays the newest"
+        try:
+            return self._view.memory(name).tensor()
+        except (PeerGoneError, BufferLostError) as error:
+            raise PeerGoneError(
+                f"rank 0, which has the memory of this version, has ended ({error}); {stays}", 0
+            ) from error
+        except DeviceMismatchError as error:
+            raise DeviceMismatchError(
+                f"this rank cannot write to rank 0's device: {error}"
+            ) from error
+        except (CudaDriverError, OSError, ValueError) as error:
+            raise WeightsError(
+                f"rank 0's memory cannot be mapped here: {error}; {stays}. Use the carrier 'shm'"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self._found = {}
+        self._view.close()
+
+
 class ExportedWriter:
-    """A rank of the publisher.
+    """The memory of versions that lie in rank 0's buffers."""
 
-    Parameters
-    ----------
-    bus : str
-        The bus that the weights belong to.
-    manifest : Manifest
-        The same on every rank.
-    name : "cuda_vmm" | "cuda_ipc" | "memfd"
-        Which carrier.
-    device : torch.device
-        Where the versions lie, in rank 0; from where it writes, in another rank.
-    slots, max_slots, rank, world_size, when_held, timeout, digests, label
-        As for `ShmWriter`.
-    """
-
-    promises = PROMISES
-
-    def __init__(
-        self,
-        bus: str,
-        manifest: Manifest,
-        *,
-        name: str,
-        device: torch.device,
-        slots: int = 2,
-        max_slots: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        when_held: WhenHeld = "wait",
-        timeout: float = 60.0,
-        digests: bool = False,
-        label: str = "",
-    ) -> None:
-        self.name = name
-        self.device = device
-        self.manifest = manifest
-        self.rank = rank
-        self.digests = digests
-        self.places = manifest.by_name()
-        self._said = Said(manifest.encode(), 0)
+    def __init__(self, options: WriterOptions, kind: MemoryKind) -> None:
+        self._options, self._kind = options, kind
+        self._total = options.manifest.total
+        self._said = VersionMeta(options.manifest.encode(), "exported")
         # What rank 0 says is taken by the others: none of them knows whose memory it is before.
-        self._meta: bytes | None = None
-        self._slot_bytes = Placed.room(manifest.total)
-        self._views: dict[int, tuple[BufferName, dict[str, torch.Tensor]]] = {}
-        #: By slot, what was found out of the pieces that a source gives again.
-        self.known: dict[int, _Known] = {}
-        spec = PoolSpec(
-            slot_bytes=self._slot_bytes,
-            slots=slots,
-            max_slots=max_slots,
-            meta_bytes=(len(self._said.manifest) + _SAID_BYTES) * 5 // 4,
-        )
-        self._publisher = PoolPublisher(
-            bus,
-            KIND,
-            rank=rank,
-            world_size=world_size,
-            spec=spec if rank == 0 else None,
-            label=label,
-            when_held=when_held,
-            timeout=timeout,
-        )
-        path = memory_socket(KIND, bus)
-        self._buffers: Buffers
-        if rank:
-            self._buffers = LeadersBuffers(path, device, timeout)
+        self.meta: bytes | None = None
+        self.slot_bytes = Placed.room(self._total)
+        self.patch_bytes = 0
+        self.buffers: Buffers | None = None
+
+    def open(self) -> None:
+        """Allocate the buffers of all slots, in rank 0: memory is found now, not in a step."""
+        path, device = memory_socket(KIND, self._options.bus), self._options.device
+        if self._options.rank:
+            self.buffers = LeadersBuffers(path, device, self._options.timeout)
             return
-        try:
-            self._buffers = own = OwnBuffers(path, KIND_OF[name], device)
-        except BaseException:
-            self._publisher.close(remove=True)
-            raise
-        self._said = Said(self._said.manifest, own.owner)
-        self._meta = msgspec.msgpack.encode(self._said)
-        try:
-            for slot in range(slots):  # memory is found now, not in a step
-                self._buffers.buffer(own.owner, slot, manifest.total)
-        except BaseException:
-            self.close(remove=True)
-            raise
+        self.buffers = own = OwnBuffers(path, self._kind, device)
+        self._said = VersionMeta(self._said.manifest, "exported", own.owner)
+        self.meta = self._said.encode()
+        for slot in range(self._options.slots):
+            own.buffer(own.owner, slot, self._total)
 
-    def views(self, slot: int, name: BufferName, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return each tensor's place in a slot's buffer, made once for each buffer."""
-        known = self._views.get(slot)
-        if known is not None and known[0] == name:
-            return known[1]
-        found = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
-        self._views[slot] = name, found
-        self.known.pop(slot, None)
-        return found
+    def _buffer(self, write: VersionWrite) -> tuple[BufferName, torch.Tensor]:
+        assert self.buffers is not None
+        said = self._said if self._options.rank == 0 else self._checked(write)
+        return self.buffers.buffer(said.owner, write.slot, self._total)
 
-    def begin(self, version: int, text: str) -> _ExportedSink | None:
-        """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
-        wake(self.device)
-        write = self._publisher.begin(version, self._slot_bytes, meta=self._meta, text=text)
-        if write is None:
-            return None
-        try:
-            said = self._said if self.rank == 0 else self._checked(write)
-            name, payload = self._buffers.buffer(said.owner, write.slot, self.manifest.total)
-        except BaseException as error:
-            write.give_up(str(error))
-            raise
-        return _ExportedSink(self, write, name, payload)
+    def payload(self, write: VersionWrite) -> torch.Tensor:
+        """Return the slot's buffer."""
+        return self._buffer(write)[1]
 
-    def _checked(self, write: VersionWrite) -> Said:
+    def _checked(self, write: VersionWrite) -> VersionMeta:
         """Return what rank 0 says, which has the same manifest."""
         try:
-            said = msgspec.msgpack.decode(write.meta, type=Said)
-        except msgspec.MsgspecError:
+            said = VersionMeta.decode(write.meta)
+        except ManifestError:
             said = None
-        if said is None or said.manifest != self._said.manifest:
-            what = "by another carrier" if said is None else "with another manifest"
+        if said is None or said.memory != "exported" or said.manifest != self._said.manifest:
+            other = said is None or said.memory != "exported"
+            what = "by another carrier" if other else "with another manifest"
             raise WeightsError(
-                f"rank {self.rank}: rank 0 publishes version {write.version} {what}; let every "
-                "rank publish the same"
+                f"rank {self._options.rank}: rank 0 publishes version {write.version} {what}; let "
+                "every rank publish the same"
             )
         return said
 
-    def close(self, *, remove: bool) -> None:
-        """Leave; the versions go with their memory, but from readers that have mapped it."""
-        self._views, self.known = {}, {}
-        self._buffers.close()
-        self._publisher.close(remove=remove)
+    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the same: it stays until this is closed."""
+        return payload
 
+    def register(self, payload: torch.Tensor) -> None:
+        """Do nothing: a memfd's pages are not registered."""
 
-class _ExportedSink:
-    """A slot that is being written."""
-
-    def __init__(
-        self,
-        writer: ExportedWriter,
-        write: VersionWrite,
-        name: BufferName,
-        payload: torch.Tensor,
-    ) -> None:
-        self._writer = writer
-        self._write = write
-        self._name = name
-        self._payload = payload
-        self._views = writer.views(write.slot, name, payload)
-        self._pending: list[Pair] = []
-        self._pending_bytes = 0
-        self._begun: _Known | None = None
-        self._settled = False
-
-    def put(self, piece: LocalPiece) -> int:
-        """Copy a piece to its place, cast if need be; small ones together with what follows."""
-        pair = self._pair(piece)
-        size = pair[0].numel() * pair[0].element_size()
-        self._pending.append(pair)
-        self._pending_bytes += size
-        if self._pending_bytes >= PENDING_BYTES:
-            self._flush()
-        return size
-
-    def foresee(self, pieces: Sequence[LocalPiece]) -> None:
-        """Begin to copy pieces that were put into this slot before."""
-        known = self._writer.known.get(self._write.slot)
-        if known is None or not self._payload.is_cuda:
-            return
-        if pieces is known.foreseen or are_same(known.pieces, pieces):
-            known.foreseen = pieces
-            known.batch.begin()
-            self._begun = known
-
-    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Copy pieces that their source gives again, all of them together."""
-        known = self._writer.known.get(self._write.slot)
-        if known is None or not are_same(known.pieces, pieces):
-            known = _Known(pieces, Batch([self._pair(piece) for piece in pieces]))
-            self._writer.known[self._write.slot] = known
-        if known is not self._begun:
-            known.batch.begin()
-        return known.batch.nbytes
-
-    def _pair(self, piece: LocalPiece) -> Pair:
-        whole = self._views.get(piece.name)
-        return target_of_piece(self._writer.places.get(piece.name), whole, piece), piece.tensor
-
-    def _flush(self) -> None:
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        Batch(pending).begin()
-
-    def settle(self) -> None:
-        """Wait until all is copied: the parameters may change then."""
-        self._flush()
-        settle_devices([self._payload])
-        self._settled = True
-
-    def finish(self) -> None:
+    def finish(self, write: VersionWrite) -> None:
         """Publish; a rank above 0 says that its pieces are there."""
-        if not self._settled:
-            self.settle()
-        if self._writer.rank:
-            self._write.finish()
+        if self._options.rank:
+            write.finish()
             return
-        if self._writer.digests:
-            self._write.await_ranks()
-        sums = block_sums(self._payload) if self._writer.digests else []
-        said = Placed(self._name, self._writer.manifest.total, sums).encode()
-        memoryview(self._write.buffer)[: len(said)] = said
+        digests = self._options.digests
+        name, payload = self._buffer(write)
+        if digests:
+            write.await_ranks()
+        said = Placed(name, self._total, block_sums(payload) if digests else []).encode()
+        memoryview(write.buffer)[: len(said)] = said
         # Of the slot, which is small: a scribble over the buffer's name is found.
-        self._write.finish(digests=True)
+        write.finish(digests=True)
 
-    def give_up(self, reason: str) -> None:
-        """Leave what was newest in force; its slot is not used before the device has let go."""
-        self._pending = []
-        settle_devices([self._payload])
-        self._write.give_up(reason)
-
-
-class HasBytes(Protocol):
-    """Memory, or a slot of a pool."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return all its bytes, uint8."""
+    def close(self) -> None:
+        """Let go of the buffers; readers keep what they have mapped."""
+        if self.buffers is not None:
+            self.buffers.close()
 
 
-class Borrowed:
-    """A buffer's tensors, which keep no lease, and what was checked of them.
-
-    Parameters
-    ----------
-    name : BufferName
-        Which buffer.
-    memory : HasBytes
-        Mapped.
-    manifest : Manifest
-        Of what lies in it.
-    """
-
-    def __init__(self, name: BufferName, memory: HasBytes, manifest: Manifest) -> None:
-        payload = memory.tensor()
-        self.name = name
-        self.manifest = manifest
-        self.tensors = {place.name: tensor_at(payload, place) for place in manifest.tensors}
-        self.cache = LoadCache()
+# -- where versions are read ----------------------------------------------------------------------
 
 
-class ExportedVersion(PoolVersion):
-    """A leased version in another process's memory.
+class ExportedReaders:
+    """Maps the buffers of a publisher."""
 
-    Parameters
-    ----------
-    lease : VersionLease
-        Of a pool.
-    reader : PoolReader
-        Which has leased it.
-    manifest : Manifest
-        Checked.
-    placed : Placed
-        What the slot says.
-    memory : Memory
-        Mapped.
-    borrowed : Borrowed
-        Of its memory.
-    """
+    def __init__(self, options: ReaderOptions) -> None:
+        device = options.device
+        # A CUDA device also reads what lies on another one, where it has peer access.
+        index = device.index or 0 if device.type == "cuda" else None
+        self._buffers = ArenaView(memory_socket(KIND, options.bus), device=index, or_owner=True)
 
-    def __init__(
-        self,
-        lease: VersionLease,
-        reader: PoolReader,
-        manifest: Manifest,
-        placed: Placed,
-        memory: Memory,
-        borrowed: Borrowed,
-    ) -> None:
-        self._borrowed = borrowed
-        self._lease = lease
-        self._reader = reader
-        self._placed = placed
-        self._memory = memory
+    def open(self, lease: VersionLease) -> ExportedReader:
+        """Map what a version lies in."""
+        lease.check(0, 1)
+        placed = Placed.decode(bytes(memoryview(lease.buffer)))
+        try:
+            memory = self._buffers.memory(placed.buffer)
+        except (PeerGoneError, BufferLostError) as error:
+            raise LostVersionError(
+                f"version {lease.version} lay in the memory of its publisher, which has ended or "
+                f"replaced it ({error}); start the publisher again, or use the carrier 'shm', "
+                "whose versions outlive it",
+                lease.sequence,
+            ) from error
+        except DeviceMismatchError as error:
+            raise DeviceMismatchError(
+                f"version {lease.version}: {error}. The weights that this process runs stay"
+            ) from error
+        except (CudaDriverError, OSError, ValueError) as error:
+            raise WeightsError(
+                f"version {lease.version} cannot be mapped here: {error}. The weights that this "
+                "process runs stay; use the carrier 'shm'"
+            ) from error
+        if memory.nbytes < placed.total:
+            raise WeightsError(
+                f"version {lease.version}: expected a buffer of {placed.total} bytes, got one of "
+                f"{memory.nbytes}; publish again"
+            )
+        return ExportedReader(lease, placed, memory)
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self._buffers.close()
+
+
+class ExportedReader:
+    """A version's bytes in a buffer of its publisher."""
+
+    def __init__(self, lease: VersionLease, placed: Placed, memory: Memory) -> None:
+        self._version, self._placed, self._memory = lease.version, placed, memory
         self._held: _Held | None = _Held(lease.buffer, memory.device)
-        self.version = lease.version
-        self.sequence = lease.sequence
-        self.origin: object = reader.identity
-        self.text = lease.text
-        self.manifest = manifest
+        self.total = placed.total
+        self.key: object = placed.buffer.number
+        self.identity: object = placed.buffer
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """View every tensor; no byte is copied. The views keep the slot."""
+    def payload(self) -> torch.Tensor:
+        """View the buffer; the views keep the slot."""
         payload, life = self._memory.lend()
         span: Any = life()
         span.held = self._held
-        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+        return payload
 
-    @property
-    def cache(self) -> LoadCache:
-        """Return what was checked of this buffer before."""
-        return self._borrowed.cache
-
-    def borrow(self) -> dict[str, torch.Tensor]:
-        """View every tensor for as long as this object is open: made once for each buffer."""
-        return self._borrowed.tensors
+    def borrowed(self) -> torch.Tensor:
+        """View the buffer."""
+        return self._memory.tensor()
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Do nothing: there is no host memory that stays."""
+
+    def patch(self, manifest: Manifest) -> VersionChanges | None:
+        """Return None: only slots have patches."""
+        del manifest
+        return None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, on the device that reads."""
         sums = self._placed.digests
         if not sums:
-            raise WeightsError(
-                f"version {self.version} was published without digests, so nothing can be "
-                "verified; make the publisher with digests=True, or subscribe with verify='off'"
-            )
-        payload = self._memory.tensor()[: self.manifest.total]
+            raise no_digests(self._version)
+        payload = self._memory.tensor()[: self.total]
         blocks = list(range(len(sums)))
         for block in random.sample(blocks, min(SAMPLED_BLOCKS, len(blocks))) if sample else blocks:
             if block_sum(payload, block) != sums[block]:
-                end = min(self.manifest.total, (block + 1) * BLOCK_BYTES)
+                end = min(self.total, (block + 1) * BLOCK_BYTES)
                 raise DamagedError(
-                    f"version {self.version}: bytes {block * BLOCK_BYTES} to {end} do not match "
+                    f"version {self._version}: bytes {block * BLOCK_BYTES} to {end} do not match "
                     "their digest; do not load it: publish again, and look for a process that "
                     "writes where it should not"
                 )
 
     def close(self) -> None:
-        """Let go of the lease; views that are left keep the slot."""
+        """Keep the slot no longer than the views do."""
         self._held = None
-        self._lease.close()
 
 
 class _Held:
-    """A slot's lock, dropped when the device has done what was asked of it on this stream.
-
-    The lock is not in here but in `_locks`: where an interrupt ends what follows the death of this
-    object, the slot stays locked, and the next one lets go of it.
-    """
+    """A slot's lock, dropped when the device has done what was asked of it on this stream."""
 
     def __init__(self, buffer: object, device: torch.device) -> None:
         for dead in [known for known in _locks if known() is None]:

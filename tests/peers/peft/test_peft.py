@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shmbus.weights import (
-    AdapterFiles,
+    LoraFiles,
     WeightPublisher,
     WeightsError,
     WeightSubscriber,
-    adapter_source,
-    adapter_state,
+    lora_source,
+    lora_state,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -99,7 +99,7 @@ def folder(bus_name: str) -> Iterator[Path]:
 def test_the_tensors_are_those_that_peft_saves(kind: str, tied: bool) -> None:
     model = trained(kind, tied=tied)
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    assert bits_of(adapter_state(model)) == bits_of(wanted)
+    assert bits_of(lora_state(model)) == bits_of(wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -108,7 +108,7 @@ def test_peft_loads_the_files_and_computes_the_same(kind: str, tied: bool, folde
     model = trained(kind, adapter="policy", tied=tied)
     before = logits(base(tied=tied))
     config = model.peft_config["policy"].to_dict()
-    made = AdapterFiles(folder, "run1", config).publish(adapter_state(model, adapter="policy"), 0)
+    made = LoraFiles(folder, "run1", config).publish(lora_state(model, adapter="policy"), 0)
     loaded = PeftModel.from_pretrained(base(tied=tied), made.path).eval()
     assert torch.equal(logits(loaded), logits(model))
     assert not torch.equal(logits(loaded), before)
@@ -116,11 +116,11 @@ def test_peft_loads_the_files_and_computes_the_same(kind: str, tied: bool, folde
 
 def test_a_newer_version_is_loaded_beside_the_one_in_use(folder: Path) -> None:
     model = trained("lora")
-    files = AdapterFiles(folder, "run1", model.peft_config["default"].to_dict())
-    first = files.publish(adapter_state(model), 1)
+    files = LoraFiles(folder, "run1", model.peft_config["default"].to_dict())
+    first = files.publish(lora_state(model), 1)
     was = logits(model)
     train(model)
-    second = files.publish(adapter_state(model), 2)
+    second = files.publish(lora_state(model), 2)
     server = PeftModel.from_pretrained(base(), first.path, adapter_name=first.name).eval()
     server.load_adapter(second.path, adapter_name=second.name)
     assert torch.equal(logits(server), was)
@@ -138,7 +138,7 @@ def test_a_set_of_its_own_brings_another_model_to_the_same_outputs(
     replica = trained(kind)
     train(replica)
     with (
-        WeightPublisher(bus_name, adapter_source(model)) as publisher,
+        WeightPublisher(bus_name, lora_source(model)) as publisher,
         WeightSubscriber(bus_name) as subscriber,
     ):
         for version in range(3):
@@ -146,7 +146,7 @@ def test_a_set_of_its_own_brings_another_model_to_the_same_outputs(
             assert not torch.equal(logits(replica), logits(model))
             publisher.publish(version=version)
             with subscriber.latest(timeout=5) as weights:
-                assert weights.load_into(adapter_state(replica)) > 0
+                assert weights.load_into(lora_state(replica)) > 0
             assert torch.equal(logits(replica), logits(model))
 
 
@@ -154,7 +154,7 @@ def test_the_files_are_those_of_save_pretrained(folder: Path, tmp_path: Path) ->
     model = trained("lora")
     model.save_pretrained(tmp_path)
     config = model.peft_config["default"]
-    made = AdapterFiles(folder, "run1", config.to_dict()).publish(adapter_state(model), 7)
+    made = LoraFiles(folder, "run1", config.to_dict()).publish(lora_state(model), 7)
     ours, theirs = (
         load_file(f"{made.path}/adapter_model.safetensors"),
         load_file(tmp_path / "adapter_model.safetensors"),
@@ -172,14 +172,14 @@ def test_trained_biases_are_no_adapter() -> None:
         LoraConfig(r=2, target_modules=["0"], bias="all"),
     )
     with pytest.raises(WeightsError, match="expected bias='none' in its config, got 'all'"):
-        adapter_state(model)
+        lora_state(model)
 
 
 def test_an_adapter_among_others_is_published_alone() -> None:
     model = trained("lora", adapter="one")
     model.add_adapter("two", copy.deepcopy(model.peft_config["one"]))
-    one = adapter_state(model, adapter="one")
-    assert one.keys() == adapter_state(model, adapter="two").keys()
+    one = lora_state(model, adapter="one")
+    assert one.keys() == lora_state(model, adapter="two").keys()
     assert bits_of(one) == bits_of(get_peft_model_state_dict(model, adapter_name="one"))
     with pytest.raises(WeightsError, match="there are: one, two"):
-        adapter_state(model, adapter="three")
+        lora_state(model, adapter="three")

@@ -10,8 +10,8 @@ import torch
 from serving import Server
 
 from shmbus import Bus
-from shmbus.engines import AdapterFleet, VllmServer
-from shmbus.weights import AdapterFiles
+from shmbus.engines import LoraFleet, VllmServer
+from shmbus.weights import LoraFiles
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -42,13 +42,13 @@ async def test_each_version_of_an_adapter_answers_by_its_name_while_requests_are
     server = Server(folders[0], tmp_path / "server.log", 1, "--enable-lora", "--max-loras", "2")
     try:
         await server.started()
-        files = AdapterFiles(tmp_path / "adapters", "run1", CONFIG)
+        files = LoraFiles(tmp_path / "adapters", "run1", CONFIG)
 
         async def answer(model: str) -> str:
             return await server.complete("w1 w2 w3", 48, model=model, ignore_eos=True)
 
         base = await answer("m")
-        async with AdapterFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
+        async with LoraFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
             await fleet.update(files.publish(adapter(1), version=8))
             first = await answer("run1-v8")
             assert first != base

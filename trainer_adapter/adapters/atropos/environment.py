@@ -6,20 +6,14 @@ Invariant: what `_send_scored_data_to_api` was given is put whole, also where it
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import shmbus
-from shmbus.peers.atropos import records_of
+from shmbus.peers.atropos import samples_of
 from trainer_adapter.adapters.stack import BUS_VARIABLE
 
 __all__ = ["ShmbusEnv"]
-
-logger = logging.getLogger(__name__)
-
-#: Seconds that one try waits for room, in a thread that a process at its end waits for.
-_TRY_S: Final = 0.5
 
 #: What is under way; a loop keeps no reference of its own.
 _putting: set[asyncio.Future[None]] = set()
@@ -73,13 +67,13 @@ class ShmbusEnv:
         ------
         TypeError, ValueError, RecordTooLargeError
             A group is none, or has something that no batch or record can have; the message names
-            it, and nothing of this call was put.
+            it. Of several groups, those before it were put where it was too large.
         BusRemovedError, BusClosedError
             As for `shmbus.Producer.put`.
         """
         producer = self._shmbus()
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        put: list[dict[str, Any]] = []
+        put: dict[str, list[dict[str, Any]]] = {}
         for group in groups:
             if not isinstance(group, dict):
                 raise TypeError(
@@ -88,28 +82,16 @@ class ShmbusEnv:
             group["env_id"] = getattr(self, "env_id", None)
             key = f"atropos-{producer.producer_id}-{self._shmbus_groups}"
             self._shmbus_groups += 1
-            put += records_of(group, key, policy_version=producer.policy_version)
-        # All in one call, which checks all before it puts the first.
-        putting = asyncio.ensure_future(_put_whole(producer, put))
+            put[key] = samples_of(group, policy_version=producer.policy_version)
+        putting = asyncio.ensure_future(_put_all(producer, put))
         _putting.add(putting)
         putting.add_done_callback(_putting.discard)
-        # An environment cancels its workers; half a group would wait in the bus for ever.
+        # An environment cancels its workers; what they have made is put nevertheless.
         await asyncio.shield(putting)
 
 
-async def _put_whole(producer: shmbus.Producer, records: list[dict[str, Any]]) -> None:
-    """Put the records of groups; once the first is in the bus, all of them follow."""
-    left = records
-    try:
-        producer.put_many(left, timeout=0)
-        return
-    except shmbus.BusFullError as error:
-        left = left[error.accepted :]
-    while left:
-        try:
-            await asyncio.to_thread(producer.put_many, left, timeout=_TRY_S)
-            return
-        except shmbus.BusFullError as error:
-            left = left[error.accepted :]
-            if error.accepted == 0:
-                logger.debug("bus %r is full: a group waits", producer.name)
+async def _put_all(producer: shmbus.Producer, groups: dict[str, list[dict[str, Any]]]) -> None:
+    """Put groups, each whole, by their keys."""
+    for key, samples in groups.items():
+        if samples:
+            await producer.aput_group(key, samples)

@@ -1,0 +1,209 @@
+"""A new adapter at several servers, under a name that carries its version.
+
+Nobody is paused: requests in flight go on with the name that they asked for, and new ones ask for
+the new name once the bus's policy version says so.
+
+Invariants:
+
+- The policy version is announced only when enough servers list the new name with its path; neither
+  a status nor a body of the loading itself is believed.
+- Whatever a server's class raises is a failure of that server.
+- A version that too few took is unloaded again; the one before stays loaded until `keep` newer ones
+  are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import shmbus
+from shmbus._arguments import check_int
+from shmbus.engines.errors import EngineError, UpdateRolledBackError
+from shmbus.engines.report import ServerReport, UpdateReport
+from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout
+from shmbus.engines.tasks import OneAtATime, close_all
+from shmbus.segment.names import check_name
+from shmbus.weights.lora import LoraVersion, past_keeping
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["LoraFleet", "LoraServer"]
+
+
+class LoraServer(Protocol):
+    """What the fleet needs of a server. Every verb raises EngineError where it did not happen."""
+
+    @property
+    def address(self) -> str:
+        """How messages name it."""
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Load an adapter from a folder on its machine."""
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Unload an adapter."""
+
+    async def adapters(self, timeout: float) -> dict[str, str]:
+        """Return the adapters that it has, and their paths."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class LoraFleet:
+    """Brings versions of an adapter to inference servers.
+
+    Parameters
+    ----------
+    servers : sequence of LoraServer
+        `VllmServer` and `SglangServer`.
+    bus : str
+        The bus whose policy version says which version is in force.
+    timeout : float
+        Seconds for each request.
+    quorum : int, optional
+        How many servers must take a version; all by default.
+    keep : int
+        Versions that stay loaded: those whose requests may still be in flight.
+
+    Raises
+    ------
+    ValueError
+        There is no server, one is there twice, or a number is none.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[LoraServer],
+        *,
+        bus: str,
+        timeout: float = 120.0,
+        quorum: int | None = None,
+        keep: int = 2,
+    ) -> None:
+        addresses = checked_addresses(servers)
+        if not servers or len(set(addresses)) < len(addresses):
+            raise ValueError(f"servers: expected one or more, each once, got {addresses}")
+        check_name(bus)
+        most = len(servers)
+        self.servers = list(servers)
+        self.bus = bus
+        self.timeout = checked_timeout(timeout)
+        self.quorum = most if quorum is None else check_int("quorum", quorum, 1, most)
+        self.keep = check_int("keep", keep, 1, sys.maxsize)
+        self._busy = OneAtATime()
+
+    async def update(self, adapter: LoraVersion) -> UpdateReport:
+        """Load a version at all servers, announce it, and unload what is too old.
+
+        Parameters
+        ----------
+        adapter : LoraVersion
+            As `LoraFiles.publish` wrote it.
+
+        Returns
+        -------
+        UpdateReport
+            At least `quorum` servers have it; `warning` says what could not be unloaded.
+
+        Raises
+        ------
+        UpdateRolledBackError
+            Too few took it; it was unloaded where it was loaded, and the version before is in
+            force.
+        """
+        if not isinstance(adapter, LoraVersion):
+            raise TypeError(
+                f"adapter: expected what LoraFiles.publish returned, got {type(adapter).__name__}"
+            )
+        async with self._busy:
+            began = time.monotonic()
+            before = await asyncio.gather(*(self._versions(each, adapter) for each in self.servers))
+            others = [n for each in before for n in each if n != adapter.version]
+            older = [n for n in others if n < adapter.version]
+            previous = max(older or others, default=None)
+            reports = [ServerReport(address=server.address, ranks=1) for server in self.servers]
+            report = UpdateReport(version=adapter.version, previous=previous, servers=reports)
+            pairs = list(zip(self.servers, reports, strict=True))
+            loaded = await asyncio.gather(*(self._load(*pair, adapter) for pair in pairs))
+            if sum(loaded) < self.quorum:
+                await asyncio.gather(*(self._unload(*pair, adapter.name) for pair in pairs))
+                causes = [f"{each.address}: {each.error}" for each in reports if each.error]
+                raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
+            self._announce(adapter.version)
+            for pair in pairs:
+                there = await self._versions(pair[0], adapter)
+                for old in past_keeping(there, adapter.version, self.keep):
+                    await self._unload(*pair, _named(adapter, old))
+            report.total_s = time.monotonic() - began
+            return report
+
+    async def _load(self, server: LoraServer, report: ServerReport, adapter: LoraVersion) -> bool:
+        began = time.monotonic()
+        error: EngineError | None = None
+        try:
+            await server.load_adapter(adapter.name, adapter.path, self.timeout)
+        except Exception as failed:  # whatever it is: what the server lists decides
+            error = as_engine_error(server, failed)
+        try:
+            there = await server.adapters(self.timeout)
+        except Exception as found:
+            unlisted = as_engine_error(server, found)
+            report.error = str(error or unlisted)
+            report.state = "gone" if unlisted.gone else "unknown"
+            return False
+        if there.get(adapter.name) != adapter.path:
+            report.error = str(error or f"it does not list {adapter.name!r} with {adapter.path}")
+            return False
+        report.version = adapter.version
+        report.warning = "" if error is None else str(error)
+        report.load_s = time.monotonic() - began
+        return True
+
+    async def _unload(self, server: LoraServer, report: ServerReport, name: str) -> None:
+        try:
+            if name in await server.adapters(self.timeout):
+                await server.unload_adapter(name, self.timeout)
+        except Exception as error:
+            report.warning = str(as_engine_error(server, error))
+
+    async def _versions(self, server: LoraServer, adapter: LoraVersion) -> list[int]:
+        """List which versions of this adapter a server has, whoever loaded them."""
+        ends = re.compile(re.escape(_named(adapter, 0)[:-1]) + r"(\d+)")
+        try:
+            found = [ends.fullmatch(name) for name in await server.adapters(self.timeout)]
+        except Exception:  # loading it says why
+            return []
+        return sorted(int(match[1]) for match in found if match)
+
+    def _announce(self, version: int) -> None:
+        with contextlib.suppress(shmbus.BusNotFoundError), shmbus.Bus.open(self.bus) as bus:
+            bus.policy_version = version
+
+    async def close(self) -> None:
+        """Let go of connections to the servers; may be called twice. Cancelled, it ends first."""
+        await close_all(self.servers)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _named(adapter: LoraVersion, version: int) -> str:
+    """Name another version of the same adapter."""
+    return f"{adapter.name.removesuffix(str(adapter.version))}{version}"

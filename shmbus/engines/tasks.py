@@ -1,0 +1,74 @@
+"""Updates as tasks: one at a time in a process, and each to its end.
+
+Invariant: who was cancelled while it waited for its turn does not have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["OneAtATime", "close_all", "to_the_end"]
+
+_T = TypeVar("_T")
+
+#: Seconds between two tries; an update takes longer.
+TRY_S = 0.01
+
+
+class OneAtATime:
+    """For an ``async with`` block. A lock of asyncio's would belong to one event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    async def __aenter__(self) -> None:
+        while not self._lock.acquire(blocking=False):
+            await asyncio.sleep(TRY_S)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+
+async def to_the_end(work: Coroutine[Any, Any, _T], *quiet: type[BaseException]) -> _T:
+    """Do something to its end, whoever cancels this meanwhile; `quiet` errors are dropped then."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with contextlib.suppress(*quiet):
+            await _uninterrupted(task)
+        raise
+
+
+async def _uninterrupted(task: asyncio.Future[Any]) -> None:
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    task.result()
+
+
+class Closing(Protocol):
+    """A server as far as it is closed."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+async def close_all(servers: Sequence[Closing]) -> None:
+    """Close every server, whoever cancels this meanwhile."""
+    closing = asyncio.gather(*(server.close() for server in servers))
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await _uninterrupted(closing)
+        raise

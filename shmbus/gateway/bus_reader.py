@@ -1,0 +1,113 @@
+"""The gateway as a consumer of its bus: groups are taken, and leases ended, in a thread of its own.
+
+With a daemon each call may wait for it; no client waits for that. Invariant: the calls are made one
+after the other, in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TypeVar
+
+import shmbus
+from shmbus.gateway import settings
+from shmbus.http.access import Refusal
+
+__all__ = ["BusReader"]
+
+_R = TypeVar("_R")
+
+#: Groups that one read takes at the most, so that others have their turn.
+_MOST = 32 * settings.TAKE_GROUPS
+
+
+class BusReader:
+    """Reads one bus."""
+
+    def __init__(self, name: str, daemon: bool | None) -> None:
+        self._name = name
+        self._daemon = daemon
+        self._consumer: shmbus.Consumer | None = None
+        self._thread = ThreadPoolExecutor(1, "shmbus-gateway-bus")
+        self._attaching = asyncio.Lock()
+        #: Whether everything that was in the bus at the beginning has been read.
+        self._read_before = False
+
+    @property
+    def attached(self) -> bool:
+        """Whether groups come to this process."""
+        return self._consumer is not None
+
+    async def _call(self, work: Callable[[], _R]) -> _R:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (shmbus.DaemonUnavailableError, shmbus.BusClosedError) as error:
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+
+    async def attach(self) -> None:
+        """Become a consumer of the bus, unless another process reads it."""
+        async with self._attaching:
+            if self._consumer is not None:
+                return
+
+            def make() -> shmbus.Consumer:
+                # The gateway has its own report of what stands still: the sizes of its queues.
+                return shmbus.Consumer(
+                    self._name, label="shmbus gateway", daemon=self._daemon, on_stall=None
+                )
+
+            try:
+                self._consumer = await self._call(make)
+            except shmbus.BusBusyError as error:
+                raise Refusal(
+                    HTTPStatus.CONFLICT,
+                    f"{error}; a trainer that reads the bus itself needs no batches from here, and "
+                    "several share it by `shmbus serve`",
+                ) from error
+
+    async def detach(self) -> None:
+        """Have groups come to others: what is leased here is delivered again."""
+        consumer = self._consumer
+        if consumer is not None:
+            self._consumer = None
+            self._read_before = False
+            await self._call(consumer.close)
+
+    async def take(self) -> Sequence[shmbus.Group]:
+        """Return the groups that are complete now, leased."""
+        consumer = self._consumer
+        if consumer is None:
+            return ()
+
+        def take() -> list[shmbus.Group]:
+            found: list[shmbus.Group] = []
+            if not self._read_before:
+                # What a predecessor gave must be known before the first request for more.
+                while consumer.stats().in_ring:
+                    found += consumer.take(settings.TAKE_GROUPS, timeout=0)
+                self._read_before = True
+            while len(found) < _MOST and (groups := consumer.take(settings.TAKE_GROUPS, timeout=0)):
+                found += groups
+            return found
+
+        return await self._call(take)
+
+    async def ack(self, groups: list[shmbus.Group]) -> None:
+        """Acknowledge groups."""
+        consumer = self._consumer
+        if groups and consumer is not None:
+            await self._call(lambda: consumer.ack(groups))
+
+    async def drop(self, groups: list[shmbus.Group]) -> None:
+        """Discard groups."""
+        consumer = self._consumer
+        if groups and consumer is not None:
+            await self._call(lambda: consumer.drop(groups))
+
+    async def close(self) -> None:
+        """Leave the bus."""
+        await self.detach()
+        self._thread.shutdown()

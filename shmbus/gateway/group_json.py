@@ -1,0 +1,210 @@
+"""Bodies as JSON: decoded by type, with a sentence for what is wrong.
+
+The long lists of a group become arrays without an object for each number, where they are plain;
+msgspec reads the rest. What is not plain it reads alone, and says what is wrong with it. What
+Python's own ``json`` writes and JSON does not have (NaN, true for 1, half of a surrogate pair) is
+looked at once more, so that it is taken or refused by name.
+
+Invariant: all ways give equal numbers, or refuse the body.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from shmbus.http.access import Refusal
+from shmbus.peers.atropos import KEYS
+from shmbus_ext import _core
+
+__all__ = ["ScoredGroup", "decode", "decode_groups", "decode_object", "unprocessable"]
+
+_T = TypeVar("_T")
+
+
+class ScoredGroup(msgspec.Struct, kw_only=True):
+    """A ScoredDataGroup: its keys are those of `shmbus.peers.atropos.KEYS`.
+
+    Lists of numbers may be arrays: those of `_LIFTED`, one for each sequence.
+    """
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+
+class _Rest(ScoredGroup, kw_only=True):
+    """What is left of a group when its long lists were taken out: 0 where one was."""
+
+    tokens: Any
+    masks: Any
+    advantages: Any = None
+    ref_logprobs: Any = None
+    inference_logprobs: Any = None
+
+
+#: Keys whose lists are taken out, and whether their numbers are floats.
+_LIFTED = {
+    "tokens": False,
+    "masks": False,
+    "advantages": True,
+    "ref_logprobs": True,
+    "inference_logprobs": True,
+}
+_rest = msgspec.json.Decoder(_Rest)
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+
+_strict: dict[bool, msgspec.json.Decoder[Any]] = {
+    False: msgspec.json.Decoder(ScoredGroup),
+    True: msgspec.json.Decoder(list[ScoredGroup]),
+}
+#: Keys whose numbers Python may have written as true and false.
+_NUMBERS = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+def unprocessable(message: str) -> Refusal:
+    """Return the refusal of a body that is JSON and cannot be used."""
+    return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, message)
+
+
+#: What may be a number beyond float64, which Python reads as infinite.
+_MAYBE_INFINITE = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise unprocessable(
+        f"{name}: expected finite numbers, since JSON has no others and a batch with one could not "
+        "be answered; replace it before the group is sent"
+    )
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse_constant(text[:40])
+
+
+def _parse(body: bytes | bytearray | memoryview) -> Any:
+    """Parse as Python's json does, and refuse by name what no answer could have."""
+    text = bytes(body)
+    of_float = _finite if _MAYBE_INFINITE.search(text) else None
+    try:
+        parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=of_float)
+        msgspec.json.encode(parsed)
+    except UnicodeEncodeError as error:
+        raise unprocessable(
+            f"body: expected text, got half of a surrogate pair, {error.object[error.start]!a}; "
+            "replace it, as text.encode('utf-8', 'replace') does, and send it again"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise unprocessable(
+            f"body: expected JSON, got {error}; send what json.dumps writes"
+        ) from error
+    return parsed
+
+
+def _as_numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_numbers(each) for each in value]
+    return int(value) if isinstance(value, bool) else value
+
+
+def decode(body: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
+    """Return a body as `kind`."""
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    try:
+        return msgspec.convert(_parse(body), kind, strict=False)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise unprocessable(f"body: {error}; correct it and send it again") from error
+
+
+def decode_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """Return a body that is any JSON object."""
+    return decode(body, dict[str, Any])
+
+
+def decode_groups(body: bytes | bytearray | memoryview, *, several: bool) -> list[ScoredGroup]:
+    """Return the groups of a body: one, or a list of them."""
+    groups = _decode_plain(body, several)
+    if groups is None:
+        try:
+            found = _strict[several].decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            found = _decode_leniently(body, several)
+        groups = found if several else [found]
+    for group in groups:
+        for messages in group.messages or ():
+            for message in messages:
+                if "role" not in message or "content" not in message:
+                    raise unprocessable(
+                        "messages: expected 'role' and 'content' in each, got one with "
+                        f"{', '.join(map(repr, message)) or 'nothing'}; add what is absent"
+                    )
+    return groups
+
+
+def _decode_plain(body: bytes | bytearray | memoryview, several: bool) -> list[ScoredGroup] | None:
+    """Return the groups of a body with arrays; None where it has to be read another way."""
+    groups: list[ScoredGroup] = []
+    try:
+        for text in _items.decode(body) if several else (body,):
+            lifted = _core.lift_numbers(text, _LIFTED)
+            if lifted is None:
+                return None
+            rest, arrays = lifted
+            group = _rest.decode(rest)
+            for name in _LIFTED:
+                if (name in arrays) != (getattr(group, name) is not None):
+                    return None
+            if group.tokens is None or group.masks is None:
+                return None
+            for name, rows in arrays.items():
+                setattr(group, name, rows)
+            groups.append(group)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    return groups
+
+
+def _decode_leniently(body: bytes | bytearray | memoryview, several: bool) -> Any:
+    parsed = _parse(body)
+    for group in parsed if isinstance(parsed, list) else [parsed]:
+        if isinstance(group, dict):
+            for name in _NUMBERS:
+                if name in group:
+                    group[name] = _as_numbers(group[name])
+    kind: Any = list[ScoredGroup] if several else ScoredGroup
+    try:
+        return msgspec.convert(parsed, kind, strict=False)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise unprocessable(f"body: {error}; correct it and send the group again") from error
+
+
+assert tuple(ScoredGroup.__struct_fields__) == KEYS

@@ -1,0 +1,273 @@
+"""Groups into the bus: a POST is held while the bus is full, and a body is put once.
+
+A client whose answer was lost sends its body again, and nothing in it says so. So a body is known
+by its bytes from before its first group until its answer was delivered, in the journal too, where a
+successor finds it.
+
+Invariants:
+
+- What was answered 200 is in the bus, whole.
+- Bodies are put one after the other, in the order in which they came, so that none starves.
+- A body whose answer was lost is put no second time, also by a successor. Equal bodies whose
+  answers were delivered are different groups.
+- A group is put whole or not at all, so a journal entry counts groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+from isal import isal_zlib
+
+import shmbus
+from shmbus.gateway import settings
+from shmbus.gateway.journal import BodyKey, Journal, JournalEntry
+from shmbus.http.access import Refusal
+from shmbus.inspect.dump import inspect
+
+__all__ = ["Body", "IdempotentPut", "Samples", "key_of"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two checks whether the client of a held body is there still.
+_ALIVE_S: Final = 1.0
+#: Bytes of a record beside its arrays and meta: header, schema, shapes, padding.
+_RECORD_BYTES: Final = 256
+
+#: A group, as `Producer.put_group` takes it.
+Samples = list[dict[str, Any]]
+
+
+def key_of(body: bytes | bytearray | memoryview) -> BodyKey:
+    """Return what tells a body from others."""
+    return BodyKey(len(body), isal_zlib.crc32(body), isal_zlib.adler32(body))
+
+
+class Body:
+    """A body that is put, or was: what its groups are called, and how many of them are there."""
+
+    def __init__(self, key: BodyKey, producer_id: int, first: int, count: int) -> None:
+        self.key = key
+        self.producer_id = producer_id
+        self.first = first
+        self.count = count
+        #: Groups that are in the bus.
+        self.done = 0
+        #: Its number in the journal, while it has one.
+        self.entry: int | None = None
+        self.lost_s = 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its groups are in the bus."""
+        return self.done == self.count
+
+    def id_of(self, number: int) -> str:
+        """Return the key of one of its groups on the bus."""
+        return f"http-{self.producer_id}-{self.first + number}"
+
+
+class IdempotentPut:
+    """Puts bodies into one bus, each once."""
+
+    def __init__(self, bus: shmbus.Bus, journal: Journal, hold_s: float) -> None:
+        self._bus = bus
+        self._journal = journal
+        self._hold_s = hold_s
+        #: Bodies whose answers were lost, the oldest first.
+        self._lost: dict[BodyKey, Body] = {}
+        self._turn = asyncio.Lock()
+        self._next = 0
+        self.holding = 0
+        self.repeated = 0
+        # Before the slot of a dead gateway's producer is another's: this one's, maybe.
+        committed = _committed_by(bus.name)
+        self.producer = shmbus.Producer(bus.name, label="shmbus gateway", on_stall=None)
+        #: What its slot had committed before this producer had it.
+        self._committed_before = _committed_by(bus.name).get(self.producer.producer_id, 0)
+        self._recover(committed)
+
+    def _recover(self, committed: dict[int, int]) -> None:
+        """Take over a predecessor's bodies, with the group that it died at where that was put."""
+        keys: set[str] | None = None
+        for number, entry in self._journal.entries:
+            body = Body(entry.key, entry.producer_id, entry.first, entry.groups)
+            body.entry = number
+            body.lost_s = time.monotonic()
+            self._lost[body.key] = body
+            body.done = entry.done
+            if body.whole:
+                continue
+            if entry.mark and committed.get(body.producer_id, 0) >= entry.mark:
+                body.done += 1
+            else:
+                keys = _keys_in(self._bus.name) if keys is None else keys
+                there = (body.id_of(at) in keys for at in range(body.done, body.count))
+                body.done += sum(itertools.takewhile(bool, there))
+            # The next successor must know it too: by then the group may be gone.
+            self._write(body)
+
+    # -- a body ---------------------------------------------------------------------------------
+
+    def body_of(self, key: BodyKey, count: int) -> Body:
+        """Return a body whose answer was lost, where this is it again, or a new one."""
+        body = self._lost.pop(key, None)
+        if body is not None:
+            self.repeated += 1
+            return body
+        body = Body(key, self.producer.producer_id, self._next, count)
+        self._next += count
+        return body
+
+    async def put(
+        self, body: Body, groups: Sequence[Samples], deadline_s: float, alive: Callable[[], bool]
+    ) -> None:
+        """Put the groups of a body that are not in the bus yet, while the client is `alive`."""
+        if body.whole:
+            return
+        self.holding += 1
+        try:
+            for samples in groups:
+                if _bytes_of(samples) > self._bus.record_limit:
+                    raise self._too_large()
+            await self._acquire(deadline_s)
+            try:
+                if not body.done and not alive():
+                    raise ConnectionResetError("the client went while its groups were held")
+                self._write(body, self._mark(body))
+                while not body.whole:
+                    await self._put_group(body, groups[body.done], deadline_s, alive)
+                    body.done += 1
+                    self._write(body, self._mark(body))
+            finally:
+                self._turn.release()
+        except BaseException:
+            if body.done:
+                # The client sends it again: what is missing follows then, after other bodies.
+                self._write(body)
+                self.lost(body)
+            else:
+                self.delivered(body)
+            raise
+        finally:
+            self.holding -= 1
+
+    async def _acquire(self, deadline_s: float) -> None:
+        left = max(0.0, deadline_s - time.monotonic())
+        try:
+            await asyncio.wait_for(self._turn.acquire(), left)
+        except asyncio.TimeoutError:
+            raise self._full() from None
+
+    async def _put_group(
+        self, body: Body, samples: Samples, deadline_s: float, alive: Callable[[], bool]
+    ) -> None:
+        while samples:
+            left = max(0.0, deadline_s - time.monotonic())
+            try:
+                await self.producer.aput_group(
+                    body.id_of(body.done), samples, timeout=min(left, _ALIVE_S)
+                )
+                return
+            except shmbus.BusFullError as error:
+                if not body.done and not alive():
+                    raise ConnectionResetError(
+                        "the client went while its groups were held"
+                    ) from error
+                if not left:
+                    raise self._full() from error
+            except shmbus.RecordTooLargeError as error:
+                raise self._too_large() from error
+            except (TypeError, ValueError) as error:
+                raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
+
+    def _too_large(self) -> Refusal:
+        return Refusal(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"a group: expected at most {self._bus.record_limit} bytes, a quarter of bus "
+            f"{self._bus.name!r}, got more; create the bus with a larger capacity",
+        )
+
+    def _full(self) -> Refusal:
+        paused = self._bus.paused
+        why = "is paused" + (f" ({paused})" if paused else "") if paused is not None else "is full"
+        return Refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"bus {self._bus.name!r}: expected room within {self._hold_s:g} s, but it "
+            f"{why}; nothing was lost: send the group again once the trainer has taken batches, or "
+            "create the bus with a larger capacity (one batch must fit, and what environments send "
+            "meanwhile)",
+        )
+
+    # -- the journal ----------------------------------------------------------------------------
+
+    def _mark(self, body: Body) -> int:
+        """Return what the producer's slot will have committed once the next group is in the bus."""
+        if body.whole or body.producer_id != self.producer.producer_id:
+            return 0
+        return self._committed_before + self.producer.stats().committed + 1
+
+    def _write(self, body: Body, mark: int = 0) -> None:
+        """Tell a successor how much of a body is in the bus."""
+        entry = JournalEntry(body.count, body.key, body.producer_id, body.first, body.done, mark)
+        if body.entry is not None:
+            self._journal.write_entry(body.entry, entry)
+            return
+        body.entry = self._journal.open_entry(entry)
+        if body.entry is None and self._lost:
+            self._forget_oldest()
+            body.entry = self._journal.open_entry(entry)
+
+    def delivered(self, body: Body) -> None:
+        """Note that the client has its answer: an equal body is another one."""
+        if body.entry is not None:
+            self._journal.close_entry(body.entry)
+            body.entry = None
+
+    def lost(self, body: Body) -> None:
+        """Note that the client does not have its answer: it sends the body again."""
+        body.lost_s = time.monotonic()
+        self._lost[body.key] = body
+
+    def forget_old(self) -> None:
+        """Forget bodies that were not sent again for RETRY_S."""
+        before_s = time.monotonic() - settings.RETRY_S
+        while self._lost and next(iter(self._lost.values())).lost_s < before_s:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        self.delivered(self._lost.pop(next(iter(self._lost))))
+
+    def close(self) -> None:
+        """Leave the bus."""
+        self.producer.close()
+
+
+def _committed_by(bus: str) -> dict[int, int]:
+    """Return how many records each producer's slot has committed, by the producer's number.
+
+    A producer that died in the middle of a commit is left out: that is decided later.
+    """
+    slots = inspect(bus, limit=0).slots
+    return {slot.producer_id: slot.committed for slot in slots if not slot.commit_under_way}
+
+
+def _keys_in(bus: str) -> set[str]:
+    """Return the keys of all groups that have a sample in the bus, also of those that were read."""
+    records = inspect(bus, limit=sys.maxsize).records
+    return {each.instance_id for each in records if each.state in ("committed", "released")}
+
+
+def _bytes_of(samples: Samples) -> int:
+    """Return about how many bytes samples need in the ring, without their metas."""
+    return sum(
+        _RECORD_BYTES + sum(value.nbytes for value in sample.values() if hasattr(value, "nbytes"))
+        for sample in samples
+    )

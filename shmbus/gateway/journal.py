@@ -1,0 +1,187 @@
+"""What a gateway leaves to its successor, in a companion file of the bus, also after kill -9.
+
+Invariants:
+
+- One gateway serves a bus; the lock of the file ends with its process.
+- The state is in one of two places, whole, with a checksum; the other is written next.
+- An entry of the journal is one write below a page, which no death parts.
+- A file of an earlier bus of the same name counts as none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import zlib
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
+import msgspec
+
+import shmbus
+from shmbus.gateway import settings
+from shmbus.http.access import Refusal
+from shmbus.segment.names import companion_name
+from shmbus.segment.own_file import open_own
+
+__all__ = ["BodyKey", "Journal", "JournalEntry"]
+
+_MAGIC: Final = b"SHMGATE3"
+_HEAD = struct.Struct("<8sQI")
+_PLACE = struct.Struct("<QII")
+#: Groups that a body has, its key, what they are called, how many were put, and the mark.
+_ENTRY = struct.Struct("<H2xIIIQQH6xQ16x")
+_PAGE: Final = 4096
+#: Bytes of the state: all environments that may register, with the longest names.
+_STATE_BYTES: Final = 16 << 20
+#: Bytes of it that are allocated from the start: hundreds of environments with usual names.
+_STATE_NOW: Final = 64 << 10
+_PLACES: Final = (_PAGE, _PAGE + _STATE_BYTES)
+_JOURNAL: Final = _PAGE + 2 * _STATE_BYTES
+
+
+class BodyKey(NamedTuple):
+    """What tells one body from another: its bytes are not kept."""
+
+    length: int
+    crc: int
+    adler: int
+
+
+class JournalEntry(NamedTuple):
+    """A body whose answer was not delivered when its gateway died.
+
+    Attributes
+    ----------
+    groups : int
+        How many groups it had.
+    key : BodyKey
+        Of the body.
+    producer_id, first : int
+        What the groups are called: the producer's number, and theirs from `first` on.
+    done : int
+        How many of them were in the bus, whole, at least.
+    mark : int
+        How many records its producer's slot has committed at least once the group behind those is
+        in the bus; 0 where others may have been committed since that are not of this body.
+    """
+
+    groups: int
+    key: BodyKey
+    producer_id: int
+    first: int
+    done: int = 0
+    mark: int = 0
+
+
+class Journal:
+    """The file, held by this process."""
+
+    def __init__(self, bus: shmbus.Bus) -> None:
+        self.path = "/dev/shm" + companion_name("gateway", bus.name)
+        self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT, f"the gateway of bus {bus.name!r}")
+        entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY.size
+        try:
+            self._lock(bus.name)
+            head = os.pread(self._fd, _HEAD.size, 0)
+            ours = len(head) == _HEAD.size and _HEAD.unpack(head)[:2] == (
+                _MAGIC,
+                bus.created_unix_ns,
+            )
+            if not ours:
+                os.ftruncate(self._fd, 0)
+            self._allocate([*((start, _STATE_NOW) for start in _PLACES), (_JOURNAL, entries_bytes)])
+            os.pwrite(self._fd, _HEAD.pack(_MAGIC, bus.created_unix_ns, os.getpid()), 0)
+            self.state, self._version = self._newest()
+            journal = os.pread(self._fd, entries_bytes, _JOURNAL)
+            self.entries = [
+                (number, JournalEntry(groups, BodyKey(*numbers[:3]), *numbers[3:]))
+                for number, (groups, *numbers) in enumerate(_ENTRY.iter_unpack(journal))
+                if groups
+            ]
+        except BaseException:
+            os.close(self._fd)
+            raise
+        used = {number for number, _ in self.entries}
+        self._free = [n for n in range(settings.JOURNAL_ENTRIES - 1, -1, -1) if n not in used]
+
+    def _allocate(self, parts: list[tuple[int, int]]) -> None:
+        """Take the memory of parts of the file, each where it begins and its bytes."""
+        try:
+            for start, count in parts:
+                os.posix_fallocate(self._fd, start, count)
+        except OSError as error:
+            needed = sum(count for _, count in parts)
+            room = os.statvfs(self.path)
+            raise shmbus.CapacityError(
+                f"the gateway needs {needed} bytes for {self.path}: {error.strerror}, "
+                f"{room.f_bavail * room.f_frsize} are free in /dev/shm; remove old segments "
+                "(`shmbus gc`), or enlarge it (docker run --shm-size=..., mount -o "
+                "remount,size=...)"
+            ) from error
+
+    def _lock(self, bus: str) -> None:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError as error:
+            head = os.pread(self._fd, _HEAD.size, 0)
+            pid = _HEAD.unpack(head)[2] if len(head) == _HEAD.size else "unknown"
+            raise RuntimeError(
+                f"bus {bus!r}: expected no gateway, found the one with pid {pid}; use its address, "
+                "or end it first"
+            ) from error
+        # `shmbus gc` tells a file in use from one that was left by this lock.
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def _newest(self) -> tuple[bytes | None, int]:
+        found: tuple[bytes | None, int] = (None, 0)
+        for start in _PLACES:
+            version, length, checksum = _PLACE.unpack(os.pread(self._fd, _PLACE.size, start))
+            if not version or length > _STATE_BYTES - _PLACE.size or version <= found[1]:
+                continue
+            data = os.pread(self._fd, length, start + _PLACE.size)
+            if len(data) == length and zlib.crc32(data) == checksum:
+                found = (data, version)
+        return found
+
+    def store(self, state: msgspec.Struct) -> None:
+        """Store the state for a successor."""
+        data = msgspec.json.encode(state)
+        start = _PLACES[(self._version + 1) % 2]
+        head = _PLACE.pack(self._version + 1, len(data), zlib.crc32(data))
+        try:
+            if len(data) > _STATE_BYTES - _PLACE.size:
+                raise OSError("it is too large")
+            os.pwrite(self._fd, head + data, start)
+        except OSError as error:
+            raise Refusal(
+                HTTPStatus.INSUFFICIENT_STORAGE,
+                f"registrations: expected {len(data)} bytes of room in {self.path}, got: {error}; "
+                "free shared memory, or reset the data",
+            ) from error
+        self._version += 1
+
+    def open_entry(self, entry: JournalEntry) -> int | None:
+        """Note a body that is being put; None where the journal is full."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        self.write_entry(number, entry)
+        return number
+
+    def write_entry(self, number: int, entry: JournalEntry) -> None:
+        """Replace an entry."""
+        packed = _ENTRY.pack(entry.groups, *entry.key, *entry[2:])
+        os.pwrite(self._fd, packed, _JOURNAL + number * _ENTRY.size)
+
+    def close_entry(self, number: int) -> None:
+        """Forget a body: its answer was delivered, or nobody will ask again."""
+        os.pwrite(self._fd, bytes(_ENTRY.size), _JOURNAL + number * _ENTRY.size)
+        self._free.append(number)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Leave the file to a successor, or remove it."""
+        if remove:
+            os.unlink(self.path)
+        os.close(self._fd)

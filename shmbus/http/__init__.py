@@ -1,0 +1,1 @@
+"""The one HTTP server: the gateway, the page and the metrics use it."""

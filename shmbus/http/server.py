@@ -1,0 +1,261 @@
+"""aiohttp's server, with limits on what clients can keep of it, and word of what reached them.
+
+Invariants:
+
+- A client has `idle_s` to send the head of a request, and as long to read an answer; then its
+  connection ends. While a request is handled, its connection is left alone.
+- At most `max_connections` are open: a new one ends the one that has kept the server waiting
+  longest, or itself where all are being answered.
+- An answer that somebody follows ends once: delivered, or lost. It is delivered when all of it was
+  written, and the client then asked again or closed in order; it is lost when the connection ended
+  before that, or was reset, as the kernel does for a client that dies without reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+__all__ = ["AddressError", "Connection", "HttpServer"]
+
+#: What aiohttp says of bytes that are no HTTP.
+http_logger = logging.getLogger("shmbus.http")
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Keep what clients send to one line at level info: they decide how much of it there is."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.exc_info = None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = f"no HTTP: {str(error)[:200]!r}", ()
+    return True
+
+
+http_logger.addFilter(_in_one_line)
+
+
+class AddressError(RuntimeError):
+    """The address cannot be taken; nobody was served."""
+
+
+class _Answer:
+    """An answer of which it is not known yet whether it was delivered."""
+
+    def __init__(self, on_end: Callable[[bool], None]) -> None:
+        self._on_end = on_end
+        self.delivered: bool | None = None
+
+    def end(self, delivered: bool) -> None:
+        if self.delivered is None:
+            self.delivered = delivered
+            self._on_end(delivered)
+
+
+class Connection(web.RequestHandler):
+    """A client's connection, which knows whether answers reached the client."""
+
+    def __init__(self, server: HttpServer, inner: web.Server, **options: Any) -> None:
+        super().__init__(inner, loop=asyncio.get_running_loop(), **options)
+        self._server = server
+        #: The library forgets it where it only closes it, while a client may not read the rest.
+        self._wire: asyncio.WriteTransport | None = None
+        #: Whether all that was written has left this process.
+        self._flushed = True
+        self._answers: list[_Answer] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin; whoever writes waits until all of it has left this process."""
+        self._wire = cast("asyncio.WriteTransport", transport)
+        self._wire.set_write_buffer_limits(high=0)
+        super().connection_made(transport)
+        self._server.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass it on; a client that sends again has had its answers."""
+        if data and self._flushed:
+            self._settle(True)
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Note that something is not written yet."""
+        self._flushed = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that everything is."""
+        self._flushed = True
+        super().resume_writing()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End: what was not written whole, or was reset, is lost."""
+        self._wire = None
+        self._settle(exc is None and self._flushed)
+        self._server.forget(self)
+        super().connection_lost(exc)
+
+    def _settle(self, delivered: bool) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer.end(delivered)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the client can still be answered."""
+        return self._wire is not None and not self._wire.is_closing()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self._flushed = False
+        if self._wire is not None:
+            self._wire.abort()
+
+    async def deliver(
+        self,
+        request: web.BaseRequest,
+        response: web.Response,
+        on_end: Callable[[bool], None],
+        seconds: float,
+    ) -> web.Response:
+        """Write an answer, and wait until all of it has left this process; returns it.
+
+        `on_end` is called once, with whether it was delivered: maybe before this returns, maybe
+        long after. Where the client has gone, or reads nothing for `seconds`, this raises
+        ConnectionResetError.
+        """
+        answer = _Answer(on_end)
+        timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+        try:
+            if not self.alive:
+                raise ConnectionResetError("the client has gone")
+            await response.prepare(request)
+            self._answers.append(answer)
+            await response.write_eof()
+        except BaseException:
+            if not answer.delivered:
+                if answer in self._answers:
+                    self._answers.remove(answer)
+                answer.end(False)
+                raise
+        finally:
+            timer.cancel()
+        if answer.delivered is False:
+            raise ConnectionResetError("the client went while it was answered")
+        return response
+
+
+class HttpServer:
+    """Answers at one address; a client may keep it waiting for `idle_s` seconds.
+
+    About `read_ahead` bytes of a body are read before somebody asks for them.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        *,
+        max_connections: int,
+        idle_s: float,
+        header_bytes: int = 16 << 10,
+        read_ahead: int = 16 << 10,
+    ) -> None:
+        self._answer = answer
+        self._max_connections = max_connections
+        self._idle_s = idle_s
+        self._inner = web.Server(self._handle)
+        self._options = {
+            "logger": http_logger,
+            "access_log": None,
+            "auto_decompress": False,
+            "max_line_size": header_bytes,
+            "max_field_size": header_bytes,
+            "read_bufsize": read_ahead,
+            "lingering_time": 0.0,
+        }
+        self._open: set[Connection] = set()
+        #: Those that wait for their client, and since when; the oldest first.
+        self._waiting: dict[Connection, float] = {}
+        self._listener: asyncio.AbstractServer | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def bind(self, host: str, port: int) -> tuple[str, int]:
+        """Take the address, without answering anybody there yet; returns it."""
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: Connection(self, self._inner, **self._options),
+                host, port, backlog=min(self._max_connections, 1024), start_serving=False,
+            )  # fmt: skip
+        except (OSError, OverflowError) as error:
+            raise AddressError(
+                f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}; "
+                "expected an address of this machine and a free port; choose another, or port 0 "
+                "for any"
+            ) from error
+        address = self._listener.sockets[0].getsockname()
+        return str(address[0]), int(address[1])
+
+    async def start(self) -> None:
+        """Answer, from now on."""
+        assert self._listener is not None
+        await self._listener.start_serving()
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in list(self._open):
+            connection.abort()
+        # One turn of the loop, in which they end.
+        await asyncio.sleep(0)
+        await self._inner.shutdown(timeout=1.0)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(2.0, self._idle_s / 4))
+            before_s = time.monotonic() - self._idle_s
+            for connection, since_s in list(self._waiting.items()):
+                if since_s > before_s:
+                    break
+                connection.abort()
+
+    # -- connections ----------------------------------------------------------------------------
+
+    def admit(self, connection: Connection) -> None:
+        """Make room for a connection, or end it where all others are being answered."""
+        if len(self._open) >= self._max_connections:
+            oldest = next(iter(self._waiting), connection)
+            self.forget(oldest)
+            oldest.abort()
+            if oldest is connection:
+                return
+        self._open.add(connection)
+        self._waiting[connection] = time.monotonic()
+
+    def forget(self, connection: Connection) -> None:
+        """Note that a connection has ended."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        self._waiting.pop(connection, None)
+        try:
+            return await self._answer(request)
+        finally:
+            if connection in self._open:
+                self._waiting[connection] = time.monotonic()

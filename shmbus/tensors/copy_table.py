@@ -1,0 +1,129 @@
+"""Tensors of a device as pieces of equal size, for one launch that copies all of them.
+
+A launch a tensor costs the host some microseconds, so that tensors of a few MiB wait for it; one
+launch for all, of pieces that each processor can take one of, runs at the rate of memory. `cut` is
+pure. Where there is no Triton, nothing is cut, and tensors are copied as torch does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shmbus.tensors.device.kernels import import_kernels
+
+__all__ = [
+    "LARGE_BYTES",
+    "PIECE_BYTES",
+    "CopyTable",
+    "Cut",
+    "Pair",
+    "cut",
+    "is_alike",
+    "may_cut",
+    "prepare_copies",
+]
+
+#: A tensor to write, and what is written into it.
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+#: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, what a launch costs.
+LARGE_BYTES: Final = 4 << 20
+
+#: Bytes of a piece, which a program of the kernel moves at once.
+PIECE_BYTES: Final = 32 << 10
+WORD_BYTES: Final = 8
+ADDRESS_BYTES: Final = 16
+
+Table = npt.NDArray[np.int64]
+
+
+class Cut(NamedTuple):
+    """Pieces by how they are copied, each int64 [pieces, 4]: to, from, words, none."""
+
+    whole: Table
+    rest: Table
+    odd: Table
+
+
+def cut(spans: Sequence[tuple[int, int, int]]) -> Cut:
+    """Cut copies into pieces."""
+    found = np.asarray(spans, np.int64).reshape(-1, 3)
+    to, of, size = found.T
+    counts = size // PIECE_BYTES
+    each = np.repeat(np.arange(len(found)), counts)
+    ahead = (np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE_BYTES
+    whole = _table(to[each] + ahead, of[each] + ahead, np.full(len(each), PIECE_BYTES))
+    done = counts * PIECE_BYTES
+    words = (size - done) // WORD_BYTES
+    rest = _table(to + done, of + done, words)[words > 0]
+    done = done + words * WORD_BYTES
+    odd = _table(to + done, of + done, size - done)[size > done]
+    return Cut(whole, rest, odd)
+
+
+def _table(to: Table, of: Table, count: Table) -> Table:
+    return np.stack([to, of, count, np.zeros_like(to)], axis=1)
+
+
+@functools.cache
+def may_cut() -> bool:
+    """Whether there is what the kernel needs."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def prepare_copies(device: torch.device) -> None:
+    """Import what copies on a device, where this process may have tensors on one."""
+    if device.type == "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        import_kernels("shmbus.tensors.copy_kernel")
+
+
+def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy is one of bytes, on one CUDA device, at addresses that suit the kernel."""
+    return (
+        target.is_cuda
+        and target.device == source.device
+        and target.dtype == source.dtype
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and target.numel() > 0
+        and not (source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg())
+        and (target.data_ptr() | source.data_ptr()) % ADDRESS_BYTES == 0
+    )
+
+
+class CopyTable:
+    """Copies of one device, cut and ready to be launched, again and again."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs = pairs  # their memory has to stay
+        found = cut(
+            [
+                (target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())
+                for target, source in pairs
+            ]
+        )
+        device = pairs[0][0].device
+        self._device = device
+        kinds = zip(found, (True, False, False), (False, False, True), strict=True)
+        #: Each with whether its pieces are whole, and whether they are of bytes.
+        self._tables = [
+            (torch.from_numpy(table).to(device), whole, odd)
+            for table, whole, odd in kinds
+            if len(table)
+        ]
+
+    def begin(self) -> None:
+        """Copy, ordered on the device's current stream."""
+        from shmbus.tensors.copy_kernel import launch
+
+        words = PIECE_BYTES // WORD_BYTES
+        with torch.cuda.device(self._device):
+            for table, whole, odd in self._tables:
+                launch(table, len(table), words=words, whole=whole, odd=odd)

@@ -1,0 +1,95 @@
+"""Tensors as they were seen: whether anything but values of them has changed since.
+
+A trainer and a server exchange the same thousand tensors again and again, and to look at each of
+them in full costs more than to begin to copy all of them.
+
+Invariant: tensors that count as the same lie in the same memory, seen alike, so that what was found
+out of them holds; what cannot be told counts as changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, is_, methodcaller
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from shmbus.tensors.views import is_elsewhere, is_sharded
+
+__all__ = ["SeenTensors", "are_same"]
+
+#: What tells how a tensor lies in its memory.
+_LAYOUT: Final = (
+    attrgetter("dtype"), attrgetter("shape"), methodcaller("stride"), attrgetter("device"),
+)  # fmt: skip
+#: Dtypes without lazy negatives and conjugates, which are parts of complex numbers.
+_NEVER_LAZY: Final = frozenset(
+    value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+    and not value.is_complex
+    and value not in (torch.float16, torch.float32, torch.float64)
+)
+
+#: Where tensors lie, and how; equal only where it is the same.
+_Look: TypeAlias = tuple[object, object]
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they are the same objects, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class SeenTensors:
+    """Tensors by name, as they were when this was made."""
+
+    def __init__(self, tensors: Mapping[str, object]) -> None:
+        self._names, self._tensors = _tensors_of(tensors)
+        # What is tied comes once. A DTensor's own part, and what any other wrapper stands for, may
+        # move without a trace.
+        self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
+        self._told = not any(is_sharded(each) or is_elsewhere(each) for each in self._once)
+        if self._told:
+            self._suspects = [each for each in self._once if each.dtype not in _NEVER_LAZY]
+            self._look = _look_at(self._once)
+
+    @property
+    def can_tell(self) -> bool:
+        """Return whether `still` may ever be true."""
+        return self._told
+
+    def still(self, tensors: Mapping[str, object]) -> bool:
+        """Whether these are the same tensors by name, and lie where and how they did."""
+        if not self._told:
+            return False
+        # The very same objects need not be asked what they are.
+        names: list[str] = list(tensors)
+        found: Sequence[object] = list(tensors.values())
+        if len(found) != len(self._tensors):
+            names, found = _tensors_of(tensors)
+        if names != self._names or not are_same(found, self._tensors):
+            return False
+        return _look_at(self._once) == self._look and not _any_lazy(self._suspects)
+
+
+def _tensors_of(found: Mapping[str, object]) -> tuple[list[str], list[torch.Tensor]]:
+    """Return names and tensors, in order."""
+    values: list[Any] = list(found.values())
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
+        return list(found), values
+    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+    return list(tensors), list(tensors.values())
+
+
+def _any_lazy(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any stands for the negative, or the conjugate, of what lies in its memory."""
+    return any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
+
+
+def _look_at(tensors: tuple[torch.Tensor, ...]) -> _Look:
+    # By columns: a tuple a tensor takes twice as long, and there may be thousands.
+    return (
+        [*map(torch.Tensor.data_ptr, tensors)],
+        [[*map(ask, tensors)] for ask in _LAYOUT],
+    )

@@ -1,0 +1,532 @@
+"""Versions in a slot pool: how ranks write one, and what a reader has of it.
+
+Slots, leases, rows and the manifest are the same wherever a version's bytes lie; a backend says
+where: in the slot (`SlotWriter`, `SlotReader`), or in exported memory (`exported`).
+
+Invariants: a slot that is given up leaves the version before it in force; a version that cannot be
+used is refused in the reader's row, and its lease ends; one whose memory went with its publisher is
+no version: what follows it is waited for, and the error says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from shmbus.errors import DamagedError, WeightsError
+from shmbus.pool import (
+    PoolPublisher,
+    PoolReader,
+    PoolSpec,
+    VersionLease,
+    VersionWrite,
+    has_patch,
+    put_piece,
+)
+from shmbus.tensors.copy_plan import CopyPlan, settle_devices
+from shmbus.tensors.copy_table import Pair
+from shmbus.tensors.device.registration import RegisteredSlots
+from shmbus.tensors.tensor_cache import are_same
+from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
+from shmbus.weights.carriers.base import WriterOptions
+from shmbus.weights.errors import LOADING_CODE, ManifestError
+from shmbus.weights.loading import LoadCache
+from shmbus.weights.manifest import Manifest
+from shmbus.weights.patches import (
+    ComparedPieces,
+    PatchPolicy,
+    PlacedBytes,
+    VersionChanges,
+    contiguous_parts,
+    patch_capacity,
+    patch_share,
+    placed_bytes,
+)
+from shmbus.weights.source import LocalPiece, target_of_piece
+
+__all__ = [
+    "KIND",
+    "SAMPLED_BLOCKS",
+    "BorrowedTensors",
+    "LostVersionError",
+    "PoolWriter",
+    "PooledVersion",
+    "SlotReader",
+    "SlotWriter",
+    "VersionMemory",
+    "VersionMeta",
+    "WriteMemory",
+    "no_digests",
+]
+
+KIND: Final = "weights"
+
+#: Room for a manifest that grows by a few names before the pool has to be made again.
+_META_SPARE: Final = 1.25
+#: Of what a version says of itself, beside its manifest.
+_META_BYTES: Final = 64
+#: Bytes of a device's tensors, made for this version only, that are kept until they are copied
+#: together.
+PENDING_BYTES: Final = 64 << 20
+#: Blocks that a sample compares: a scribble over a hundredth of the bytes is found once in three
+#: times, and each costs a hundredth of reading a model of a hundred blocks.
+SAMPLED_BLOCKS: Final = 4
+
+
+class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
+    """What a version says of itself."""
+
+    manifest: bytes
+    memory: Literal["slot", "exported"] = "slot"
+    owner: int = 0
+
+    def encode(self) -> bytes:
+        """Return it as MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> VersionMeta:
+        """Read it back; ManifestError where it is none."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ManifestError(
+                "the manifest of these weights cannot be used, and nothing was read of them",
+                [str(error)],
+            ) from error
+
+
+# -- the publisher's side -------------------------------------------------------------------------
+
+
+class WriteMemory(Protocol):
+    """Where a rank writes the bytes of versions."""
+
+    #: What a version says of itself; None where rank 0 has to say it.
+    meta: bytes | None
+    slot_bytes: int
+    patch_bytes: int
+
+    def open(self) -> None:
+        """Take what is needed, once this process is a rank of the pool."""
+
+    def payload(self, write: VersionWrite) -> torch.Tensor:
+        """Return the bytes of the version that is being written."""
+
+    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
+        """View the same bytes for as long as this memory is open."""
+
+    def register(self, payload: torch.Tensor) -> None:
+        """Have devices write host memory directly, where they can."""
+
+    def finish(self, write: VersionWrite) -> None:
+        """Publish the version; nothing of this process looks into its slot any more."""
+
+    def close(self) -> None:
+        """Let go of it; may be called twice."""
+
+
+class SlotWriter:
+    """The memory of versions that lie in the slots themselves."""
+
+    def __init__(self, options: WriterOptions) -> None:
+        manifest = options.manifest
+        self._digests = options.digests
+        #: Slots that devices write directly.
+        self._registered = RegisteredSlots()
+        self.meta: bytes | None = VersionMeta(manifest.encode()).encode()
+        self.slot_bytes = manifest.total
+        share = patch_share(options.patches)
+        self.patch_bytes = patch_capacity(manifest, share, options.world_size)
+
+    def open(self) -> None:
+        """Do nothing: the pool has the memory."""
+
+    def payload(self, write: VersionWrite) -> torch.Tensor:
+        """View the slot."""
+        return payload_tensor(write.buffer)
+
+    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
+        """View the slot without keeping it from being finished."""
+        return unowned(payload)
+
+    def register(self, payload: torch.Tensor) -> None:
+        """Register the slot with CUDA, once."""
+        self._registered.add(payload)
+
+    def finish(self, write: VersionWrite) -> None:
+        """Publish."""
+        write.finish(digests=self._digests)
+
+    def close(self) -> None:
+        """Unregister the slots."""
+        self._registered.close()
+
+
+class _LastingCopies(NamedTuple):
+    """Pieces that a source gives again, and how they are copied into one slot."""
+
+    pieces: Sequence[LocalPiece]  # kept, so that no other ones are the same objects
+    address: int
+    plan: CopyPlan
+
+
+class PoolWriter:
+    """A rank of the publisher."""
+
+    def __init__(self, options: WriterOptions, memory: WriteMemory) -> None:
+        self.memory = memory
+        self.places = options.manifest.by_name()
+        self.policy = PatchPolicy() if memory.patch_bytes else None
+        #: By slot.
+        self.known: dict[int, _LastingCopies] = {}
+        #: The same of pieces that are compared, in whichever slot.
+        self.compared: ComparedPieces | None = None
+        #: Where pieces are cast or put together before they are compared; made when first needed.
+        self._scratch: torch.Tensor | None = None
+        said = len(options.manifest.encode())
+        spec = PoolSpec(
+            slot_bytes=memory.slot_bytes,
+            slots=options.slots,
+            max_slots=options.max_slots,
+            meta_bytes=int((said + _META_BYTES) * _META_SPARE),
+            patch_bytes=memory.patch_bytes,
+        )
+        self._publisher = PoolPublisher(
+            options.bus,
+            KIND,
+            rank=options.rank,
+            world_size=options.world_size,
+            spec=spec if options.rank == 0 else None,
+            label=options.label,
+            when_held=options.when_held,
+            timeout=options.timeout,
+        )
+        try:
+            memory.open()
+        except BaseException:
+            self.close(remove=True)
+            raise
+
+    def begin(self, version: int, text: str) -> _PoolSink | None:
+        """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
+        memory = self.memory
+        wants = self.policy is not None and self.policy.wants()
+        write = self._publisher.begin(
+            version, memory.slot_bytes, meta=memory.meta, text=text, patch=wants
+        )
+        if write is None:
+            return None
+        try:
+            return _PoolSink(self, write, memory.payload(write))
+        except BaseException as error:
+            write.give_up(str(error))
+            raise
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """Return so many bytes that stay with this writer."""
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size]
+
+    def close(self, *, remove: bool) -> None:
+        """Leave the pool, and let go of the memory."""
+        self.known, self.compared = {}, None
+        self.memory.close()
+        self._publisher.close(remove=remove)
+
+
+class _PoolSink:
+    """A version that is being written."""
+
+    def __init__(self, writer: PoolWriter, write: VersionWrite, payload: torch.Tensor) -> None:
+        self._writer, self._write = writer, write
+        self._payload: torch.Tensor | None = payload
+        #: Copies from and to devices, each with whether it is a whole tensor.
+        self._pending: list[tuple[Pair, bool]] = []
+        self._pending_bytes = 0
+        self._compared = has_patch(write)
+        self._tried = self._compared
+        self._changes = 0
+        self._settled = False
+        self.changed: int | None = None
+
+    def put(self, piece: LocalPiece) -> int:
+        """Copy a piece to its place, cast if need be; those of a device with what follows."""
+        assert self._payload is not None
+        target = self._target(self._payload, piece)
+        size = target.numel() * target.element_size()
+        if self._compared:
+            place = self._writer.places[piece.name]
+            own: torch.dtype = getattr(torch, place.dtype)
+            for start, part in contiguous_parts(own, piece, self._writer.scratch):
+                for placed in placed_bytes(place, start, part):
+                    self._put_part(placed)
+        elif not (target.is_cuda or piece.tensor.is_cuda):
+            copy_tensor(target, piece.tensor)
+        else:
+            self._pending.append(((target, piece.tensor), self._is_whole(piece)))
+            self._pending_bytes += size
+            if self._pending_bytes >= PENDING_BYTES:
+                self._flush()
+        return size
+
+    def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
+        """Copy pieces that their source gives again, all of them together."""
+        assert self._payload is not None
+        if self._compared:
+            return self._put_compared(pieces)
+        known = self._writer.known.get(self._write.slot)
+        address = self._payload.data_ptr()
+        if known is None or known.address != address or not are_same(known.pieces, pieces):
+            whole = self._writer.memory.lasting(self._payload)
+            pairs = [(self._target(whole, piece), piece.tensor) for piece in pieces]
+            plan = CopyPlan(pairs, whole=[*map(self._is_whole, pieces)])
+            known = self._writer.known[self._write.slot] = _LastingCopies(pieces, address, plan)
+        self._begin(known.plan)
+        return known.plan.nbytes
+
+    def _put_compared(self, pieces: Sequence[LocalPiece]) -> int:
+        """Compare pieces that their source gives again."""
+        assert self._payload is not None
+        known = self._writer.compared
+        if known is None or not are_same(known.pieces, pieces):
+            for piece in pieces:
+                self._target(self._payload, piece)  # raises where it is not inside its place
+            known = self._writer.compared = ComparedPieces(pieces, self._writer.places)
+        for piece, parts in zip(pieces, known.parts, strict=True):
+            if parts is None:
+                self.put(piece)
+            else:
+                for part in parts:
+                    self._put_part(part)
+        return known.nbytes
+
+    def _target(self, payload: torch.Tensor, piece: LocalPiece) -> torch.Tensor:
+        place = self._writer.places.get(piece.name)
+        whole = None if place is None else tensor_at(payload, place)
+        return target_of_piece(place, whole, piece)
+
+    def _is_whole(self, piece: LocalPiece) -> bool:
+        return self._writer.places[piece.name].shape == tuple(piece.tensor.shape)
+
+    def _put_part(self, part: PlacedBytes) -> None:
+        """Write bytes to their place, and pack what differs where the version has a patch."""
+        changes = put_piece(self._write, *part)
+        if changes is None:
+            self._compared = False
+        else:
+            self._changes += changes
+
+    def _begin(self, plan: CopyPlan) -> None:
+        assert self._payload is not None
+        if plan.crossing:
+            self._writer.memory.register(self._payload)
+        plan.begin()
+
+    def _flush(self) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        if pending:
+            pairs, whole = zip(*pending, strict=True)
+            self._begin(CopyPlan(pairs, whole=whole))
+
+    def settle(self) -> None:
+        """Wait until all pieces are copied."""
+        self._flush()
+        if self._payload is not None:
+            settle_devices([self._payload])
+        self._settled = True
+
+    def finish(self) -> None:
+        """Publish; a rank above 0 says that its pieces are there."""
+        if not self._settled:
+            self.settle()
+        self._payload = None
+        self._writer.memory.finish(self._write)
+        made = has_patch(self._write)
+        self.changed = self._changes if made else None
+        if self._writer.policy is not None:
+            self._writer.policy.ended(begun=self._tried, made=made)
+
+    def give_up(self, reason: str) -> None:
+        """Leave what was newest in force; its slot is not used before the device has let go."""
+        self._pending = []
+        try:
+            if self._payload is not None:
+                settle_devices([self._payload])
+        finally:
+            self._payload = None
+            self._write.give_up(reason)
+
+
+# -- the subscriber's side ------------------------------------------------------------------------
+
+
+class LostVersionError(WeightsError):
+    """A version whose memory went with its publisher."""
+
+    def __init__(self, message: str, sequence: int) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
+class VersionMemory(Protocol):
+    """Where a leased version's bytes lie."""
+
+    total: int
+    #: What is the same for the next version that lies there, and whether it still is.
+    key: object
+    identity: object
+
+    def payload(self) -> torch.Tensor:
+        """View the bytes; the views keep the slot."""
+
+    def borrowed(self) -> torch.Tensor:
+        """View the bytes for as long as the version is leased."""
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Have copies to those devices be as fast as they can."""
+
+    def patch(self, manifest: Manifest) -> VersionChanges | None:
+        """Return what changed since the version before, where that is there."""
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests."""
+
+    def close(self) -> None:
+        """Keep the slot no longer than the views do."""
+
+
+class SlotReader:
+    """A version's bytes in its slot."""
+
+    def __init__(
+        self, lease: VersionLease, reader: PoolReader, registered: RegisteredSlots
+    ) -> None:
+        self._lease, self._registered = lease, registered
+        self.total = lease.size
+        self.key: object = payload_tensor(lease.buffer).data_ptr()
+        self.identity: object = reader
+
+    def payload(self) -> torch.Tensor:
+        """View the slot."""
+        return payload_tensor(self._lease.buffer)
+
+    def borrowed(self) -> torch.Tensor:
+        """View the slot without keeping it."""
+        return unowned(payload_tensor(self._lease.buffer))
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Register the slot with CUDA, once, where it goes to a device."""
+        if any(device.type == "cuda" for device in devices):
+            self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
+
+    def patch(self, manifest: Manifest) -> VersionChanges | None:
+        """Return what changed since the version before; None also where that is damaged."""
+        try:
+            found = self._lease.patch()
+        except DamagedError:
+            return None
+        return None if found is None else VersionChanges(found, manifest, self._lease)
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests."""
+        blocks = self._lease.digests
+        if blocks == 0:
+            raise no_digests(self._lease.version)
+        if not sample:
+            self._lease.check()
+            return
+        for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
+            self._lease.check(block, 1)
+
+    def close(self) -> None:
+        """Do nothing: the lease keeps the slot."""
+
+
+def no_digests(version: int) -> WeightsError:
+    """Make the error of a version that cannot be verified."""
+    return WeightsError(
+        f"version {version} was published without digests, so nothing can be verified; make the "
+        "publisher with digests=True, or subscribe with verify='off'"
+    )
+
+
+class BorrowedTensors:
+    """The tensors of a slot, which keep no lease, and what was checked of them."""
+
+    def __init__(self, memory: VersionMemory, manifest: Manifest) -> None:
+        payload = memory.borrowed()
+        self.identity, self.manifest = memory.identity, manifest
+        self.tensors = {place.name: tensor_at(payload, place) for place in manifest.tensors}
+        self.cache = LoadCache()
+
+
+class PooledVersion:
+    """A leased version, wherever its bytes are; its reader's row says what becomes of it."""
+
+    def __init__(
+        self,
+        lease: VersionLease,
+        reader: PoolReader,
+        manifest: Manifest,
+        memory: VersionMemory,
+        borrowed: BorrowedTensors,
+    ) -> None:
+        self._lease, self._reader = lease, reader
+        self._memory, self._borrowed = memory, borrowed
+        self.version, self.sequence, self.text = lease.version, lease.sequence, lease.text
+        self.origin: object = reader.identity
+        self.manifest = manifest
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """View every tensor; no byte is copied. The views keep the slot."""
+        payload = self._memory.payload()
+        return {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    @property
+    def cache(self) -> LoadCache:
+        """Return what was checked of this slot before."""
+        return self._borrowed.cache
+
+    def borrow(self) -> dict[str, torch.Tensor]:
+        """View every tensor for as long as this object is open: made once for each slot."""
+        return self._borrowed.tensors
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Have copies to those devices be as fast as they can."""
+        self._memory.prepare(devices)
+
+    def patch(self) -> VersionChanges | None:
+        """Return what changed since the version before, where the publisher has made that."""
+        return self._memory.patch(self.manifest)
+
+    def verify(self, *, sample: bool) -> None:
+        """Compare digests, of some blocks or of all."""
+        self._memory.verify(sample=sample)
+
+    # Nothing is said, and nothing fails, once the reader has no row any more.
+
+    def report_loading(self) -> None:
+        """Say that this process has begun to load it."""
+        if not self._reader.pool.closed:
+            self._reader.loading(self._lease, LOADING_CODE)
+
+    def report_applied(self) -> None:
+        """Say that this process runs it."""
+        if not self._reader.pool.closed:
+            self._reader.applied(self._lease)
+
+    def report_refused(self, code: int, reason: str) -> None:
+        """Say that this process could not take it."""
+        if not self._reader.pool.closed:
+            self._reader.refused(self._lease, code, reason)
+
+    def close(self) -> None:
+        """Let go of the lease; views that are left keep the slot."""
+        self._memory.close()
+        self._lease.close()

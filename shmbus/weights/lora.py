@@ -1,0 +1,332 @@
+"""Adapters alone: LoRA tensors as weights of their own, or as files in PEFT's form.
+
+A trainer that has frozen the rest of the model sends megabytes instead of gigabytes. Servers that
+take paths get a folder on tmpfs, under a name that carries the version; who reads tensors gets them
+through `WeightPublisher` and `lora_source`.
+
+Invariant: a folder is written whole under another name, synced, and renamed; what has a version's
+name is whole.
+
+Source: PEFT's `get_peft_model_state_dict` and `save_pretrained` (adapter_config.json,
+adapter_model.safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from shmbus._arguments import check_int64, check_text
+from shmbus.errors import WeightsError
+from shmbus.weights.errors import ManifestError
+from shmbus.weights.file_form import faults_in_file
+from shmbus.weights.source import ModuleSource
+
+__all__ = ["LoraFiles", "LoraVersion", "lora_source", "lora_state", "past_keeping"]
+
+_TENSORS: Final = "adapter_model.safetensors"
+_CONFIG: Final = "adapter_config.json"
+#: What PEFT's tensors of an adapter have in their names: the kind, then the adapter's own name.
+_OWN: Final = re.compile(
+    r"\.(lora_[A-Za-z_]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.([^.]+)(?=\.|$)"
+)
+#: Of these, modules that are trained whole: their files have the names of the model.
+_WHOLE: Final = "modules_to_save"
+#: DoRA's magnitudes: a layer in the model, a tensor in the files.
+_MAGNITUDE: Final = "lora_magnitude_vector"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class LoraVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that was written.
+
+    Attributes
+    ----------
+    name : str
+        What servers call it: the adapter's name and its version.
+    path : str
+        Its folder.
+    version : int
+        As given.
+    size : int
+        Bytes of its tensors.
+    """
+
+    name: str
+    path: str
+    version: int
+    size: int
+
+
+class LoraFiles:
+    """Writes versions of an adapter in PEFT's form.
+
+    Parameters
+    ----------
+    directory : path
+        Made if need be; on tmpfs, such as "/dev/shm/run1-adapters", for speed.
+    name : str
+        The adapter's: letters, digits, dots, dashes, underscores.
+    config : mapping
+        PEFT's adapter_config.json, such as ``peft_config.to_dict()``.
+    keep : int
+        Versions that stay, with those that servers still have (`forget`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        The name is none, or `keep` is less than 1.
+    WeightsError
+        The config is none of PEFT's.
+    """
+
+    def __init__(
+        self, directory: Path | str, name: str, config: Mapping[str, Any], *, keep: int = 3
+    ) -> None:
+        check_text("name", name)
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"name: expected letters, digits, '.', '-' and '_', got {name!r}")
+        keep = check_int64("keep", keep)
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1 version, got {keep}")
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
+        missing = [key for key in ("peft_type", "r", "target_modules") if key not in config]
+        if missing:
+            raise WeightsError(
+                f"config: expected PEFT's adapter_config.json, {', '.join(missing)} is missing; "
+                "give peft_config.to_dict(). Nothing was written"
+            )
+        self._directory = Path(directory)
+        self._name = name
+        self._keep = keep
+        self._config = json.dumps(dict(config), indent=2, sort_keys=True, default=_plain).encode()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # By a trainer that died. Other adapters there may be in the middle of theirs.
+        left = re.compile(rf"\.new-{re.escape(name)}-[0-9a-f]{{8}}")
+        for each in self._directory.iterdir():
+            if left.fullmatch(each.name):
+                shutil.rmtree(each, ignore_errors=True)
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> LoraVersion:
+        """Write a version.
+
+        Parameters
+        ----------
+        state : mapping of Tensor
+            By PEFT's names, such as `lora_state` gives.
+        version : int
+            0 or more; 0 is a version as any other.
+
+        Returns
+        -------
+        LoraVersion
+
+        Raises
+        ------
+        TypeError, ValueError
+            The version is no int64, or negative; or something is no tensor.
+        ManifestError
+            A tensor has a name or a dtype that safetensors has not.
+        WeightsError
+            There are no tensors, that version was written before, or it could not be written.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        version = check_int64("version", version)
+        if version < 0:
+            raise ValueError(f"version: expected 0 or more, got {version}")
+        _require_tensors(state)
+        name = f"{self._name}-v{version}"
+        target = self._directory / name
+        if not state or target.exists():
+            what = "that version is there already" if state else "it has no tensors"
+            raise WeightsError(f"adapter {name!r}: {what}; nothing was written")
+        faults = faults_in_file({key: value.dtype for key, value in state.items()})
+        if faults:
+            raise ManifestError(f"adapter {name!r} was not written", faults)
+        # A file has each tensor's bytes once, and those of two that share memory are refused.
+        tensors = {
+            key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()
+        }
+        fresh = self._directory / f".new-{self._name}-{secrets.token_hex(4)}"
+        try:
+            fresh.mkdir()
+            save_file(tensors, fresh / _TENSORS, {"format": "pt"})
+            (fresh / _CONFIG).write_bytes(self._config)
+            for each in (fresh / _TENSORS, fresh / _CONFIG, fresh):
+                _sync(each)
+            fresh.rename(target)
+        except BaseException as error:
+            shutil.rmtree(fresh, ignore_errors=True)
+            if isinstance(error, OSError | SafetensorError):
+                there = ", ".join(map(str, self.versions())) or "none"
+                raise WeightsError(
+                    f"adapter {name!r} could not be written: {error}; versions there: {there}"
+                ) from error
+            raise
+        for old in past_keeping(self.versions(), version, self._keep):
+            self.forget(old)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return LoraVersion(name=name, path=str(target.resolve()), version=version, size=size)
+
+    def versions(self) -> list[int]:
+        """List what is there, oldest first.
+
+        Returns
+        -------
+        list of int
+        """
+        ends = re.compile(re.escape(self._name) + r"-v(\d+)")
+        found = (ends.fullmatch(each.name) for each in self._directory.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def forget(self, version: int) -> None:
+        """Remove a version, if it is there; servers that have loaded it keep it.
+
+        Parameters
+        ----------
+        version : int
+            Which one.
+        """
+        shutil.rmtree(self._directory / f"{self._name}-v{version}", ignore_errors=True)
+
+
+def past_keeping(versions: Sequence[int], newest: int, keep: int) -> list[int]:
+    """List which versions make room for the one made last, which need not be the highest."""
+    others = [version for version in versions if version != newest]
+    stay = keep - (newest in versions)
+    return others[: max(0, len(others) - stay)]
+
+
+def lora_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """Collect an adapter's tensors of a PEFT model, by the names of PEFT's files.
+
+    These are LoRA's and DoRA's, and the modules and tokens that are trained beside them.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Such as ``get_peft_model(...)``.
+    adapter : str
+        Which one.
+
+    Returns
+    -------
+    dict of Tensor
+        Detached; of the model's own memory.
+
+    Raises
+    ------
+    WeightsError
+        The model has no such adapter, or trains what is no part of it.
+    """
+    named = model.state_dict(keep_vars=True)
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named.items():
+        if isinstance(tensor, torch.Tensor) and _is_of(name, adapter):
+            found.setdefault(id(tensor), (_file_name(name), tensor.detach()))  # tied: once
+    if not found:
+        there = {match[2] for name in named if (match := _OWN.search(name))}
+        raise WeightsError(
+            f"adapter {adapter!r}: the model has no LoRA tensors of it; there are: "
+            f"{', '.join(sorted(there)) or 'none'}"
+        )
+    _check_biases(model, adapter)
+    return dict(found.values())
+
+
+def lora_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSource:
+    """Make a source of an adapter's tensors alone, for `WeightPublisher`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A PEFT model.
+    adapter : str
+        Which one.
+
+    Returns
+    -------
+    ModuleSource
+        Of the names of PEFT's files.
+
+    Raises
+    ------
+    WeightsError
+        As for `lora_state`.
+    """
+    lora_state(model, adapter=adapter)
+    return ModuleSource(model, only=lambda name: _is_of(name, adapter), rename=_file_name)
+
+
+def _check_biases(model: torch.nn.Module, adapter: str) -> None:
+    """Refuse an adapter that trains biases of the base, which it would share with every other."""
+    configs = getattr(model, "peft_config", None)
+    config = configs.get(adapter) if isinstance(configs, Mapping) else None
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise WeightsError(
+            f"adapter {adapter!r}: expected bias='none' in its config, got {bias!r}: biases of the "
+            "base are no part of an adapter, and servers keep theirs. Train without them, or "
+            "publish the whole model"
+        )
+
+
+def _is_of(name: str, adapter: str) -> bool:
+    match = _OWN.search(name)
+    return match is not None and match[2] == adapter
+
+
+def _file_name(name: str) -> str:
+    """Take the adapter's own name out: PEFT's files have none."""
+    match = _OWN.search(name)
+    if match is None:
+        return name
+    before, after = name[: match.start()], name[match.end() :]
+    if match[1] == _WHOLE:
+        return before + after
+    if match[1] == _MAGNITUDE:
+        after = after.removesuffix(".weight")
+    return f"{before}.{match[1]}{after}"
+
+
+def _plain(value: object) -> object:
+    """Say sets and enumerations as JSON has them."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(getattr(value, "value", value))
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _require_tensors(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected tensors by name, got {type(state).__name__}")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"state: {name!r}: expected a tensor by a text, got {type(tensor).__name__}; "
+                "nothing was written"
+            )
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise WeightsError(
+                f"state: {name!r} is on {tensor.device} with the layout {tensor.layout}, expected "
+                "plain bytes; nothing was written"
+            )

@@ -1,0 +1,218 @@
+"""Bringing a model from the version before to this one by what changed.
+
+Invariants:
+
+- A patch is applied only to tensors that this subscriber has loaded with exactly its base, and that
+  nothing has written since, as far as torch counts that; the patch itself finds what torch missed
+  where it writes. Whoever is in doubt loads the whole version.
+- Tensors that a patch cannot be applied to in place, such as parts, casts, or those on a device,
+  are copied whole if anything of them changed.
+- A model that follows by patches is compared with the manifest once: after that it is enough that
+  its tensors are the same ones, at the same place, and were not written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shmbus.tensors.copy_table import Pair
+from shmbus.tensors.tensor_cache import SeenTensors
+from shmbus.tensors.views import byte_view, is_elsewhere
+from shmbus.weights.loading import Loading
+from shmbus.weights.manifest import Manifest, TensorPlace
+from shmbus.weights.patches import VersionChanges
+from shmbus.weights.source import dtype_name
+
+__all__ = ["LoadedModel", "PlainModel", "apply_changes", "compare", "plain_model"]
+
+#: Tensors that are compared after a patch where a sample is asked for.
+SAMPLED_TENSORS: Final = 4
+
+
+class PlainModel:
+    """A model whose tensors are the published ones, element by element, in memory of the host."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        how: tuple[bool, bool],
+        named: Mapping[str, object],
+        memory: list[tuple[str, npt.NDArray[np.uint8]]],
+    ) -> None:
+        self._manifest, self._how, self._memory = manifest, how, memory
+        self._seen = SeenTensors(named)
+        self._tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+        self._written = self._written_now()
+
+    def _written_now(self) -> list[int]:
+        # By torch's count of writes.
+        return [*map(attrgetter("_version"), self._tensors)]
+
+    def still(
+        self, manifest: Manifest, how: tuple[bool, bool], named: Mapping[str, object]
+    ) -> bool:
+        """Whether these are its tensors, where they were and not written since."""
+        return (
+            manifest is self._manifest
+            and how == self._how
+            and self._seen.still(named)
+            and self._written_now() == self._written
+        )
+
+    def apply(self, patch: VersionChanges) -> int | None:
+        """Change what changed: bytes of the tensors that did; None where one was not the base's."""
+        written = 0
+        for name, memory in self._memory:
+            if patch.changed(name):
+                if not patch.apply(name, memory):
+                    return None
+                written += memory.nbytes
+        return written
+
+
+class LoadedModel:
+    """Which version a model has, by what was loaded into it last."""
+
+    def __init__(self) -> None:
+        self._known = False
+        self._origin: object = None
+        self._sequence = 0
+        self._state: tuple[object, ...] = ()
+        self._plain: PlainModel | None = None
+
+    def forget(self) -> None:
+        """Know nothing, such as while a model is written."""
+        self._known = False
+
+    def remember(
+        self,
+        origin: object,
+        sequence: int,
+        pairs: Mapping[str, Pair],
+        plain: PlainModel | None = None,
+    ) -> None:
+        """Know that these tensors have that version, and what was found out of them."""
+        self._origin, self._sequence = origin, sequence
+        self._state, self._plain, self._known = _state_of(pairs), plain, True
+
+    def followed(self, sequence: int) -> None:
+        """Know that the model that had a version has another one now, by its patch."""
+        self._sequence, self._known = sequence, True
+
+    def has(self, origin: object, sequence: int, pairs: Mapping[str, Pair]) -> bool:
+        """Whether these tensors are known to have that version still."""
+        return self._is(origin, sequence) and self._state == _state_of(pairs)
+
+    def plain(
+        self,
+        origin: object,
+        sequence: int,
+        manifest: Manifest,
+        how: tuple[bool, bool],
+        named: Mapping[str, object],
+    ) -> PlainModel | None:
+        """Return a plain model that is known to have that version still; it is compared no more."""
+        found = self._plain if self._is(origin, sequence) else None
+        return found if found is not None and found.still(manifest, how, named) else None
+
+    def _is(self, origin: object, sequence: int) -> bool:
+        return self._known and (self._origin, self._sequence) == (origin, sequence)
+
+
+def _state_of(pairs: Mapping[str, Pair]) -> tuple[object, ...]:
+    """List what differs where other memory is meant, or torch has written the same."""
+    found = []
+    for name, (target, _) in pairs.items():
+        at = (target.data_ptr(), target.device, target.dtype, tuple(target.shape), target.stride())
+        # Of an inference tensor, and of what a wrapper stands for, no writes are counted: such a
+        # list is equal to no other.
+        uncounted = target.is_inference() or is_elsewhere(target)
+        found.append((name, at, object() if uncounted else target._version))
+    return tuple(found)
+
+
+def _place_of(manifest: Manifest, places: Mapping[str, TensorPlace], name: str) -> TensorPlace:
+    """Find the tensor that a name, an alias or a slice leads to."""
+    at = name
+    while at in manifest.slices:
+        at = manifest.slices[at].of
+    return places[at]
+
+
+def _is_plain(manifest: Manifest, place: TensorPlace, name: str, target: torch.Tensor) -> bool:
+    """Whether the target has the tensor's own elements, in its own order."""
+    return (
+        name not in manifest.slices
+        and tuple(target.shape) == place.shape  # not a shard of it
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and dtype_name(target.dtype) == place.dtype
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def plain_model(
+    manifest: Manifest,
+    how: tuple[bool, bool],
+    named: Mapping[str, object],
+    pairs: Mapping[str, Pair],
+) -> PlainModel | None:
+    """Return what is worth to be kept of a model that was paired with a version."""
+    if any(isinstance(value, torch.Tensor) and value.is_inference() for value in named.values()):
+        return None
+    places = manifest.by_name()
+    memory: dict[tuple[int, int], tuple[str, npt.NDArray[np.uint8]]] = {}
+    for name, (target, _) in pairs.items():
+        place = _place_of(manifest, places, name)
+        if not _is_plain(manifest, place, name, target):
+            return None
+        memory[target.data_ptr(), place.offset] = place.name, byte_view(target)
+    return PlainModel(manifest, how, named, list(memory.values()))
+
+
+def apply_changes(
+    version: int, manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges
+) -> int | None:
+    """Change what changed, in tensors that have the patch's base."""
+    places = manifest.by_name()
+    done: set[tuple[int, int]] = set()  # tied tensors of the model are one
+    copied: dict[str, Pair] = {}
+    written = 0
+    for name, pair in pairs.items():
+        place = _place_of(manifest, places, name)
+        target = pair[0]
+        if not patch.changed(place.name):
+            continue
+        if not _is_plain(manifest, place, name, target):
+            copied[name] = pair
+            continue
+        one = (target.data_ptr(), place.offset)
+        if one in done:
+            continue
+        done.add(one)
+        if not patch.apply(place.name, byte_view(target)):
+            return None
+        written += target.numel() * target.element_size()
+    return written + (Loading(copied).copy(version) if copied else 0)
+
+
+def compare(
+    manifest: Manifest, pairs: Mapping[str, Pair], patch: VersionChanges, *, sample: bool
+) -> bool:
+    """Compare a model that was patched with the whole version, bit for bit."""
+    places = manifest.by_name()
+    plain = [
+        (name, target)
+        for name, (target, _) in pairs.items()
+        if target.numel() and _is_plain(manifest, _place_of(manifest, places, name), name, target)
+    ]
+    if sample:
+        plain = random.sample(plain, min(SAMPLED_TENSORS, len(plain)))
+    return all(patch.same(_place_of(manifest, places, name).name, it) for name, it in plain)

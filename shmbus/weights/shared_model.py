@@ -1,0 +1,474 @@
+"""One copy of a model for trainer and server: parameters in shared memory, and their guard.
+
+::
+
+    with share_model("run1", model) as shared:              # the trainer: its parameters move there
+        with shared.stepping(version=8):              # waits until nobody reads
+            optimizer.step()
+
+    with attach_model("run1", model) as shared:             # a server: its parameters are views
+        with shared.reading(timeout=5.0) as version:  # one forward pass, or a whole request
+            model(tokens)
+
+The file is a companion of the bus (`shared_file`).
+
+Invariants:
+
+- A reader inside `reading` meets one version only. The trainer's step waits for it, and new readers
+  wait for a step that waits, so that neither starves. Both are file locks, which end with their
+  process.
+- A trainer that dies in a step, or whose step raises, leaves the word `stepping` behind: readers
+  get an error, and nobody generates with a mix.
+- A model is attached whole or not at all: every parameter and buffer is found first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import torch
+
+from shmbus import BusClosedError
+from shmbus._arguments import check_choice, check_flag, check_int64, check_seconds, check_timeout
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
+from shmbus.tensors.views import copy_tensor, is_sharded, payload_tensor, tensor_at
+from shmbus.weights.errors import ManifestError
+from shmbus.weights.manifest import Manifest, Slice, view_of
+from shmbus.weights.shared_file import (
+    HEADER,
+    HEADER_BYTES,
+    STEPPING_AT,
+    VERSION_AT,
+    SharedFile,
+    open_file,
+)
+from shmbus.weights.shared_lock import Reading, StepGuard, Stepping
+from shmbus.weights.source import ModuleSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["SharedModel", "attach_model", "share_model"]
+
+Locking: TypeAlias = Literal["lock", "none"]
+
+
+class SharedModel:
+    """A model's tensors in shared memory, for a ``with`` block.
+
+    `share_model` and `attach_model` make it.
+
+    Parameters
+    ----------
+    file : SharedFile
+        Open; this object closes it.
+    writable : bool
+        Whether this process steps.
+
+    Raises
+    ------
+    ManifestError
+        The file's manifest cannot be used.
+    """
+
+    def __init__(self, file: SharedFile, *, writable: bool) -> None:
+        self.bus: Final = file.bus
+        self._file = file
+        self._writable = writable
+        self._remove = False
+        #: Whose tensors these are, in the process that steps.
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._guard = StepGuard(file)
+        self._map = file.map(writable=writable)
+        _, _, _, said, size, at = HEADER.unpack_from(self._map)
+        self.manifest: Final = Manifest.decode(
+            bytes(self._map[HEADER_BYTES : HEADER_BYTES + said]), size
+        )
+        # From its own first byte on, which is where the manifest's offsets count from.
+        payload = payload_tensor(memoryview(self._map)[at : at + size])
+        self._tensors = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
+
+    @property
+    def version(self) -> int:
+        """Return what the last whole step made; -1 before the first."""
+        return int(struct.unpack_from("<q", self._map, VERSION_AT)[0])
+
+    @property
+    def torn(self) -> bool:
+        """Whether a step was begun and not ended; True also while it is under way."""
+        return bool(struct.unpack_from("<Q", self._map, STEPPING_AT)[0])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """View a tensor, an alias or a slice; in a server's process a store into it ends that."""
+        what = f"shared weights of bus {self.bus!r}"
+        return view_of(self._tensors, self.manifest, name, what)
+
+    # -- the guard ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(self, *, timeout: float | None = None) -> Iterator[int]:
+        """Keep the trainer from stepping, for a ``with`` block; threads may share it.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for a step that is under way; None waits for ever.
+
+        Yields
+        ------
+        int
+            The version.
+
+        Raises
+        ------
+        WaitTimeoutError
+            The step took longer.
+        DamagedError
+            The trainer ended in a step, or its step failed.
+        BusClosedError
+            This copy was closed.
+        """
+        check_timeout(timeout, "timeout")
+        self._require_open()
+        reading = Reading(self._guard)
+        try:
+            if not reading.begin(timeout):
+                raise self._late("the trainer's step has not ended", timeout)
+            if self.torn:
+                raise DamagedError(
+                    f"shared weights of bus {self.bus!r}: a step was begun and not ended, so the "
+                    f"model is a mix of version {self.version} and the next; the trainer has to "
+                    "load whole weights in `with shared.stepping(version, heal=True)`"
+                )
+            yield self.version
+        finally:
+            reading.end()
+
+    def _require_open(self) -> None:
+        if self._file.fd < 0:
+            what = "were attached before a fork" if self._file.forked else "are closed"
+            raise BusClosedError(f"shared weights of bus {self.bus!r} {what}; attach again")
+
+    def _require_in_place(self) -> None:
+        """Raise WeightsError where the model has a tensor that nobody else would see change."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return
+        state = model.state_dict(keep_vars=True)
+        moved = [
+            name
+            for name in self.manifest.by_name()
+            if name in state and state[name].data_ptr() != self[name].data_ptr()
+        ]
+        if moved:
+            raise WeightsError(
+                f"shared weights of bus {self.bus!r}: {', '.join(map(repr, moved[:4]))} of the "
+                f"model ({len(moved)} in all) is no longer the shared one, so servers would keep "
+                "the old; change parameters in place, or share the model anew. Nothing was changed"
+            )
+
+    def _late(self, why: str, timeout: float | None) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"shared weights of bus {self.bus!r}: {why} in {timeout or 0.0:g} s; version "
+            f"{self.version} is in force"
+        )
+
+    @contextlib.contextmanager
+    def stepping(
+        self,
+        version: int,
+        *,
+        timeout: float | None = None,
+        guard: Locking = "lock",
+        heal: bool = False,
+    ) -> Iterator[None]:
+        """Wait until nobody reads, and keep readers out, for a ``with`` block.
+
+        Parameters
+        ----------
+        version : int
+            What the weights are after it.
+        timeout : float, optional
+            Seconds to wait for readers; None waits for ever.
+        guard : "lock" | "none"
+            "none" steps beside readers, which then meet a mix of two versions: only where they are
+            paused otherwise, such as by `EngineFleet.step`.
+        heal : bool
+            Whether the block loads all weights anew, so that it may begin with torn ones.
+
+        Yields
+        ------
+        None
+
+        Raises
+        ------
+        WeightsError
+            This process only reads, or steps already; or the model has a tensor that is not shared.
+        BusClosedError
+            This copy was closed.
+        TypeError, ValueError
+            The version is no int64, or an option is none.
+        WaitTimeoutError
+            A reader did not leave; nothing was changed.
+        DamagedError
+            A step before was not ended.
+        """
+        version = check_int64("version", version)
+        check_timeout(timeout, "timeout")
+        check_flag("heal", heal)
+        check_choice("guard", guard, ("lock", "none"))
+        self._require_open()
+        if not self._writable or self._guard.steps:
+            what = "steps already" if self._writable else "only reads"
+            raise WeightsError(f"shared weights of bus {self.bus!r}: this process {what}")
+        stepping = Stepping(self._guard, excludes=guard == "lock")
+        try:
+            if not stepping.begin(timeout):
+                raise self._late("a reader has not left, or another one steps", timeout)
+            if self.torn and not heal:
+                raise DamagedError(
+                    f"shared weights of bus {self.bus!r}: a step before was not ended, and the "
+                    "model is a mix; load whole weights with heal=True"
+                )
+            self._require_in_place()
+            struct.pack_into("<Q", self._map, STEPPING_AT, 1)
+            yield
+            # Not after an exception: some parameters may be new by then.
+            struct.pack_into("<q", self._map, VERSION_AT, version)
+            struct.pack_into("<Q", self._map, STEPPING_AT, 0)
+        finally:
+            stepping.end()
+
+    # -- its end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave; tensors that are left stay readable. The file goes with the one that shared it."""
+        # In a forked child there is nothing to remove: the parent goes on with it.
+        if self._remove:
+            self._file.remove()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def share_model(
+    bus: str,
+    model: torch.nn.Module,
+    *,
+    slices: Mapping[str, Slice] | None = None,
+    version: int = -1,
+) -> SharedModel:
+    """Move a model's parameters and persistent buffers into shared memory.
+
+    The parameters stay the objects that they are, so an optimizer goes on with them.
+
+    Parameters
+    ----------
+    bus : str
+        The bus that they belong to; it need not exist.
+    model : torch.nn.Module
+        On the CPU.
+    slices : mapping of Slice, optional
+        Names for parts, such as q_proj of a fused qkv_proj (`bridge.fused_slices`).
+    version : int
+        What they are now.
+
+    Returns
+    -------
+    SharedModel
+        Writable; its end removes the file's name, and leaves the model as it is.
+
+    Raises
+    ------
+    BusBusyError
+        A living process shares or reads that bus's weights already.
+    WeightsError
+        A parameter is not on the CPU, or is a shard of one.
+    ManifestError
+        Names or slices contradict each other.
+    """
+    version = check_int64("version", version)
+    source = ModuleSource(model, slices=slices)
+    tensors, _ = source._named()
+    strange = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.device.type != "cpu" or is_sharded(tensor)
+    ]
+    if strange:
+        first = tensors[strange[0]]
+        raise WeightsError(
+            f"one copy is shared of whole tensors in host memory, and {strange[0]!r} is a "
+            f"{type(first).__name__} on {first.device} ({len(strange)} in all); publish versions "
+            "with WeightPublisher instead. Nothing was changed"
+        )
+    manifest = Manifest.plan(source.params(), aliases=source.aliases(), slices=source.slices())
+    file = SharedFile(bus)
+    try:
+        with file.made(manifest, version):
+            shared = SharedModel(file, writable=True)
+            shared._remove = shared._guard.become_writer()
+            for name, tensor in tensors.items():
+                copy_tensor(shared[name], tensor.detach())
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.data = shared[name]
+            for alias in source.aliases():
+                _tie(model, alias, shared)
+        shared._model = weakref.ref(model)
+        return shared
+    except BaseException:
+        # What was moved has its values, and its memory as long as it lives.
+        file.remove()
+        file.close()
+        raise
+
+
+def _tie(model: torch.nn.Module, name: str, shared: SharedModel) -> None:
+    """Point a second name of a tied tensor at the one copy, where it is an object of its own."""
+    value = model.state_dict(keep_vars=True)[name]
+    view = shared[name]
+    if value.data_ptr() != view.data_ptr():
+        value.data = view
+
+
+def attach_model(
+    bus: str,
+    model: torch.nn.Module,
+    *,
+    timeout: float = 30.0,
+    strict: bool = True,
+    writable: bool = False,
+) -> SharedModel:
+    """Make a model's parameters views of the trainer's; nothing is copied.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+    model : torch.nn.Module
+        Its parameters may be on the meta device.
+    timeout : float
+        Seconds to wait for the trainer.
+    strict : bool
+        Whether the model has to have each published tensor.
+    writable : bool
+        Whether this process is the next trainer, and goes on with the copy that the servers have.
+
+    Returns
+    -------
+    SharedModel
+        Unless it is writable, a store into the model's parameters ends the process.
+
+    Raises
+    ------
+    WaitTimeoutError
+        Nobody shares them.
+    BusBusyError
+        It is to be writable, and the trainer lives.
+    ManifestError
+        What does not fit, all of it; nothing was changed.
+    TypeError, ValueError
+        The model or the timeout is none.
+    """
+    check_seconds("timeout", timeout)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    file = open_file(bus, timeout)
+    try:
+        shared = SharedModel(file, writable=writable)
+        if writable and not shared._guard.become_writer():
+            raise BusBusyError(f"bus {bus!r}: the trainer that shares its weights lives")
+        found, faults = _views_for(shared, model, strict=strict)
+        if faults:
+            raise ManifestError(
+                "the shared weights do not fit the model, and it was not changed", faults
+            )
+        _put_views(model, found, writable=writable)
+        if writable:
+            shared._model = weakref.ref(model)
+        shared._remove = writable
+        return shared
+    except BaseException:
+        file.close()
+        raise
+
+
+def _put_views(
+    model: torch.nn.Module, found: Mapping[str, torch.Tensor], *, writable: bool
+) -> None:
+    """Make all of a model's tensors views, or none; what was tied stays one object."""
+    made: dict[tuple[int, int], torch.nn.Parameter] = {}
+    with contextlib.ExitStack() as undo:
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{module_name}." if module_name else ""
+            for leaf, old in list(module._parameters.items()):
+                if old is None or prefix + leaf not in found:
+                    continue
+                view = found[prefix + leaf]
+                # Where the trainer's are not tied, each has its own values.
+                one = id(old), view.data_ptr()
+                if one not in made:
+                    wants = writable and old.requires_grad
+                    fresh = torch.nn.Parameter(view, requires_grad=wants)
+                    made[one] = made[id(fresh), one[1]] = fresh  # a module may come twice
+                undo.callback(module._parameters.__setitem__, leaf, old)
+                module._parameters[leaf] = made[one]
+            for leaf, buffer in list(module._buffers.items()):
+                if prefix + leaf in found:
+                    undo.callback(module._buffers.__setitem__, leaf, buffer)
+                    module._buffers[leaf] = found[prefix + leaf]
+        undo.pop_all()
+
+
+def _views_for(
+    shared: SharedModel, model: torch.nn.Module, *, strict: bool
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Look up views by the model's names, and all that does not fit."""
+    names = set(shared.manifest.names())
+    found: dict[str, torch.Tensor] = {}
+    faults: list[str] = []
+    for name, old in model.state_dict(keep_vars=True).items():
+        if not isinstance(old, torch.Tensor):
+            continue
+        if name not in names:
+            faults.append(f"missing: {name!r}")
+            continue
+        view = shared[name]
+        if view.shape != old.shape:
+            faults.append(f"shape of {name!r}: expected {list(old.shape)}, got {list(view.shape)}")
+        elif view.dtype != old.dtype:
+            faults.append(f"dtype of {name!r}: expected {old.dtype}, got {view.dtype}")
+        found[name] = view
+    # Such as rotary frequencies: nobody publishes them, and on the meta device they are nothing.
+    faults += [
+        f"buffer {name!r} is on the meta device and is not published; make it before attaching"
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and name not in found
+    ]
+    if strict:
+        taken = {_whole(shared.manifest, name) for name in found}
+        faults += [
+            f"unexpected: {t.name!r}" for t in shared.manifest.tensors if t.name not in taken
+        ]
+    return found, faults
+
+
+def _whole(manifest: Manifest, name: str) -> str:
+    while name in manifest.slices:
+        name = manifest.slices[name].of
+    return manifest.aliases.get(name, name)

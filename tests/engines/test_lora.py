@@ -1,0 +1,262 @@
+"""Adapters alone: swapped under a name that carries the version, while requests are in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_engine import SPAWN, Running
+from small_lora import SmallLora
+from trainers import TIMEOUT_S
+
+from shmbus import Bus
+from shmbus.engines import (
+    LoraFleet,
+    SglangServer,
+    UpdateReport,
+    UpdateRolledBackError,
+    VllmServer,
+)
+from shmbus.weights import (
+    LoraFiles,
+    LoraVersion,
+    WeightPublisher,
+    WeightsError,
+    WeightSubscriber,
+    lora_source,
+    lora_state,
+)
+
+pytest_plugins = ["engine_fixtures"]
+CONFIG = {"peft_type": "LORA", "r": 2, "target_modules": {"v_proj", "q_proj"}, "lora_alpha": 4}
+PREFIX = "base_model.model.layers.0.q_proj"
+
+
+class Peft(torch.nn.Module):
+    """What PEFT makes of a layer: the base's weight, and an adapter's two by its name."""
+
+    def __init__(self, adapter: str = "default") -> None:
+        super().__init__()
+        layer = torch.nn.Module()
+        layer.base_layer = torch.nn.Linear(4, 4)
+        layer.lora_A = torch.nn.ModuleDict({adapter: torch.nn.Linear(4, 2, bias=False)})
+        layer.lora_B = torch.nn.ModuleDict({adapter: torch.nn.Linear(2, 4, bias=False)})
+        inner = torch.nn.Module()
+        inner.layers = torch.nn.ModuleList([torch.nn.Module()])
+        inner.layers[0].q_proj = layer
+        self.base_model = torch.nn.Module()
+        self.base_model.model = inner
+
+    def fill(self, value: float) -> Peft:
+        with torch.no_grad():
+            for name, tensor in self.named_parameters():
+                if "lora_" in name:
+                    tensor.fill_(value)
+        return self
+
+
+@pytest.fixture
+def folder(bus_name: str) -> Iterator[Path]:
+    path = Path(f"/dev/shm/{bus_name}-adapters")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def server_of(running: Running, kind: str) -> Any:
+    return {"vllm": VllmServer, "sglang": SglangServer}[kind](running.url)
+
+
+async def bring(bus: str, adapter: LoraVersion, *servers: Any, **options: Any) -> UpdateReport:
+    async with LoraFleet(servers, bus=bus, timeout=TIMEOUT_S, **options) as fleet:
+        return await fleet.update(adapter)
+
+
+def test_an_adapter_is_a_set_of_its_own_by_pefts_names(bus_name: str) -> None:
+    model = Peft().fill(3)
+    names = [f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"]
+    assert sorted(lora_state(model)) == names
+    with (
+        WeightPublisher(bus_name, lora_source(model)) as publisher,
+        WeightSubscriber(bus_name) as subscriber,
+    ):
+        publisher.publish(version=0)
+        with subscriber.latest(timeout=5) as weights:
+            assert sorted(weights) == names
+            assert all((weights[name] == 3).all() for name in names)
+    with pytest.raises(WeightsError, match="there are: default"):
+        lora_source(model, adapter="other")
+
+
+def test_the_files_are_pefts_and_old_ones_go(folder: Path) -> None:
+    files = LoraFiles(folder, "run1", CONFIG, keep=2)
+    model = Peft()
+    for version in range(4):
+        made = files.publish(lora_state(model.fill(version)), version)
+    assert made == LoraVersion(name="run1-v3", path=f"{folder}/run1-v3", version=3, size=64)
+    assert files.versions() == [2, 3]
+    tensors = load_file(folder / "run1-v3" / "adapter_model.safetensors")
+    assert set(tensors) == set(lora_state(model))
+    config = json.loads((folder / "run1-v3" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    with pytest.raises(WeightsError, match="there already"):
+        files.publish(lora_state(model), 3)
+    with pytest.raises(WeightsError, match="no tensors"):
+        files.publish({}, 4)
+    assert sorted(path.name for path in folder.iterdir()) == ["run1-v2", "run1-v3"]
+
+
+def die_while_writing(folder: str) -> None:
+    files = LoraFiles(folder, "run1", CONFIG)
+    original = Path.rename
+
+    def rename(self: Path, target: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, target)
+
+    Path.rename = rename  # type: ignore[method-assign]
+    files.publish(lora_state(Peft()), 1)
+
+
+def test_a_trainer_that_dies_while_it_writes_leaves_no_version(folder: Path) -> None:
+    process = SPAWN.Process(target=die_while_writing, args=(str(folder),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.name.startswith(".new-") for path in folder.iterdir()] == [True]
+    files = LoraFiles(folder, "run1", CONFIG)
+    assert files.versions() == [] and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_requests_in_flight_keep_their_adapter_and_new_ones_ask_for_the_new_name(
+    kind: str, bus: Bus, servers: Any, folder: Path
+) -> None:
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    files = LoraFiles(folder, "run1", CONFIG)
+    model = Peft()
+
+    async def answers(version: int, tokens: int) -> list[Any]:
+        body = {"model": f"run1-v{version}", "max_tokens": tokens}
+        found = await asyncio.gather(*(each.post("/v1/generate", body) for each in running))
+        return [each.get("tokens") for each in found]
+
+    flights = []
+    for version in range(4):
+        made = files.publish(lora_state(model.fill(version)), version)
+        # Each trainer is a new one: what is loaded is the servers' word.
+        report = await bring(bus.name, made, *(server_of(each, kind) for each in running))
+        assert report.previous == (version - 1 if version else None)
+        assert [each.version for each in report.servers] == [version] * 2
+        assert bus.policy_version == version
+        flights.append(asyncio.ensure_future(answers(version, 60)))
+        for each in running:  # until they have begun
+            while len(await each.calls()) <= version:
+                await asyncio.sleep(0.005)
+    for version, flight in enumerate(flights):
+        assert await flight == [[float(version)] * 60] * 2
+    assert await answers(3, 1) == [[3.0]] * 2
+    assert await answers(2, 1) == [[2.0]] * 2
+    assert await answers(1, 1) == [None] * 2, "it is unloaded"
+
+
+@pytest.mark.parametrize("fault", ["500", "lie"])
+async def test_a_version_that_one_server_did_not_take_is_taken_by_none(
+    fault: str, bus: Bus, servers: Any, folder: Path
+) -> None:
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    files = LoraFiles(folder, "run1", CONFIG)
+    both = [server_of(running[0], "vllm"), server_of(running[1], "sglang")]
+    await bring(bus.name, files.publish(lora_state(Peft().fill(1)), 1), *both)
+    await running[1].fault("load", fault)
+    second = files.publish(lora_state(Peft().fill(2)), 2)
+    with pytest.raises(UpdateRolledBackError, match="every server runs version 1 again"):
+        await bring(bus.name, second, *both)
+    assert bus.policy_version == 1
+    for server in both:
+        assert set(await server.adapters(TIMEOUT_S)) == {"base", "run1-v1"}
+        await server.close()
+    # An answer that was lost is no failure: the list says that it is there.
+    await running[0].fault("load", "close")
+    report = await bring(bus.name, second, *both, quorum=1)
+    assert [each.version for each in report.servers] == [2, 2]
+
+
+@pytest.mark.parametrize("verb", ["load_adapter", "adapters", "unload_adapter"])
+async def test_what_a_server_of_the_users_raises_is_a_failure_of_that_server(
+    verb: str, bus: Bus, servers: Any, folder: Path
+) -> None:
+    class Broken(VllmServer):
+        pass
+
+    async def broken(self: Broken, *arguments: Any) -> Any:
+        raise KeyError("their own code")
+
+    setattr(Broken, verb, broken)
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    both = [Broken(running[0].url), server_of(running[1], "vllm")]
+    files = LoraFiles(folder, "run1", CONFIG)
+    first = files.publish(lora_state(Peft()), 1)
+    if verb != "unload_adapter":
+        with pytest.raises(UpdateRolledBackError, match="KeyError: 'their own code'"):
+            await bring(bus.name, first, *both)
+        assert set(await both[1].adapters(TIMEOUT_S)) == {"base"}, "it is unloaded"
+    report = await bring(bus.name, first, *both, quorum=1)
+    assert report.servers[1].version == 1
+    if verb == "unload_adapter":
+        second = files.publish(lora_state(Peft()), 2)
+        report = await bring(bus.name, second, *both, keep=1)
+        assert "their own code" in report.servers[0].warning
+        assert report.servers[1].warning == ""
+
+
+async def test_a_trainer_that_goes_on_from_an_older_version_has_it_loaded_and_it_stays(
+    bus: Bus, servers: Any, folder: Path
+) -> None:
+    server = server_of(servers(1, SmallLora), "vllm")
+    files = LoraFiles(folder, "run1", CONFIG, keep=2)
+    for version in (7, 8, 9):
+        await bring(bus.name, files.publish(lora_state(Peft()), version), server)
+    for version, stay in ((4, [4, 9]), (5, [5, 9]), (6, [6, 9]), (10, [9, 10])):
+        made = files.publish(lora_state(Peft()), version)
+        assert files.versions() == stay and Path(made.path).is_dir()
+        report = await bring(bus.name, made, server)
+        assert report.previous == (9 if version in (4, 10) else version - 1)
+        there = set(await server.adapters(TIMEOUT_S)) - {"base"}
+        assert there == {f"run1-v{each}" for each in stay}
+        assert bus.policy_version == version
+
+
+async def test_a_server_that_has_ended_is_reported_gone(
+    bus: Bus, servers: Any, folder: Path
+) -> None:
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    running[1].kill()
+    made = LoraFiles(folder, "run1", CONFIG).publish(lora_state(Peft()), 0)
+    report = await bring(bus.name, made, *(server_of(each, "vllm") for each in running), quorum=1)
+    assert [each.state for each in report.servers] == ["serving", "gone"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"name": "a/b"}, ValueError, "letters, digits"),
+        ({"keep": 0}, ValueError, "at least 1"),
+        ({"config": {}}, WeightsError, "peft_type, r, target_modules is missing"),
+    ],
+)
+def test_what_makes_no_adapter_is_refused(
+    options: dict[str, Any], error: Any, match: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"name": "run1", "config": CONFIG, **options}
+    with pytest.raises(error, match=match):
+        LoraFiles(tmp_path / "adapters", given.pop("name"), given.pop("config"), **given)
+    assert not (tmp_path / "adapters").exists()
