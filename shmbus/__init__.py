@@ -44,17 +44,14 @@ from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
     from shmbus.consumer import Consumer
-    from shmbus.copies import GroupCopy, TrajectoryCopy
     from shmbus.feeder import Feeder
     from shmbus.group import Group
     from shmbus.inspect.stall_report import StallReport
     from shmbus.ledger import Ledger, RequestCounts
     from shmbus.producer import Producer, ProducerStats
-    from shmbus.put.requests import ProducerRequests, Request
-    from shmbus.put.retries import WantedSample
+    from shmbus.producer_requests import ProducerRequests, Request
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
-    from shmbus.take.requests import RestoredRequests
 
 __all__ = [
     "Bus",
@@ -72,7 +69,6 @@ __all__ = [
     "DeviceMismatchError",
     "Feeder",
     "Group",
-    "GroupCopy",
     "LayoutMismatchError",
     "Ledger",
     "PeerGoneError",
@@ -85,15 +81,12 @@ __all__ = [
     "Request",
     "RequestCounts",
     "Reservation",
-    "RestoredRequests",
     "ShmbusError",
     "StallError",
     "StallReport",
     "Trajectory",
-    "TrajectoryCopy",
     "UnscoredError",
     "WaitTimeoutError",
-    "WantedSample",
     "__version__",
     "unlink",
 ]
@@ -104,18 +97,14 @@ _HOMES = {
     "Consumer": "shmbus.consumer",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",
-    "GroupCopy": "shmbus.copies",
     "Ledger": "shmbus.ledger",
     "Producer": "shmbus.producer",
     "ProducerInfo": "shmbus.segment.bus",
-    "ProducerRequests": "shmbus.put.requests",
+    "ProducerRequests": "shmbus.producer_requests",
     "ProducerStats": "shmbus.producer",
-    "Request": "shmbus.put.requests",
+    "Request": "shmbus.producer_requests",
     "RequestCounts": "shmbus.ledger",
-    "RestoredRequests": "shmbus.take.requests",
     "StallReport": "shmbus.inspect.stall_report",
-    "TrajectoryCopy": "shmbus.copies",
-    "WantedSample": "shmbus.put.retries",
     "unlink": "shmbus.segment.lifecycle",
 }
 

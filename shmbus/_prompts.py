@@ -133,7 +133,7 @@ class Prompt:
     def __init__(self, raw: bytes, start: int) -> None:
         self._raw = raw
         self._start = start
-        self._fields: dict[str, NDArray[Any]] | None = None
+        self._fields: dict[str, NDArray[Any]] | None = None if raw else {}
         self._meta: bytes | None = None
 
     @property
@@ -187,7 +187,7 @@ class Request:
     split : str
         What the group is for.
     group_size : int
-        Samples of the group.
+        Samples of the group; 0 where that is not known, of a sample that `requests.retries` gave.
     need : int
         How many of them make it complete.
     index : int

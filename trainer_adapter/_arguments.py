@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Final
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 from torch.utils.data import default_collate
@@ -22,6 +22,7 @@ from shmbus.batch.gather import FieldNames, GatherThreads
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
+    "ConsumerOptions",
     "check_choices",
     "check_consumer_options",
     "check_device",
@@ -117,10 +118,8 @@ def check_pack_threads(value: object) -> None:
 
 
 def checked_pack_threads(value: int | None, world_size: int) -> int:
-    """Return `pack_threads`, or without it a fourth of a rank's share of the processors, up to 4.
-
-    Threads take processors from inference and environments, and memory bandwidth ends at a few.
-    """
+    """Return `pack_threads`, or without it a fourth of a rank's share of processors, up to 4."""
+    # Threads take processors from inference and environments, and memory bandwidth ends at a few.
     if value is None:
         share = len(os.sched_getaffinity(0)) // (4 * world_size)
         return max(1, min(share, USUAL_PACK_THREADS))
@@ -177,15 +176,7 @@ _CHOICES: Final = {
 
 
 def check_consumer_options(options: Mapping[str, object], handler: type) -> None:
-    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest.
-
-    Parameters
-    ----------
-    options : mapping
-        What was given to the handler beside its own.
-    handler : type
-        Has the others, as parameters.
-    """
+    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest."""
     bus = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - bus:
         own = [
@@ -216,13 +207,7 @@ def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) 
 
 
 def check_loader(caller: FrameType) -> None:
-    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate.
-
-    Parameters
-    ----------
-    caller : frame
-        That asks for the iterator.
-    """
+    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate."""
     fetcher = caller.f_locals.get("self")
     if (
         getattr(fetcher, "auto_collation", False)
@@ -233,3 +218,26 @@ def check_loader(caller: FrameType) -> None:
             "batches already, got one that collates items; pass DataLoader(handler, "
             "batch_size=None)"
         )
+
+
+class ConsumerOptions(TypedDict, total=False):
+    """Keyword arguments of `shmbus.Consumer`, which documents them; each may be left out."""
+
+    group_timeout: float | None
+    on_timeout: Literal["wait", "drop", "partial"]
+    max_policy_lag: int | None
+    skip_zero_variance: bool
+    duplicate: Literal["drop", "error"]
+    max_stash_bytes: int | None
+    on_overflow: Literal["wait", "drop", "partial"]
+    sample_retries: int
+    retry_timeout: float
+    retry_backoff: tuple[float, float]
+    on_failure: Literal["drop", "partial"]
+    label: str | None
+    daemon: bool | None
+    split: str
+    on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
+    stall_timeout: float
+    wait: float | None
+    prompt_schema: Mapping[str, Any] | None

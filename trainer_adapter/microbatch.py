@@ -222,18 +222,7 @@ def _take(
 
 
 def select(values: Tensor, positions: Tensor) -> Tensor:
-    """Return rows by their positions, of any dtype that torch stores.
-
-    Parameters
-    ----------
-    values : Tensor [n, ...]
-    positions : int64 [m] tensor
-        On the same device.
-
-    Returns
-    -------
-    Tensor [m, ...]
-    """
+    """Return rows by their positions, of any dtype that torch stores."""
     return indexable(values).index_select(0, positions).view(values.dtype)
 
 

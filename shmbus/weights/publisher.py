@@ -247,13 +247,14 @@ class WeightPublisher:
         )
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
-        if patch_share(patches) and self.carrier.name != "shm":
+        chosen = carrier_class(self.carrier.name)
+        if patch_share(patches) and not chosen.takes_patches:
             raise ValueError(
                 f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "
                 "carrier 'shm' has patches"
             )
         prepare_copies(torch.device(device))
-        self._writer: WriterCarrier = carrier_class(self.carrier.name).writer(
+        self._writer: WriterCarrier = chosen.writer(
             WriterOptions(
                 bus=bus,
                 manifest=self.manifest,

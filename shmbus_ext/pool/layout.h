@@ -17,6 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/bell.h"
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the pool is little-endian; this machine is not"
 #endif
@@ -85,12 +87,9 @@ struct pool_header {
     alignas(128) _Atomic uint64_t latest;
     _Atomic uint64_t writing;
     _Atomic uint64_t next_sequence;
-    alignas(64) _Atomic uint32_t bell;
-    _Atomic uint32_t bell_wanted;
-    alignas(64) _Atomic uint32_t space_bell;
-    _Atomic uint32_t space_wanted;
-    alignas(64) _Atomic uint32_t ranks_bell;
-    _Atomic uint32_t ranks_wanted;
+    alignas(64) struct bell bell;
+    alignas(64) struct bell space_bell;
+    alignas(64) struct bell ranks_bell;
     alignas(64) _Atomic uint32_t slots_open;
     uint32_t reserved2;
     _Atomic uint64_t published;

@@ -27,9 +27,9 @@ from shmbus.tensors import (
     StepOrderError,
     StepSkippedError,
     TensorChannel,
-    readers,
-    writers,
 )
+from shmbus.tensors import receiver as receiving
+from shmbus.tensors import sender as sending
 
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["shmbus.tensors"])
@@ -173,7 +173,7 @@ def tensor_sender(name: str, phase: str, pipe: Connection) -> None:
     if phase in ("created", "declared"):
         stay(phase, pipe)
     if phase == "copying":
-        writers.copy_bytes = lambda *_: stay(phase, pipe)  # type: ignore[attr-defined]
+        sending.copy_bytes = lambda *_: stay(phase, pipe)  # type: ignore[attr-defined]
     sender.send(good())
     if phase == "sent":
         stay(phase, pipe)
@@ -188,7 +188,7 @@ def tensor_receiver(name: str, phase: str, pipe: Connection) -> None:
     if phase == "waiting":
         pipe.send(phase)
     if phase == "opening a step":
-        readers.StepReader.open = lambda *_: stay(phase, pipe)  # type: ignore[method-assign,assignment]
+        receiving.StepReader.open = lambda *_: stay(phase, pipe)  # type: ignore[method-assign,assignment]
     with receiver.recv(NEVER_S):
         if phase == "holding a step":
             stay(phase, pipe)

@@ -56,7 +56,6 @@ SHMBUS_ALL = [
     "DeviceMismatchError",
     "Feeder",
     "Group",
-    "GroupCopy",
     "LayoutMismatchError",
     "Ledger",
     "PeerGoneError",
@@ -69,15 +68,12 @@ SHMBUS_ALL = [
     "Request",
     "RequestCounts",
     "Reservation",
-    "RestoredRequests",
     "ShmbusError",
     "StallError",
     "StallReport",
     "Trajectory",
-    "TrajectoryCopy",
     "UnscoredError",
     "WaitTimeoutError",
-    "WantedSample",
     "__version__",
     "unlink",
 ]
@@ -89,8 +85,6 @@ TRAINER_ADAPTER_ALL = [
     "ScoredGroup",
     "group_advantages",
     "pack",
-    "pad_input",
-    "unpad_input",
     "varlen_attention",
 ]
 

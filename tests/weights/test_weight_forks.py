@@ -84,7 +84,7 @@ def test_a_childs_weights_say_that_they_were_leased_before_the_fork(bus_name: st
             def work() -> None:
                 refused(lambda: weights.load_into(many(3)))
                 refused(lambda: weights["p1"])
-                refused(weights.applied)
+                refused(weights.report_applied)
                 weights.close()
 
             assert in_child(work) == 0

@@ -22,14 +22,14 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 import torch
 
-from shmbus._arguments import check_int, check_text
+from shmbus._arguments import check_int, check_text, is_text
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
 from shmbus.weights.carriers.base import (
@@ -38,8 +38,9 @@ from shmbus.weights.carriers.base import (
     ReaderOptions,
     WriterOptions,
 )
-from shmbus.weights.errors import ManifestError
-from shmbus.weights.file_form import faults_in_file
+from shmbus.weights.errors import (
+    ManifestError,
+)
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
@@ -51,7 +52,9 @@ __all__ = [
     "CheckpointReader",
     "CheckpointVersion",
     "CheckpointWriter",
+    "faults_in_file",
     "newest_checkpoints",
+    "sync_path",
 ]
 
 FILE: Final = "model.safetensors"
@@ -61,6 +64,42 @@ _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
 _NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 #: Seconds between two looks at the link; there is no bell on a disk.
 _POLL_S: Final = 0.05
+
+
+#: Where a header keeps what is no tensor: one of that name makes a file that nobody can read.
+METADATA: Final = "__metadata__"
+
+
+def faults_in_file(tensors: Mapping[str, torch.dtype]) -> list[str]:
+    """Find what no file of safetensors can hold."""
+    written = {dtype: _is_written(dtype) for dtype in set(tensors.values())}
+    faults = []
+    for name, dtype in tensors.items():
+        if name == METADATA or not is_text(name):
+            faults.append(f"{name!r}: no name that a file can have")
+        elif not written[dtype]:
+            faults.append(f"{name!r}: {dtype} is no dtype of safetensors")
+    return faults
+
+
+def _is_written(dtype: torch.dtype) -> bool:
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, ValueError, SafetensorError):
+        return False
+    return True
+
+
+def sync_path(path: Path) -> None:
+    """Have a file, or a folder's names, be on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class CheckpointPlace(NamedTuple):
@@ -137,12 +176,12 @@ class CheckpointWriter:
 
         fresh.mkdir()
         save_file(tensors, fresh / FILE, metadata)
-        _sync(fresh / FILE)
-        _sync(fresh)
+        sync_path(fresh / FILE)
+        sync_path(fresh)
         fresh.rename(self._directory / name)
         link.symlink_to(name)
         link.replace(self._directory / _LINK)
-        _sync(self._directory)
+        sync_path(self._directory)
 
 
 class _CheckpointSink:
@@ -417,14 +456,6 @@ def _locked(directory: Path) -> LockedFile:
 def _published(directory: Path) -> list[tuple[int, Path]]:
     found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     return sorted((int(match[2]), path) for match, path in found)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _payload_bytes(said: bytes) -> int:

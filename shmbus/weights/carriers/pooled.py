@@ -149,6 +149,7 @@ class ShmCarrier(Carrier):
     """Versions in the slots of a pool in /dev/shm."""
 
     why = ("/dev/shm is there", "whole versions, views without a copy, any death")
+    takes_patches = True
 
     @classmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:

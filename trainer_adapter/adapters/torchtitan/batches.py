@@ -254,7 +254,7 @@ class ShmbusBatches:
                 )  # fmt: skip
                 self._number += 1
                 if not made.training_samples:
-                    self._consumer.drop(group, useless=True)
+                    self._consumer.drop(group, reason="filtered")
                     continue
                 self._collected.append(group)
                 batch = self._batcher.add_training_samples(training_sample_group=made)
