@@ -37,13 +37,7 @@ REFERENCE = {
     "batch": (
         "shmbus.batch",
         "Many trajectories at once, for those who pack batches themselves.",
-        [
-            "shmbus.batch.gather",
-            "shmbus.batch.extra_fields",
-            "shmbus.batch.gather_plan",
-            "shmbus.batch.baseline",
-            "shmbus.batch.rows",
-        ],
+        ["shmbus.batch.gather", "shmbus.batch.baseline"],
     ),
     "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),
     "objectives": (
@@ -70,11 +64,6 @@ REFERENCE = {
         "shmbus.weights",
         "Weights back to inference: publishers, subscribers, carriers.",
         ["shmbus.weights"],
-    ),
-    "pool": (
-        "shmbus.pool",
-        "Versions of many bytes in shared memory, which the weights travel by.",
-        ["shmbus.pool"],
     ),
     "channel": (
         "shmbus.tensors",

@@ -29,12 +29,16 @@ from shmbus.errors import (
     BusRemovedError,
     CapacityError,
     DaemonUnavailableError,
+    DamagedError,
+    DeviceMismatchError,
     LayoutMismatchError,
+    PeerGoneError,
     ProtocolError,
     RecordTooLargeError,
     ShmbusError,
     StallError,
     UnscoredError,
+    WaitTimeoutError,
 )
 from shmbus_ext._core import Reservation, Trajectory
 
@@ -61,10 +65,13 @@ __all__ = [
     "CapacityError",
     "Consumer",
     "DaemonUnavailableError",
+    "DamagedError",
+    "DeviceMismatchError",
     "Feeder",
     "Group",
     "LayoutMismatchError",
     "Ledger",
+    "PeerGoneError",
     "Producer",
     "ProducerInfo",
     "ProducerRequests",
@@ -79,6 +86,7 @@ __all__ = [
     "StallReport",
     "Trajectory",
     "UnscoredError",
+    "WaitTimeoutError",
     "__version__",
     "unlink",
 ]

@@ -33,12 +33,11 @@ from shmbus._arguments import (
     check_count,
     check_flag,
     check_label,
+    check_period,
     check_policy_version,
     check_rank,
-    check_seconds,
     check_split,
     check_timeout,
-    check_wait,
     clamp_request,
     names_options,
 )
@@ -210,14 +209,14 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         check_choice("on_failure", on_failure, ("drop", "partial"))
         check_choice("duplicate", duplicate, ("drop", "error"))
         policy = StashPolicy(
-            group_timeout_s=_or_none(check_seconds, "group_timeout", group_timeout),
+            group_timeout_s=_or_none(check_period, "group_timeout", group_timeout),
             on_timeout=on_timeout,
             max_policy_lag=_or_none(check_count, "max_policy_lag", max_policy_lag, 0),
             skip_zero_variance=check_flag("skip_zero_variance", skip_zero_variance),
             max_stash_bytes=_or_none(check_count, "max_stash_bytes", max_stash_bytes, 1),
             on_overflow=on_overflow,
             sample_retries=check_count("sample_retries", sample_retries, 0),
-            retry_timeout_s=check_seconds("retry_timeout", retry_timeout),
+            retry_timeout_s=check_period("retry_timeout", retry_timeout),
             retry_backoff_s=check_backoff("retry_backoff", retry_backoff),
             on_failure=on_failure,
         )
@@ -239,7 +238,15 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
                 "of another split"
             )
         self._options = AttachOptions(
-            self.name, policy, duplicate, label, rank, world_size, daemon, check_wait(wait), split
+            self.name,
+            policy,
+            duplicate,
+            label,
+            rank,
+            world_size,
+            daemon,
+            check_timeout(wait, "wait"),
+            split,
         )
         self._watch = Watch(name, on_stall, stall_timeout)
         #: In the form that pickles; who made the handle gets an error for a wrong one.

@@ -37,7 +37,6 @@ from shmbus._arguments import (
     check_round,
     check_split,
     check_timeout,
-    check_wait,
     names_options,
 )
 from shmbus._closing import ClosedByWith
@@ -169,7 +168,7 @@ class Producer(_core.Writer, ClosedByWith):
         schema: Schema | None = None,
     ) -> None:
         self.name = check_name(name)
-        self._wait = check_wait(wait)
+        self._wait = check_timeout(wait, "wait")
         check_choice("attach", attach, ("same", "successor"))
         self._attach = attach
         self._watch = Watch(name, on_stall, stall_timeout)
@@ -207,7 +206,7 @@ class Producer(_core.Writer, ClosedByWith):
         asyncio.CancelledError
             The task was cancelled during the wait; nothing is attached.
         """
-        wait = check_wait(wait)
+        wait = check_timeout(wait, "wait")
         for rest_s in lifecycle.until_there(check_name(name), wait):
             await asyncio.sleep(rest_s)
         made: Callable[..., Self] = cls

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbus._checks import check_choice
+from shmbus._arguments import check_choice
 from shmbus.batch.baseline import (
     DEVIATION,
     LEAVE_ONE_OUT,

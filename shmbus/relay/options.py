@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from shmbus._arguments import check_choice, check_count, check_flag, check_seconds
+from shmbus._arguments import check_choice, check_count, check_flag, check_period
 from shmbus.segment.names import check_name
 from shmbus.stash.stash import StashPolicy
 
@@ -33,11 +33,11 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
     for name, value in options.items():
         match name:
             case "group_timeout":
-                seconds = None if value is None else check_seconds(name, value)
+                seconds = None if value is None else check_period(name, value)
                 given["group_timeout_s"] = None if seconds == math.inf else seconds
             case "retry_timeout":
                 # JSON has no infinite number.
-                given["retry_timeout_s"] = min(check_seconds(name, value), _LONGEST_S)
+                given["retry_timeout_s"] = min(check_period(name, value), _LONGEST_S)
             case "max_policy_lag":
                 given[name] = None if value is None else check_count(name, value, 0)
             case "sample_retries":

@@ -24,9 +24,10 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._checks import check_int64, check_text
+from shmbus._arguments import check_int64, check_text
+from shmbus.errors import WeightsError
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
-from shmbus.weights.errors import ManifestError, WeightsError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.source import ModuleSource
 
 __all__ = ["LoraFiles", "LoraVersion", "lora_source", "lora_state", "past_keeping"]

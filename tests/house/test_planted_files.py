@@ -16,12 +16,12 @@ import pytest
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
 from shmbus.channel.lifecycle import channel_path, open_handle
 from shmbus.engines.pause_note import PauseNote, paused_by
+from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.relay.sockets import SocketMailbox
 from shmbus.segment.names import companion_name, shm_path
-from shmbus.weights.errors import WeightsError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.shared_file import SharedFile, open_file, shared_state
 

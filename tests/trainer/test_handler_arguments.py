@@ -43,14 +43,15 @@ def test_pack_refuses_the_same_and_leaves_the_group_leased(
 
 
 @pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
+    ("timeout", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)],
 )
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(
     bus: Bus, timeout: Any, error: Any
 ) -> None:
     with (
         OnlineDataHandler(bus.name) as handler,
-        pytest.raises(error, match=f"timeout: expected .*{timeout}"),
+        pytest.raises(error, match=r"timeout: expected .*seconds,? or None"),
     ):
         handler.next_batch(timeout)
 
@@ -116,5 +117,5 @@ def test_an_evaluation_names_what_it_refuses(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         with pytest.raises(TypeError, match="groups: expected an int, got Tensor"):
             handler.evaluate(torch.ones(2))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="timeout: expected a number of seconds"):
+        with pytest.raises(TypeError, match="timeout: expected seconds or None, got str"):
             handler.evaluate(1, timeout="soon")  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus._checks import check_text
+from shmbus._arguments import check_text
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
 

@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, PoolTimeoutError
+from shmbus import WaitTimeoutError
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -61,7 +62,7 @@ class WeightsChannel:
         assert self._reader is not None
         try:
             lease = self._reader.latest(timeout=0)
-        except PoolTimeoutError:
+        except WaitTimeoutError:
             return None
         with lease:
             if not is_wanted(lease.version) or lease.size != self._bytes:

@@ -10,9 +10,8 @@ import time
 import numpy as np
 
 import shmbus
-from shmbus._checks import checked_int
+from shmbus._arguments import check_int, check_timeout
 from shmbus.batch.field_names import FieldNames
-from trainer_adapter._arguments import check_wait
 from trainer_adapter.handler.scoring import GroupScoring
 
 __all__ = ["MOST_AT_ONCE", "Evaluation"]
@@ -65,8 +64,8 @@ class Evaluation:
         self, groups: int, *, timeout: float | None = None, split: str = "eval"
     ) -> dict[str, float]:
         """Take groups of another split, acknowledge them, and return figures to log."""
-        groups = checked_int("groups", groups)
-        check_wait("timeout", timeout)
+        groups = check_int("groups", groups)
+        check_timeout(timeout)
         if groups < 1:
             raise ValueError(f"groups: expected 1 or more, got {groups}")
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
+from shmbus._arguments import check_timeout
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.inspect.stall_report import wait_sentence
 from shmbus.open_requests import RestoredRequests
@@ -36,7 +37,6 @@ from trainer_adapter._arguments import (
     check_for_ranks,
     check_loader,
     check_packing,
-    check_wait,
     checked_budget,
     checked_max_wait,
     checked_pack_threads,
@@ -327,7 +327,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         ValueError, BusClosedError
             As for `next_batch`.
         """
-        check_wait("timeout", timeout)
+        check_timeout(timeout)
         return self._iterate(timeout)
 
     def _iterate(self, timeout: float | None) -> Iterator[Batch]:
@@ -373,7 +373,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         After an exception, that of a signal's handler too, the next call goes on, with the same
         batch where one was on its way. What was returned is in `out` until `ack` or `give_back`.
         """
-        check_wait("timeout", timeout)
+        check_timeout(timeout)
         first: list[MadeBatch[Batch] | BaseException] = []
         try:
             return self._next_batch(timeout, first)

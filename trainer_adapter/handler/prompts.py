@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import shmbus
-from shmbus._checks import checked_int
+from shmbus._arguments import check_int
 from shmbus._format import several
 from shmbus.open_requests import RestoredRequests
 from trainer_adapter.handler.checkpoint import Key as _Key
@@ -121,7 +121,7 @@ class PromptOffers:
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers, whatever becomes of each, from now to their end."""
-        ahead, group_size = checked_int("ahead", ahead), checked_int("group_size", group_size)
+        ahead, group_size = check_int("ahead", ahead), check_int("group_size", group_size)
         for name, value in (("ahead", ahead), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")

@@ -29,7 +29,9 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
-from shmbus._checks import check_text, checked_int, is_text
+from shmbus._arguments import check_int, check_text, is_text
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
+from shmbus.segment.locked_file import LockedFile
 from shmbus.weights.carriers.base import (
     DEFAULT_SLOTS,
     Carrier,
@@ -38,14 +40,9 @@ from shmbus.weights.carriers.base import (
 )
 from shmbus.weights.errors import (
     ManifestError,
-    TornWeightsError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
 )
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.owned_file import OwnedFile
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
@@ -244,7 +241,7 @@ class CheckpointVersion:
                 metadata = opened.metadata() or {}
                 self._tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"{path}: {error}; nothing was loaded: publish again, or remove the directory"
             ) from error
         try:
@@ -322,11 +319,11 @@ class CheckpointReader:
             if target is not None and sequence > after:
                 try:
                     return CheckpointVersion(target, sequence)
-                except TornWeightsError:
+                except DamagedError:
                     if target.exists():  # else a newer one has replaced it
                         raise
             elif deadline is not None and time.monotonic() >= deadline:
-                raise WeightsTimeoutError(
+                raise WaitTimeoutError(
                     f"{self._directory}: no {'newer ' if after else ''}version in {timeout:g} s "
                     f"(newest publication: {sequence or 'none'}); start the publisher, or wait"
                 )
@@ -345,7 +342,7 @@ class CheckpointReader:
         }
         sequence = max((of for number, of in there if number == version), default=None)
         if sequence is None:
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"{self._directory}: version {version} is not there; there are: "
                 f"{', '.join(str(number) for number, _ in sorted(there)) or 'none'}"
             )
@@ -387,7 +384,7 @@ class CheckpointCarrier(Carrier):
         slots, max_slots, when_held = options.slots, options.max_slots, options.when_held
         check_text("when_held", when_held)
         plain = max_slots is None and when_held == "wait"
-        if checked_int("slots", slots) != DEFAULT_SLOTS or not plain:
+        if check_int("slots", slots) != DEFAULT_SLOTS or not plain:
             raise ValueError(
                 "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
                 f"not, got {slots}, {max_slots} and {when_held!r}"
@@ -435,15 +432,15 @@ def _newest_in(directory: Path) -> str:
     return ""
 
 
-def _locked(directory: Path) -> OwnedFile:
+def _locked(directory: Path) -> LockedFile:
     """Be the one that writes into a directory, until the file is closed or the process ends."""
-    file = OwnedFile()
+    file = LockedFile()
     file.open(os.path.realpath(directory), os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise WeightsBusyError(
+        raise BusBusyError(
             f"{directory}: another publisher writes there; close that one first, or give this one "
             "a directory of its own"
         ) from error
