@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
+import posix_ipc
+
 from shmbus import errors
 from shmbus._format import show_size
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
@@ -26,6 +28,8 @@ __all__ = ["Companion", "create_file", "free_and_total", "open_once", "remove_fi
 
 #: Seconds between two attempts to open a file that is not there yet, or not finished.
 _POLL_S: Final = 0.005
+#: What POSIX leaves out of the names in it.
+_DIRECTORY: Final = SHM_DIRECTORY
 
 
 class Handle(Protocol):
@@ -55,7 +59,12 @@ def create_file(path: str, title: str, create: Callable[[int], _H]) -> _H:
 def _create_into(
     made: list[tuple[_H, os.stat_result]], path: str, title: str, create: Callable[[int], _H]
 ) -> None:
-    fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, title)
+    try:
+        fd = posix_ipc.SharedMemory(path.removeprefix(_DIRECTORY), posix_ipc.O_CREX, mode=0o600).fd
+    except posix_ipc.ExistentialError as error:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+    except posix_ipc.PermissionsError as error:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path) from error
     known = os.fstat(fd)
     try:
         handle = create(fd)

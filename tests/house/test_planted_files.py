@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
-from shmbus.channel.lifecycle import channel_path, open_handle
+from shmbus.channel.lifecycle import channel_path, companion_of
 from shmbus.engines.pause_note import PauseNote, paused_by
 from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal
@@ -34,7 +34,7 @@ Use = Callable[[str, Path], Any]
 OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "bus": (lambda bus, _: shm_path(f"{bus}.planted"), lambda bus, _: Producer(f"{bus}.planted")),
     "pool": (lambda bus, _: pool_path(bus, "weights"), lambda bus, _: open_pool(bus, "weights")),
-    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: open_handle(bus)),
+    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: companion_of(bus).open(bus)),
     "pause note, read": (lambda bus, _: companion("fleet", bus), lambda bus, _: paused_by(bus)),
     "shared weights": (lambda bus, _: companion("shared", bus), lambda bus, _: open_file(bus, 0)),
     "shared weights, looked at": (
