@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,7 +24,6 @@ from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.mailbox import Mailbox, Opener
 from shmbus.relay.messages import Message
 from shmbus.relay.run import Party, run_party
-from shmbus.relay.sink import BLOCK_BYTES
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
@@ -33,10 +32,6 @@ __all__ = ["Carry", "Host", "PartyPlan"]
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Bytes that are fetched at a time over a connection, which costs nothing but its bytes: what one
-#: core's cache holds is checked and put without coming from memory again. An object of Ray's costs
-#: as much as some MiB do, so those blocks are larger.
-DIRECT_BLOCK_BYTES: Final = 4 << 20
 #: Exit status of a process whose party failed.
 _FAILED = 70
 #: Seconds in which the text of a failure is written before the process ends.
@@ -62,8 +57,6 @@ class PartyPlan(msgspec.Struct, frozen=True):
         Addresses; of a coordinator.
     policy : StashPolicy
         The same.
-    transport : "ray" | "direct"
-        How messages go to the others.
     """
 
     kind: str
@@ -74,15 +67,13 @@ class PartyPlan(msgspec.Struct, frozen=True):
     sources: list[str] = []
     sinks: list[str] = []
     policy: StashPolicy = StashPolicy()
-    transport: str = "ray"
 
     def make(self, mailbox: Mailbox) -> Party:
         """Make the party."""
         if self.kind == "source":
             return SourceParty(self.bus, mailbox, self.coordinator)
         if self.kind == "sink":
-            size = DIRECT_BLOCK_BYTES if self.transport == "direct" else BLOCK_BYTES
-            return SinkParty(self.bus, mailbox, self.coordinator, self.release, size)
+            return SinkParty(self.bus, mailbox, self.coordinator, self.release)
         return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
 
 
@@ -97,9 +88,6 @@ class Carry(Protocol):
 
 class HostMailbox:
     """A mailbox whose messages are carried by somebody else, all that are for one peer together.
-
-    A call of Ray costs both of its sides some hundred microseconds, and a relay says a few things
-    of each group.
 
     Parameters
     ----------

@@ -39,9 +39,9 @@ from shmbus.relay.origins import by_bus, is_of
 
 __all__ = ["Batch", "Journal", "Sink"]
 
-#: Bytes that are fetched at a time: groups are put together until they are as many. A transfer then
-#: costs little beside its bytes, and a few of them fit a small bus.
-BLOCK_BYTES = 16 << 20
+#: Bytes that are fetched at a time: groups are put together until they are as many. What one core's
+#: cache holds is checked and put without coming from memory again.
+BLOCK_BYTES = 4 << 20
 
 #: How many such blocks are under way at a time: one that is put, one that crosses the network, and
 #: one that its sources copy.

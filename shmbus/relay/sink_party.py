@@ -268,7 +268,11 @@ class SinkParty:
                 self._write()
                 self._say(said)
         if came:
-            self._say(self.sink.ask_again())
+            # A message to one that is not connected is lost: one for nothing comes before the first
+            # block is asked for.
+            sink = self.sink
+            self._say([Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)])
+            self._say(sink.ask_again())
 
     def _fetched(self, sender: str, message: Fetched, payload: bytes | memoryview) -> None:
         batch = self.sink.asked_by(message)

@@ -34,7 +34,6 @@ def test_what_names_no_bus_is_refused(source: Any, trainers: Any, error: type[Ex
     ("wrong", "error"),
     [
         ({"release": "never"}, ValueError), ({"release": None}, TypeError),
-        ({"transport": "tcp"}, ValueError), ({"transport": 5}, TypeError),
         ({"group_timeout": "x"}, TypeError), ({"group_timeout": -1}, ValueError),
         ({"group_timeout": 0}, ValueError), ({"group_timeout": float("nan")}, ValueError),
         ({"group_timeout": True}, TypeError), ({"on_timeout": "never"}, ValueError),
