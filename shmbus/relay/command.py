@@ -24,7 +24,7 @@ from shmbus.cli._show import (
 )
 
 if TYPE_CHECKING:
-    from shmbus.relay.notes import RelayNote
+    from shmbus.relay.coordinator_party import RelayNote
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 

@@ -6,6 +6,7 @@ Invariants:
 - A sink or source whose bus is another one than before, or that has gone for good, makes it begin
   again: what it knew of that bus is void.
 - One that learns of a newer coordinator ends.
+- Nothing but ages, and which of two records is older, is decided by a clock of elsewhere.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from shmbus import errors
-from shmbus.relay.clocks import Clocks
-from shmbus.relay.codec import Envelope
+from shmbus._keys import split_key
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import (
     Announcement,
@@ -27,6 +30,7 @@ from shmbus.relay.messages import (
     Assignments,
     Confirmation,
     Drop,
+    Envelope,
     Hello,
     HelloWanted,
     Mark,
@@ -41,15 +45,21 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.notes import PeerNote, RelayNote, waiting_notes
-from shmbus.relay.origins import name_origin
-from shmbus.relay.patience import Patience
-from shmbus.stash.stash import StashPolicy
+from shmbus.relay.origins import OriginHead, bus_of, name_origin
+from shmbus.relay.party import Backoff
+from shmbus.stash.stash import Stash, StashPolicy
 
 if TYPE_CHECKING:
-    from shmbus.relay.mailbox import Mailbox
+    from shmbus.relay.party import Mailbox
 
-__all__ = ["CoordinatorParty"]
+__all__ = [
+    "Clocks",
+    "CoordinatorParty",
+    "PeerNote",
+    "RelayNote",
+    "WaitingNote",
+    "waiting_notes",
+]
 
 _log = logging.getLogger("shmbus.relay")
 
@@ -107,12 +117,12 @@ class CoordinatorParty:
         self.forgotten: list[str] = []
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
-        self._assignments: dict[str, Patience] = {}
-        self._drops = Patience()
+        self._assignments: dict[str, Backoff] = {}
+        self._drops = Backoff()
         #: What each source was told last: policy version, and why the trainers' bus is paused.
         self._steered: dict[str, tuple[int, str | None]] = {}
-        self._news: dict[str, Patience] = {}
-        self._releases = Patience()
+        self._news: dict[str, Backoff] = {}
+        self._releases = Backoff()
         self.refused = 0
         #: Senders that are no peers, each of which is told once.
         self._strangers: set[str] = set()
@@ -179,9 +189,9 @@ class CoordinatorParty:
         `mark` is what the source had said of itself a while ago, so that it is not under way still.
         """
         assert self.pure is not None
-        patience = self._news.setdefault(bus, Patience())
+        backoff = self._news.setdefault(bus, Backoff())
         newest = self.pure.newest.get(bus)
-        if self.pure.lacks_news(bus, mark) and patience.is_over(newest, time.monotonic()):
+        if self.pure.lacks_news(bus, mark) and backoff.is_over(newest, time.monotonic()):
             self._say(self.pure.ask_source(bus))
 
     def _note_clock(self, hello: Hello) -> None:
@@ -446,10 +456,10 @@ class CoordinatorParty:
         assert self.pure is not None
         hello, _ = self.hellos.get(sink, (None, 0.0))
         assigned = sum(map(len, self.pure.sinks[sink].leases))
-        patience = self._assignments.setdefault(sink, Patience())
+        backoff = self._assignments.setdefault(sink, Backoff())
         if hello is None or hello.moving >= assigned:
             return False
-        return patience.is_over((self.settled.get(sink), hello.moving), now_s)
+        return backoff.is_over((self.settled.get(sink), hello.moving), now_s)
 
     # -- seeing ----------------------------------------------------------------------------------
 
@@ -489,3 +499,215 @@ class CoordinatorParty:
 
     def close(self) -> None:
         """There is nothing that it holds."""
+
+
+#: Words of a peer that are compared: what was under way for longest says the least. About as many
+#: seconds after a clock was set back, it is believed.
+_WORDS: Final = 16
+#: A change of the offset that is told: far above what a network delays a word by.
+JUMP_S: Final = 1.0
+
+
+class Clocks:
+    """Offsets of monotonic clocks, from times that peers say.
+
+    A word is never here before it was said. So the clock of its sender is ahead by at least what
+    the word says minus the time of its arrival, and the greatest of such differences is nearest.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[str, deque[int]] = {}
+
+    def note(self, peer: str, said_ns: int, now_ns: int) -> float:
+        """Take the time that a peer says.
+
+        Parameters
+        ----------
+        peer : str
+            Who.
+        said_ns, now_ns : int
+            Its clock when it said so, and this one's when that came.
+
+        Returns
+        -------
+        float
+            Seconds by which its clock has jumped; 0 where it has not.
+        """
+        words = self._words.setdefault(peer, deque(maxlen=_WORDS))
+        before = max(words, default=None)
+        words.append(said_ns - now_ns)
+        after = max(words)
+        jump_s = 0.0 if before is None else (after - before) / 1e9
+        if abs(jump_s) < JUMP_S:
+            return 0.0
+        if jump_s > 0:
+            words.clear()
+            words.append(after)
+        return jump_s
+
+    def offset_ns(self, peer: str) -> int:
+        """Return a peer's clock minus this one's; 0 where it has said nothing.
+
+        Parameters
+        ----------
+        peer : str
+            Who.
+
+        Returns
+        -------
+        int
+            Nanoseconds.
+        """
+        return max(self._words.get(peer, ()), default=0)
+
+
+#: Groups that are told.
+_MOST_WAITING: Final = 5
+
+
+class PeerNote(msgspec.Struct, frozen=True):
+    """What the coordinator knows of a source or a sink, for people.
+
+    Attributes
+    ----------
+    address, name, bus : str
+        Where it is, its bus's name, and that bus's identity.
+    is_sink : bool
+        Whether a trainer is there.
+    heard_s : float
+        Seconds since it last said something.
+    clock_offset_s : float
+        Its CLOCK_MONOTONIC minus the coordinator's, as the quickest of its last words said.
+    held, moving, settled : int
+        Records: in a source's ring; under way to a sink; on its bus, and at their source too.
+    policy_version : int
+        Of its bus.
+    paused : str or None
+        Why its bus is paused.
+    oldest_s : float or None
+        Of a source: seconds since the record was committed that it has held for longest.
+    """
+
+    address: str
+    name: str
+    bus: str
+    is_sink: bool
+    heard_s: float
+    clock_offset_s: float
+    held: int
+    moving: int
+    settled: int
+    policy_version: int
+    paused: str | None
+    oldest_s: float | None
+
+
+class WaitingNote(msgspec.Struct, frozen=True):
+    """A group that waits for samples.
+
+    Attributes
+    ----------
+    instance_id : str
+        Its prompt.
+    round : int or None
+        The round of the prompt.
+    size, here : int
+        Its samples, and how many were announced.
+    age_s : float
+        Seconds since the first of them was committed, whatever its machine's clock says.
+    at : list[str]
+        Addresses of the sources that hold them.
+    missing : list[int]
+        Indexes that nobody has announced, the first ones.
+    """
+
+    instance_id: str
+    round: int | None
+    size: int
+    here: int
+    age_s: float
+    at: list[str]
+    missing: list[int]
+
+
+class RelayNote(msgspec.Struct, frozen=True):
+    """A relay at one instant, for people.
+
+    Attributes
+    ----------
+    term : int
+        Of this coordinator.
+    peers : list[PeerNote]
+        Sources and sinks that have said who they are.
+    missing : list[str]
+        Addresses of those that have not.
+    announced : int
+        Heads in incomplete groups.
+    ready, assigned : int
+        Records of complete groups that wait for a sink, and of those that were given to one.
+    dropped : dict[str, int]
+        Records that never crossed the network, by reason.
+    lost : int
+        Records that were announced by buses that have gone, and that nobody had fetched.
+    refused : int
+        Messages that were refused.
+    why_refused : list[str]
+        Why, the last few reasons: with both sides' names, and what to do.
+    asked : int
+        Samples that producers are asked for again.
+    given_up : int
+        Groups with a sample that failed for good.
+    waiting : list[WaitingNote]
+        The groups that wait longest for samples.
+    """
+
+    term: int
+    peers: list[PeerNote]
+    missing: list[str]
+    announced: int
+    ready: int
+    assigned: int
+    dropped: dict[str, int]
+    lost: int
+    refused: int
+    why_refused: list[str]
+    asked: int
+    given_up: int
+    waiting: list[WaitingNote]
+
+
+def waiting_notes(
+    stash: Stash[OriginHead], buses: Mapping[str, str], most_missing: int
+) -> list[WaitingNote]:
+    """Tell of the groups that wait longest, by when their first sample was committed.
+
+    Parameters
+    ----------
+    stash : Stash
+        Of announced heads.
+    buses : mapping
+        By the address of a source, its bus's identity.
+    most_missing : int
+        Indexes of a group that are told.
+
+    Returns
+    -------
+    list of WaitingNote
+        At most five.
+    """
+    now_ns = time.monotonic_ns()
+    address_of = {bus: address for address, bus in buses.items()}
+    found = []
+    for group in stash.oldest(_MOST_WAITING):
+        if not group.samples:
+            continue  # nothing but reports of failures
+        id_, round, _ = split_key(group.key)
+        here = {sample.index for sample in group.samples}
+        age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
+        on = {bus_of(sample.origin) for sample in group.samples}
+        at = sorted(address_of.get(bus, bus) for bus in on)
+        missing = [index for index in range(group.size) if index not in here]
+        found.append(
+            WaitingNote(id_, round, group.size, len(here), age_s, at, missing[:most_missing])
+        )
+    return found

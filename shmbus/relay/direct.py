@@ -31,7 +31,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from shmbus._backoff import backoff_s
-from shmbus.relay.rooms import Rooms
+from shmbus.relay.buffer_pool import BufferPool
 
 __all__ = ["Deliver", "Direct", "Endpoint", "Introduce"]
 
@@ -395,7 +395,7 @@ class Direct:
         return endpoint
 
     def _read_all(self, connection: socket.socket) -> None:
-        rooms, lengths = Rooms(), memoryview(bytearray(_LENGTHS.size))
+        pool, lengths = BufferPool(), memoryview(bytearray(_LENGTHS.size))
         while True:
             _receive(connection, lengths)
             packed, nbytes = _LENGTHS.unpack(lengths)
@@ -404,7 +404,7 @@ class Direct:
             together = _receive_bytes(connection, packed)
             payload: memoryview | bytes = b""
             if nbytes:
-                payload = rooms.take(nbytes)
+                payload = pool.take(nbytes)
                 _receive(connection, payload)
                 payload = payload.toreadonly()
             self._deliver(msgspec.msgpack.decode(together, type=list[bytes]), payload)

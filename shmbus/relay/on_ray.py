@@ -20,10 +20,9 @@ import msgspec
 
 from shmbus import errors
 from shmbus._arguments import check_choice, check_seconds
+from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
-from shmbus.relay.host import Host, PartyPlan
-from shmbus.relay.notes import RelayNote
-from shmbus.relay.options import check_specs, make_policy
+from shmbus.relay.host import Host, PartyPlan, check_specs, make_policy
 from shmbus.segment.names import bus_names
 
 try:

@@ -16,13 +16,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shmbus import Bus, Producer, errors
-from shmbus.relay.codec import Envelope
 from shmbus.relay.journal import ENTRY_BYTES, BusJournal
 from shmbus.relay.messages import (
     Assignment,
     Assignments,
     Confirmation,
     Drop,
+    Envelope,
     Fetch,
     Fetched,
     Hello,
@@ -35,13 +35,13 @@ from shmbus.relay.messages import (
     SinkStateWanted,
 )
 from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
-from shmbus.relay.patience import Patience
+from shmbus.relay.party import Backoff
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.relay.mailbox import Mailbox
+    from shmbus.relay.party import Mailbox
 
 __all__ = ["SinkParty"]
 
@@ -170,7 +170,7 @@ class SinkParty:
         #: Samples of the next groups that the trainer was told are missing.
         self._told: set[tuple[str, int | None, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
-        self._fetches = Patience()
+        self._fetches = Backoff()
         #: What was put, and the coordinator is not told of yet.
         self._untold: set[Origin] = set()
         self._next_settled_s = 0.0

@@ -22,7 +22,7 @@ from relay.local import Exchange
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.run import run_party
+from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.segment import lifecycle

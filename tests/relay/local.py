@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 
 import shmbus
-from shmbus.relay.codec import Envelope, pack
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import Opener
-from shmbus.relay.messages import Message
-from shmbus.relay.run import run_party
+from shmbus.relay.messages import Envelope, Message, pack
+from shmbus.relay.party import Opener, run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy

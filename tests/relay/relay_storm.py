@@ -26,7 +26,7 @@ from relay.sockets import SocketMailbox
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.run import run_party
+from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.segment import lifecycle
@@ -37,7 +37,7 @@ COORDINATOR = "coordinator"
 CONTEXT = multiprocessing.get_context("forkserver")
 # A party that starts in milliseconds is killed at its work, and not while it is imported.
 CONTEXT.set_forkserver_preload(
-    ["numpy", "shmbus.relay.run", "relay.sockets", "shmbus.relay.coordinator_party",
+    ["numpy", "shmbus.relay.party", "relay.sockets", "shmbus.relay.coordinator_party",
      "shmbus.relay.sink_party", "shmbus.relay.source_party"]
 )  # fmt: skip
 SIZE = 6

@@ -17,9 +17,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from shmbus.relay.codec import Envelope, pack
-from shmbus.relay.mailbox import Opener
-from shmbus.relay.messages import Message
+from shmbus.relay.messages import Envelope, Message, pack
+from shmbus.relay.party import Opener
 
 __all__ = ["SocketMailbox"]
 

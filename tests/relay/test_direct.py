@@ -17,11 +17,10 @@ from conftest import wait_until
 from relay.local import COORDINATOR, put_group, take
 
 import shmbus
+from shmbus.relay.buffer_pool import BufferPool
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
-from shmbus.relay.mailbox import Mailbox
-from shmbus.relay.rooms import Rooms
-from shmbus.relay.run import run_party
+from shmbus.relay.party import Mailbox, run_party
 
 HOST = "127.0.0.1"
 
@@ -55,7 +54,7 @@ def pair() -> Iterator[Pair]:
         made.right.close()
 
 
-def block(number: int, rooms: Rooms) -> memoryview:
+def block(number: int, rooms: BufferPool) -> memoryview:
     """A block of which each byte follows from its number."""
     room = rooms.take(200_000 + number)
     np.frombuffer(room, np.uint8)[:] = number % 251
@@ -79,7 +78,7 @@ def test_what_no_connection_takes_is_lost_and_an_introduction_is_asked_for() -> 
 def test_blocks_are_whole_whenever_a_connection_is_cut_and_it_is_made_again() -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
-    rng, rooms, cuts = random.Random(seed), Rooms(), 0
+    rng, rooms, cuts = random.Random(seed), BufferPool(), 0
     with pair() as both:
         both.meet()
         for number in range(300):
@@ -182,7 +181,7 @@ def test_lengths_that_no_block_has_end_the_connection_before_anything_is_allocat
 
 
 def test_a_room_that_is_read_is_not_given_out_again_and_a_free_one_is() -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
     first = rooms.take(1000)
     first[:] = bytes([7]) * 1000
     part = first[10:20]

@@ -12,10 +12,10 @@ from relay.local import put_group
 import shmbus
 from shmbus.relay import messages as m
 from shmbus.relay import sink_party
-from shmbus.relay.codec import unpack
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.host import HostMailbox
-from shmbus.relay.run import Party
+from shmbus.relay.messages import unpack
+from shmbus.relay.party import Party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 

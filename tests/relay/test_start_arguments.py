@@ -56,7 +56,7 @@ def test_an_option_that_is_none_is_refused_by_its_name(
 def test_options_may_be_numbers_of_numpy_and_without_end() -> None:
     import msgspec
 
-    from shmbus.relay.options import make_policy
+    from shmbus.relay.host import make_policy
     from shmbus.stash.stash import StashPolicy
 
     made = make_policy(

@@ -5,7 +5,7 @@ Invariant: a room that anybody still has a view of is not given out.
 
 from __future__ import annotations
 
-__all__ = ["Rooms"]
+__all__ = ["BufferPool"]
 
 #: How many are kept: as many blocks as are under way, with one to spare.
 _MOST_KEPT = 4
@@ -13,8 +13,8 @@ _MOST_KEPT = 4
 _SPARE_SHARE = 8
 
 
-class Rooms:
-    """Rooms of one thread; views of them may be dropped in any thread."""
+class BufferPool:
+    """BufferPool of one thread; views of them may be dropped in any thread."""
 
     def __init__(self) -> None:
         self._kept: list[bytearray] = []
