@@ -115,21 +115,7 @@ _NEVER: Mark = (-1, -1)
 
 
 class Coordinator:
-    """Groups the heads of all sources, and has each complete group put by one sink.
-
-    Parameters
-    ----------
-    term : int
-        Greater than that of any earlier coordinator of these sinks.
-    buses : sequence of str
-        Identities of the sources' buses.
-    sinks : sequence of str
-        Names of the sinks.
-    policy : StashPolicy, optional
-        What happens to groups that are late, stale, useless or too many.
-    window_bytes : int
-        Bytes that may be assigned to a sink and not put yet; one group is always allowed.
-    """
+    """Groups the heads of all sources, and has each complete group put by one sink."""
 
     def __init__(
         self,
@@ -262,25 +248,13 @@ class Coordinator:
             del self.taken[origin]
 
     def source_lost(self, bus: str, now_s: float) -> frozenset[Origin]:
-        """Withdraw what a source had announced that will not come back.
-
-        Returns
-        -------
-        frozenset
-            What nobody had fetched: lost with it. Their groups are incomplete again.
-        """
+        """Withdraw what a lost source had announced, and return what nobody had fetched of it."""
         lost = frozenset(o for o in self.known if is_of(o, bus) and o not in self.assigned)
         self._withdraw(lost, now_s)
         return lost
 
     def forget_source(self, bus: str, now_s: float) -> frozenset[Origin]:
-        """Forget a source that will not come back, and what it was to let go.
-
-        Returns
-        -------
-        frozenset
-            What nobody had fetched, as `source_lost` returns it.
-        """
+        """Forget a source that will not come back, and return what nobody had fetched of it."""
         samples = [
             head for head in self.known.values()
             if is_of(head.origin, bus) and head.origin not in self.assigned and not head.failed

@@ -77,19 +77,7 @@ _SHOWN = 16
 
 
 class CoordinatorParty:
-    """A coordinator with its clock.
-
-    Parameters
-    ----------
-    mailbox : Mailbox
-        Its way to the others.
-    sources, sinks : sequence of str
-        Addresses of the others.
-    policy : StashPolicy, optional
-        What happens to groups that are late, stale, useless or too many.
-    window_bytes : int
-        Bytes that may be assigned to a sink and not put yet.
-    """
+    """A coordinator with its clock."""
 
     def __init__(
         self,
@@ -262,13 +250,7 @@ class CoordinatorParty:
         )  # fmt: skip
 
     def peer_lost(self, address: str) -> None:
-        """Go on without a source or a sink that will not come back, as one of a dead node.
-
-        Parameters
-        ----------
-        address : str
-            Whose.
-        """
+        """Go on without a source or a sink that will not come back, as one of a dead node."""
         bus = self._bus_of.pop(address, None)
         self.hellos.pop(address, None)
         if address in self.sources:
@@ -351,13 +333,7 @@ class CoordinatorParty:
         )
 
     def take(self, envelope: Envelope) -> None:
-        """Act on a message.
-
-        Raises
-        ------
-        BusBusyError
-            Another coordinator has taken over.
-        """
+        """Act on a message."""
         with self._lock:
             self._take(envelope)
 
@@ -519,20 +495,7 @@ class Clocks:
         self._words: dict[str, deque[int]] = {}
 
     def note(self, peer: str, said_ns: int, now_ns: int) -> float:
-        """Take the time that a peer says.
-
-        Parameters
-        ----------
-        peer : str
-            Who.
-        said_ns, now_ns : int
-            Its clock when it said so, and this one's when that came.
-
-        Returns
-        -------
-        float
-            Seconds by which its clock has jumped; 0 where it has not.
-        """
+        """Take the time that a peer says, and return the seconds by which its clock has jumped."""
         words = self._words.setdefault(peer, deque(maxlen=_WORDS))
         before = max(words, default=None)
         words.append(said_ns - now_ns)
@@ -546,18 +509,7 @@ class Clocks:
         return jump_s
 
     def offset_ns(self, peer: str) -> int:
-        """Return a peer's clock minus this one's; 0 where it has said nothing.
-
-        Parameters
-        ----------
-        peer : str
-            Who.
-
-        Returns
-        -------
-        int
-            Nanoseconds.
-        """
+        """Return a peer's clock minus this one's; 0 where it has said nothing."""
         return max(self._words.get(peer, ()), default=0)
 
 
@@ -566,135 +518,75 @@ _MOST_WAITING: Final = 5
 
 
 class PeerNote(msgspec.Struct, frozen=True):
-    """What the coordinator knows of a source or a sink, for people.
+    """What the coordinator knows of a source or a sink, for people."""
 
-    Attributes
-    ----------
-    address, name, bus : str
-        Where it is, its bus's name, and that bus's identity.
-    is_sink : bool
-        Whether a trainer is there.
-    heard_s : float
-        Seconds since it last said something.
-    clock_offset_s : float
-        Its CLOCK_MONOTONIC minus the coordinator's, as the quickest of its last words said.
-    held, moving, settled : int
-        Records: in a source's ring; under way to a sink; on its bus, and at their source too.
-    policy_version : int
-        Of its bus.
-    paused : str or None
-        Why its bus is paused.
-    oldest_s : float or None
-        Of a source: seconds since the record was committed that it has held for longest.
-    """
-
+    #: Where it is, its bus's name, and that bus's identity.
     address: str
     name: str
     bus: str
     is_sink: bool
+    #: Seconds since it last said something.
     heard_s: float
+    #: Its CLOCK_MONOTONIC minus the coordinator's, as the quickest of its last words said.
     clock_offset_s: float
+    #: Records: in a source's ring; under way to a sink; on its bus, and at their source too.
     held: int
     moving: int
     settled: int
     policy_version: int
     paused: str | None
+    #: Of a source: seconds since the record was committed that it has held for longest.
     oldest_s: float | None
 
 
 class WaitingNote(msgspec.Struct, frozen=True):
-    """A group that waits for samples.
-
-    Attributes
-    ----------
-    instance_id : str
-        Its prompt.
-    round : int or None
-        The round of the prompt.
-    size, here : int
-        Its samples, and how many were announced.
-    age_s : float
-        Seconds since the first of them was committed, whatever its machine's clock says.
-    at : list[str]
-        Addresses of the sources that hold them.
-    missing : list[int]
-        Indexes that nobody has announced, the first ones.
-    """
+    """A group that waits for samples."""
 
     instance_id: str
     round: int | None
+    #: Its samples, and how many were announced.
     size: int
     here: int
+    #: Seconds since the first of them was committed, whatever its machine's clock says.
     age_s: float
+    #: Addresses of the sources that hold them.
     at: list[str]
+    #: Indexes that nobody has announced, the first ones.
     missing: list[int]
 
 
 class RelayNote(msgspec.Struct, frozen=True):
-    """A relay at one instant, for people.
-
-    Attributes
-    ----------
-    term : int
-        Of this coordinator.
-    peers : list[PeerNote]
-        Sources and sinks that have said who they are.
-    missing : list[str]
-        Addresses of those that have not.
-    announced : int
-        Heads in incomplete groups.
-    ready, assigned : int
-        Records of complete groups that wait for a sink, and of those that were given to one.
-    dropped : dict[str, int]
-        Records that never crossed the network, by reason.
-    lost : int
-        Records that were announced by buses that have gone, and that nobody had fetched.
-    refused : int
-        Messages that were refused.
-    why_refused : list[str]
-        Why, the last few reasons: with both sides' names, and what to do.
-    asked : int
-        Samples that producers are asked for again.
-    given_up : int
-        Groups with a sample that failed for good.
-    waiting : list[WaitingNote]
-        The groups that wait longest for samples.
-    """
+    """A relay at one instant, for people."""
 
     term: int
+    #: Sources and sinks that have said who they are.
     peers: list[PeerNote]
+    #: Addresses of those that have not.
     missing: list[str]
+    #: Heads in incomplete groups.
     announced: int
+    #: Records of complete groups that wait for a sink, and of those that were given to one.
     ready: int
     assigned: int
+    #: Records that never crossed the network, by reason.
     dropped: dict[str, int]
+    #: Records that were announced by buses that have gone, and that nobody had fetched.
     lost: int
     refused: int
+    #: Why, the last few reasons: with both sides' names, and what to do.
     why_refused: list[str]
+    #: Samples that producers are asked for again.
     asked: int
+    #: Groups with a sample that failed for good.
     given_up: int
+    #: The groups that wait longest for samples.
     waiting: list[WaitingNote]
 
 
 def waiting_notes(
     stash: Stash[OriginHead], buses: Mapping[str, str], most_missing: int
 ) -> list[WaitingNote]:
-    """Tell of the groups that wait longest, by when their first sample was committed.
-
-    Parameters
-    ----------
-    stash : Stash
-        Of announced heads.
-    buses : mapping
-        By the address of a source, its bus's identity.
-    most_missing : int
-        Indexes of a group that are told.
-
-    Returns
-    -------
-    list of WaitingNote
-        At most five.
-    """
+    """Tell of the groups that wait longest, by when their first sample was committed."""
     now_ns = time.monotonic_ns()
     address_of = {bus: address for address, bus in buses.items()}
     found = []

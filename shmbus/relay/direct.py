@@ -71,21 +71,13 @@ _BACKLOG: Final = 64
 
 
 class Endpoint(NamedTuple):
-    """Where a process listens.
+    """Where a process listens."""
 
-    Attributes
-    ----------
-    address : str
-        Its name among the relay's processes.
-    host, port : str, int
-        Where.
-    key : bytes
-        What whoever connects must know; new in each process.
-    """
-
+    #: Its name among the relay's processes.
     address: str
     host: str
     port: int
+    #: What whoever connects must know; new in each process.
     key: bytes
 
 
@@ -287,26 +279,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 class Direct:
-    """A way to others by TCP; called with an address, messages and the last one's payload.
-
-    Parameters
-    ----------
-    address : str
-        This process's name among the relay's.
-    host : str
-        The network address at which it listens.
-    introduce : Introduce
-        Takes `endpoint` to where `learn` is called with it.
-    deliver : Deliver
-        Takes what comes, in threads of this object.
-
-    Attributes
-    ----------
-    endpoint : Endpoint
-        Where it listens.
-    refused : int
-        Connections that were refused.
-    """
+    """A way to others by TCP; called with an address, messages and the last one's payload."""
 
     def __init__(self, address: str, host: str, introduce: Introduce, deliver: Deliver) -> None:
         self._introduce = introduce

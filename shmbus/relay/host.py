@@ -41,31 +41,15 @@ _LAST_WORDS_S = 0.2
 
 
 class PartyPlan(msgspec.Struct, frozen=True):
-    """What a party is, in names and numbers.
-
-    Attributes
-    ----------
-    kind : "source" | "sink" | "coordinator"
-        What it does.
-    address : str
-        Its own.
-    bus : str
-        Its bus's name; empty of a coordinator.
-    coordinator : str
-        The coordinator's address.
-    release : str
-        When a source lets go of a record.
-    sources, sinks : list of str
-        Addresses; of a coordinator.
-    policy : StashPolicy
-        The same.
-    """
+    """What a party is, in names and numbers."""
 
     kind: str
     address: str
     coordinator: str
+    #: Its bus's name; empty of a coordinator.
     bus: str = ""
     release: str = "acknowledged"
+    #: Addresses; of a coordinator.
     sources: list[str] = []
     sinks: list[str] = []
     policy: StashPolicy = StashPolicy()
@@ -89,15 +73,7 @@ class Carry(Protocol):
 
 
 class HostMailbox:
-    """A mailbox whose messages are carried by somebody else, all that are for one peer together.
-
-    Parameters
-    ----------
-    address : str
-        Its own.
-    carry : Carry
-        Takes messages away.
-    """
+    """A mailbox whose messages are carried by somebody else, all that are for one peer together."""
 
     def __init__(self, address: str, carry: Carry) -> None:
         self.address = address
@@ -143,15 +119,7 @@ class HostMailbox:
 
 
 class Host:
-    """Runs a party, and gives it what comes.
-
-    Parameters
-    ----------
-    plan : PartyPlan
-        What the party is.
-    carry : Carry
-        Takes messages away.
-    """
+    """Runs a party, and gives it what comes."""
 
     def __init__(self, plan: PartyPlan, carry: Carry) -> None:
         self.plan = plan

@@ -414,25 +414,7 @@ def pack(sender: str, message: Message) -> bytes:
 def unpack(
     packed: bytes | memoryview, payload: bytes | memoryview = b"", receiver: str = "this process"
 ) -> Envelope:
-    """Return the message of these bytes.
-
-    Parameters
-    ----------
-    packed : bytes
-        The message.
-    payload : bytes, optional
-        The records that it carries.
-    receiver : str
-        Who has it now, for the text of a refusal.
-
-    Raises
-    ------
-    LayoutMismatchError
-        The sender runs a shmbus that speaks otherwise; the message has both sides' names and
-        numbers.
-    ProtocolError
-        They are no message.
-    """
+    """Return the message of these bytes."""
     try:
         frame = _FRAME.decode(packed)
     except _NOT_ONE as error:

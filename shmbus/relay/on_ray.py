@@ -57,13 +57,7 @@ _GC_THRESHOLDS: Final = (100_000, 20, 100)
 
 
 class RelayActor:
-    """What Ray runs beside a bus.
-
-    Parameters
-    ----------
-    plan : bytes
-        A PartyPlan, as JSON.
-    """
+    """What Ray runs beside a bus."""
 
     def __init__(self, plan: bytes) -> None:
         self._plan = plan
@@ -272,13 +266,7 @@ def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:
 
 
 def find(name: str, address: str | None = None) -> Relay:
-    """Return the relay of this bus name that runs already.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is none.
-    """
+    """Return the relay of this bus name that runs already."""
     _connect(address)
     listed = ray.util.list_named_actors(all_namespaces=True)
     prefix = f"{_PREFIX}.{name}."

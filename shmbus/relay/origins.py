@@ -77,11 +77,6 @@ def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]
     """Return the heads of an announcement of the bus of this identity.
 
     `clock_ns` is the clock of its machine minus the reader's.
-
-    Raises
-    ------
-    ProtocolError
-        They are none, or of another bus.
     """
     try:
         heads = _core.unpack_heads(packed)

@@ -26,20 +26,7 @@ _MOST_TEXTS = 100
 
 
 class Opener:
-    """Unpacks what comes; what is no message of this version is counted, and told once.
-
-    Parameters
-    ----------
-    address : str
-        Of whoever gets it, for the texts.
-
-    Attributes
-    ----------
-    refused : int
-        Messages that were refused.
-    told : dict of str to None
-        Why, each text once, in their order.
-    """
+    """Unpacks what comes; what is no message of this version is counted, and told once."""
 
     def __init__(self, address: str = "this process") -> None:
         self.refused = 0
@@ -90,13 +77,7 @@ _MOST_S = 15.0
 
 
 class Backoff:
-    """When to ask again for one thing that should move: after a while, then less and less often.
-
-    Parameters
-    ----------
-    first_s : float
-        Seconds until it is asked for the first time.
-    """
+    """When to ask again for one thing that should move: after a while, then less and less often."""
 
     def __init__(self, first_s: float = _FIRST_S) -> None:
         self._first_s = first_s
@@ -137,17 +118,7 @@ class Party(Protocol):
 
 
 def run_party(make: Callable[[], Party], mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
-    """Have a party work until `goes_on` says no.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the party; it is called again while it cannot, and once its bus was removed.
-    mailbox : Mailbox
-        Where its messages come.
-    goes_on : callable
-        Whether to go on.
-    """
+    """Have a party work until `goes_on` says no."""
     told: type[Exception] | None = None
     while goes_on():
         try:

@@ -30,13 +30,7 @@ _At: TypeAlias = tuple[Hashable, int]
 
 
 class RetryRequests:
-    """Spreads the open requests of a stash over sources.
-
-    Parameters
-    ----------
-    failures : Failures
-        The stash's.
-    """
+    """Spreads the open requests of a stash over sources."""
 
     def __init__(self, failures: Failures[OriginHead]) -> None:
         self._failures = failures
@@ -53,20 +47,7 @@ class RetryRequests:
         return len(self._at)
 
     def update(self, buses: Sequence[str], now_s: float) -> set[str]:
-        """Ask for what has failed since, and no more for what has come or was given up.
-
-        Parameters
-        ----------
-        buses : sequence of str
-            Sources that can be asked.
-        now_s : float
-            The time.
-
-        Returns
-        -------
-        set of str
-            Those whose lists have changed.
-        """
+        """Ask these sources for what has failed since, and return whose lists have changed."""
         buses = tuple(sorted(buses))
         if not (self._failures.dirty or self._waits or buses != self._buses):
             return set()
@@ -119,40 +100,14 @@ class RetryRequests:
         return next((bus_of(sample.origin) for sample in group.samples), "")
 
     def find(self, bus: str, sample: MissingSample) -> Request | None:
-        """Return the request that a source speaks of, unless it is not with that source any more.
-
-        Parameters
-        ----------
-        bus : str
-            The source's.
-        sample : MissingSample
-            As it was asked for.
-
-        Returns
-        -------
-        Request or None
-            The request.
-        """
+        """Return the request that a source speaks of; None where it is not with that source."""
         key = make_key(sample.instance_id, sample.round, _core.SPLIT_TRAIN)
         request, asked = self._at.get((key, sample.index), (None, ""))
         same = request is not None and asked == bus and request.attempt == sample.attempt
         return request if same else None
 
     def wanted(self, bus: str, term: int) -> Wanted:
-        """Return all that a source's producers are asked for.
-
-        Parameters
-        ----------
-        bus : str
-            The source's.
-        term : int
-            The coordinator's.
-
-        Returns
-        -------
-        Wanted
-            The list, with its number.
-        """
+        """Return all that a source's producers are asked for."""
         samples = tuple(_sample(request) for request, at in self._at.values() if at == bus)
         return Wanted(bus, term, self._numbers[bus], samples)
 
@@ -175,15 +130,7 @@ _Row: TypeAlias = tuple[int, int, int, str, int | None, int, int, int, int, int,
 
 
 class RetryRows:
-    """Publishes in a bus what its producers are asked for.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus, whose records this process reads.
-    identity : str
-        The bus's.
-    """
+    """Publishes in a bus what its producers are asked for."""
 
     def __init__(self, segment: _core.Segment, identity: str) -> None:
         self._segment = segment
@@ -210,13 +157,7 @@ class RetryRows:
         _core.retry_note(self._segment, len(self._rows), failed)
 
     def take(self, message: Wanted) -> None:
-        """Have producers asked for these samples, and for no others; an older list is ignored.
-
-        Parameters
-        ----------
-        message : Wanted
-            The list.
-        """
+        """Have producers asked for these samples, and for no others; an older list is ignored."""
         mark = (message.term, message.number)
         if mark < self.mark:
             return
@@ -263,13 +204,7 @@ class RetryRows:
         }
 
     def lost(self) -> list[Unanswered]:
-        """Return what dead producers had; all that was committed before the check was read since.
-
-        Returns
-        -------
-        list of Unanswered
-            The same again with each call, until the coordinator asks for another attempt.
-        """
+        """Return what dead producers had, each time until another attempt is asked for."""
         if not self._dead:
             return []
         said = []

@@ -110,26 +110,7 @@ def _named(origins: bytes, asked: tuple[Origin, ...]) -> tuple[Origin, ...]:
 
 
 class SinkParty:
-    """A sink with its bus.
-
-    Parameters
-    ----------
-    bus : str
-        The bus's name.
-    mailbox : Mailbox
-        Its way to the others; its address is the sink's name among them.
-    coordinator : str
-        The coordinator's address.
-    release : "acknowledged" | "put"
-        When a source lets go of a record.
-    block_bytes : int
-        Groups are fetched together until they are as many bytes.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError
-        There is no such bus, or another relay puts records onto it.
-    """
+    """A sink with its bus."""
 
     def __init__(
         self,
@@ -348,13 +329,7 @@ class SinkParty:
     # -- doing -----------------------------------------------------------------------------------
 
     def round(self) -> float:
-        """Do what there is to do, and return the seconds until it is to be called again.
-
-        Raises
-        ------
-        BusRemovedError
-            The bus was removed.
-        """
+        """Do what there is to do, and return the seconds until it is to be called again."""
         now = time.monotonic()
         wait_s = self._step()
         if self.sink.is_hungry or now >= self._next_settled_s:

@@ -63,22 +63,7 @@ _RELEASE_AT_ONCE = 16_384
 
 
 class SourceParty:
-    """A source with its bus.
-
-    Parameters
-    ----------
-    bus : str
-        The bus's name.
-    mailbox : Mailbox
-        Its way to the others.
-    coordinator : str
-        The coordinator's address.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError
-        There is no such bus, or somebody else reads it.
-    """
+    """A source with its bus."""
 
     def __init__(self, bus: str, mailbox: Mailbox, coordinator: str) -> None:
         self.reader = RecordReader(bus)
@@ -149,13 +134,7 @@ class SourceParty:
         return 0 if oldest is None else oldest.committed_ns
 
     def round(self) -> float:
-        """Do what time asks for, and return the seconds until it is to be called again.
-
-        Raises
-        ------
-        BusRemovedError
-            The bus was removed.
-        """
+        """Do what time asks for, and return the seconds until it is to be called again."""
         now = time.monotonic()
         count = self._poll()
         if self._new and now >= self._next_announcement_s:
