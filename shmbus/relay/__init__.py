@@ -52,8 +52,8 @@ def start(
     **policy : object
         What happens to groups before they cross the network, by the names that a Consumer has:
         `group_timeout`, `on_timeout`, `max_policy_lag`, `skip_zero_variance`, `sample_retries`,
-        `retry_timeout`, `on_failure`. Where groups may go without samples, the trainer's Consumer
-        takes them with `on_failure="partial"`.
+        `retry_timeout`, `retry_backoff`, `on_failure`. Where groups may go without samples, the
+        trainer's Consumer takes them with `on_failure="partial"`.
 
     Returns
     -------

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_count, check_flag, check_seconds
+from shmbus._arguments import check_backoff, check_choice, check_count, check_flag, check_seconds
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.messages import Envelope, Message, pack
@@ -201,7 +201,7 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
     """Check what happens to groups, as a Consumer does."""
     known = {
         "group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance", "sample_retries",
-        "retry_timeout", "on_failure",
+        "retry_timeout", "retry_backoff", "on_failure",
     }  # fmt: skip
     unknown = options.keys() - known
     if unknown:
@@ -215,6 +215,8 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
             case "retry_timeout":
                 # JSON has no infinite number.
                 given["retry_timeout_s"] = min(check_seconds(name, value), _LONGEST_S)
+            case "retry_backoff":
+                given["retry_backoff_s"] = check_backoff(name, value)
             case "max_policy_lag":
                 given[name] = None if value is None else check_count(name, value, 0)
             case "sample_retries":

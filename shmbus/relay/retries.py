@@ -5,7 +5,7 @@ Invariants:
 - A request is with one source at a time; its next attempt goes to another one, where there is one.
 - A source is told a whole list, by a number that grows: what was lost or late does no harm, and a
   list that it has confirmed need not be said again.
-- The timeout of a request begins once a source has it.
+- A source has a request once its backoff is over, and its timeout begins then.
 - A bus's table has the samples of the newest list that was taken, and those that an earlier source
   has left, until the first list comes: a claim outlives the source and the coordinator.
 - A claim counts as lost only when its producer is dead, and everything that it committed was read.
@@ -63,7 +63,7 @@ class RetryRequests:
         open_ = {bus for bus in buses if counts[bus] < _core.RETRY_ENTRIES}
         self._waits = False
         for at, request in requests.items():
-            if at in self._at:
+            if at in self._at or now_s < request.due_s:
                 continue
             found = self._choose(request, open_)
             if found is None:

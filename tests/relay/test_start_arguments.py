@@ -41,6 +41,7 @@ def test_what_names_no_bus_is_refused(source: Any, trainers: Any, error: type[Ex
         ({"max_policy_lag": -1}, ValueError), ({"max_policy_lag": 1.5}, TypeError),
         ({"max_policy_lag": True}, TypeError), ({"skip_zero_variance": "no"}, TypeError),
         ({"sample_retries": -1}, ValueError), ({"sample_retries": None}, TypeError),
+        ({"retry_backoff": 1.0}, TypeError), ({"retry_backoff": (2.0, 1.0)}, ValueError),
         ({"retry_timeout": None}, TypeError), ({"retry_timeout": -1}, ValueError),
         ({"retries": 1}, TypeError), ({"address": 5}, TypeError),
     ],
@@ -62,7 +63,8 @@ def test_options_may_be_numbers_of_numpy_and_without_end() -> None:
     made = make_policy(
         {
             "group_timeout": np.float32(3), "max_policy_lag": np.int64(4), "sample_retries": 2**70,
-            "retry_timeout": float("inf"), "skip_zero_variance": np.True_,
+            "retry_timeout": float("inf"), "retry_backoff": [1, np.float32(2)],
+            "skip_zero_variance": np.True_,
         }
     )  # fmt: skip
     assert (made.group_timeout_s, made.max_policy_lag, made.skip_zero_variance) == (3.0, 4, True)
