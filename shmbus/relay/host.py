@@ -14,8 +14,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -63,13 +63,8 @@ class PartyPlan(msgspec.Struct, frozen=True):
         return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
 
 
-class Carry(Protocol):
-    """Takes messages to another address, or loses them. The payload is the last one's."""
-
-    def __call__(
-        self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
-    ) -> None:
-        """Take them."""
+#: Takes messages to another address, or loses them; the payload is the last one's.
+Carry: TypeAlias = Callable[[str, list[bytes], bytes | bytearray | memoryview], None]
 
 
 class HostMailbox:

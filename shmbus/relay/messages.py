@@ -14,13 +14,12 @@ version of shmbus is refused by its version, before anything else of it is read.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias, cast
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 import msgspec
 
 from shmbus import errors
 from shmbus.ledger import REASONS
-from shmbus.relay import messages
 from shmbus.relay.origins import Origin
 from shmbus_ext import _core
 
@@ -352,31 +351,10 @@ Message: TypeAlias = (
 
 
 #: Raised with every change of a message or of its meaning.
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
-#: Each message's number is its place here.
-_KINDS: Final[tuple[type[Any], ...]] = (
-    messages.Subscription,
-    messages.Announcement,
-    messages.SinkStateWanted,
-    messages.SinkState,
-    messages.Assignment,
-    messages.Drop,
-    messages.Fetch,
-    messages.Fetched,
-    messages.Returned,
-    messages.Settled,
-    messages.Release,
-    messages.Released,
-    messages.Confirmation,
-    messages.HelloWanted,
-    messages.Hello,
-    messages.Steering,
-    messages.Peers,
-    messages.Wanted,
-    messages.Unanswered,
-    messages.Assignments,
-)
+#: Each message's number is its place in the union.
+_KINDS: Final[tuple[type[Any], ...]] = get_args(Message)
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
 _ENCODER: Final = msgspec.msgpack.Encoder()

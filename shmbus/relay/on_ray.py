@@ -289,15 +289,7 @@ def _answer_s(timeout: float) -> float:
 
 
 class Relay:
-    """A relay that runs on a Ray cluster, seen from a driver.
-
-    Parameters
-    ----------
-    name : str
-        The rollout workers' bus.
-    addresses : list of str
-        Names of its actors.
-    """
+    """A relay that runs on a Ray cluster, seen from a driver."""
 
     def __init__(self, name: str, addresses: list[str]) -> None:
         self.name = name
@@ -305,19 +297,9 @@ class Relay:
         self._coordinator = f"{_PREFIX}.{name}.coordinator"
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return what each actor says of itself.
+        """Return what each actor says of itself, within so many seconds for all of them.
 
         One that does not answer has "error", and so has one whose bus cannot be used.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds for all answers together, more than 0.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A bad time.
         """
         timeout = _answer_s(timeout)
         asked: dict[str, Any] = {}
@@ -338,23 +320,10 @@ class Relay:
         return said
 
     def ledgers(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return the ledger of each bus of the relay, as its actor counts it.
+        """Return the ledger of each bus of the relay, within so many seconds for all of them.
 
-        Parameters
-        ----------
-        timeout : float
-            Seconds for all answers together, more than 0.
-
-        Returns
-        -------
-        list of dict
-            With "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
-            whether it adds up; and "error".
-
-        Raises
-        ------
-        TypeError, ValueError
-            A bad time.
+        Each has "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
+        whether it adds up; and "error".
         """
         said = {each["address"]: each for each in self.describe(timeout)}
         found = []
@@ -376,20 +345,7 @@ class Relay:
         return found
 
     def status(self, timeout: float = _ANSWER_S) -> RelayNote:
-        """Return what its coordinator knows of all of it.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds for its answer, more than 0.
-
-        Raises
-        ------
-        DaemonUnavailableError
-            The coordinator does not answer.
-        TypeError, ValueError
-            A bad time.
-        """
+        """Return what its coordinator knows; DaemonUnavailableError after so many seconds."""
         timeout = _answer_s(timeout)
         deadline = time.monotonic() + timeout
         why = "it has just begun"
@@ -415,19 +371,8 @@ class Relay:
         """Go on without a source or a sink whose node will not come back.
 
         What a source had announced and nobody had fetched is counted as lost. What a sink had and
-        its trainer had not acknowledged is placed again, so its bus must not come back.
-
-        Parameters
-        ----------
-        address : str
-            As `status` names it.
-
-        Raises
-        ------
-        KeyError
-            The relay has no such peer.
-        DaemonUnavailableError
-            The coordinator does not answer.
+        its trainer had not acknowledged is placed again, so its bus must not come back. KeyError
+        where the relay has no such peer, DaemonUnavailableError where nobody answers.
         """
         try:
             actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
