@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 # Read when Ray is imported, and by its services.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -121,7 +121,7 @@ def _through(source: str, consumer: shmbus.Consumer, prefix: str, groups: int) -
     return took_s
 
 
-def hop(transport: Literal["ray", "direct"], groups: int, turns: int) -> tuple[list[float], float]:
+def hop(groups: int, turns: int) -> tuple[list[float], float]:
     """Return trajectories a second of each turn, and the median milliseconds of a group alone."""
     import shmbus.relay
 
@@ -129,7 +129,7 @@ def hop(transport: Literal["ray", "direct"], groups: int, turns: int) -> tuple[l
     for name in names:
         shmbus.Bus.create(name, CAPACITY).close()
     try:
-        relay = shmbus.relay.start(f"{names[0]}@left", [f"{names[1]}@right"], transport=transport)
+        relay = shmbus.relay.start(f"{names[0]}@left", [f"{names[1]}@right"])
         with shmbus.Consumer(names[1]) as consumer:
             _through(names[0], consumer, "warm", min(groups, WARM_GROUPS))
             rates = [
@@ -281,7 +281,7 @@ def by_transfer_queue(turns: int) -> list[float]:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure the relay by each transport, and what it stands beside."""
+    """Measure the relay and what it stands beside."""
     title = "put on one node to acknowledged on the other"
     if why := machine.lacks(cores=2, modules=["ray"]):
         return [skipped("relay", title, why)]
@@ -291,31 +291,29 @@ def measure(options: argparse.Namespace) -> list[Row]:
         blocks, each = by_ray(turns)
         without = machine.lacks(modules=["transfer_queue"])
         queued = [] if without else by_transfer_queue(turns)
-        ways: tuple[Literal["direct", "ray"], ...] = ("direct", "ray")
-        for transport in ways:
-            rates, p50_ms = hop(transport, 100 if options.tiny else GROUPS, turns)
-            others = {
-                "ray-blocks": ("Ray's objects of 16 MiB", blocks),
-                "ray-put": ("one ray.put a trajectory", each),
-                "transfer-queue": ("TransferQueue", queued),
-            }
-            for name, (other, found) in others.items():
-                row = f"relay-{transport}-{name}"
-                if not found:
-                    rows.append(skipped(row, f"{title}, by {transport}", without))
-                    continue
-                rows.append(
-                    Row(
-                        name=row, title=f"{title}, by {transport}", unit="trajectories/s",
-                        values=tuple(rates), beside=other, beside_values=tuple(found),
-                    )
-                )  # fmt: skip
+        rates, p50_ms = hop(100 if options.tiny else GROUPS, turns)
+        others = {
+            "ray-blocks": ("Ray's objects of 16 MiB", blocks),
+            "ray-put": ("one ray.put a trajectory", each),
+            "transfer-queue": ("TransferQueue", queued),
+        }
+        for name, (other, found) in others.items():
+            row = f"relay-{name}"
+            if not found:
+                rows.append(skipped(row, title, without))
+                continue
             rows.append(
                 Row(
-                    name=f"relay-{transport}-latency", title=f"a group alone, by {transport}, p50",
-                    unit="ms", values=(p50_ms,),
+                    name=row, title=title, unit="trajectories/s",
+                    values=tuple(rates), beside=other, beside_values=tuple(found),
                 )
             )  # fmt: skip
+        rows.append(
+            Row(
+                name="relay-latency", title="a group alone, p50",
+                unit="ms", values=(p50_ms,),
+            )
+        )  # fmt: skip
     return rows
 
 

@@ -220,7 +220,7 @@ def _actor(kind: type, node: str) -> Any:
     return ray.remote(kind).options(num_cpus=0, max_concurrency=2, resources={node: A_LITTLE})
 
 
-def run(config: one_node.DemoConfig, transport: str) -> tuple[Summary, shmbus.Ledger]:
+def run(config: one_node.DemoConfig) -> tuple[Summary, shmbus.Ledger]:
     """Run it in the cluster that this process is connected to.
 
     Returns
@@ -237,7 +237,6 @@ def run(config: one_node.DemoConfig, transport: str) -> tuple[Summary, shmbus.Le
             stack.callback(lambda actor=actor: ray.get(actor.close.remote()))
         relay = shmbus.relay.start(
             f"{name}.rollout@rollout", [f"{name}.trainer@trainer"],
-            transport=transport,  # type: ignore[arg-type]
             max_policy_lag=one_node.MAX_POLICY_LAG,
             group_timeout=one_node.GROUP_TIMEOUT_S, on_timeout="drop",
         )  # fmt: skip
@@ -261,14 +260,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--transport", choices=("ray", "direct"), default="ray")
     parser.add_argument("--output", type=Path, help="where the summary goes, as JSON")
     given = parser.parse_args()
     ray.init(address=given.address, namespace="shmbus", log_to_driver=True)
     config = one_node.DemoConfig(
         workers=given.workers, seed=given.seed, steps=given.steps, live=False
     )
-    summary, ledger = run(config, given.transport)
+    summary, ledger = run(config)
     print(
         f"held-out reward {summary.reward_start:.3f} -> {summary.reward_end:.3f} in "
         f"{summary.seconds:.0f} s: {summary.steps} steps, {summary.groups:,} groups; "

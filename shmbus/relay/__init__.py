@@ -26,14 +26,15 @@ def start(
     trainers: Sequence[str],
     *,
     release: Literal["acknowledged", "put"] = "acknowledged",
-    transport: Literal["ray", "direct"] = "ray",
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
     """Relay buses of a Ray cluster's nodes: the rollout workers' to the trainers'.
 
     One small actor runs beside each bus, and one groups and places. They outlive the caller, and
-    Ray starts them again when they die. Needs the extra `ray`.
+    Ray starts them again when they die. They speak over TCP connections of their own, which are
+    authenticated and not encrypted: nodes must let each other connect at any port. Needs the extra
+    `ray`.
 
     Parameters
     ----------
@@ -46,17 +47,13 @@ def start(
         When a source lets go of a record: once the trainer has acknowledged its group, so that the
         death of a trainer's node loses nothing; or once it is on the trainer's bus, which frees its
         space earlier.
-    transport : "ray" | "direct"
-        How bytes go: as objects and calls of Ray, or over TCP connections of the actors' own, which
-        take less of the processors. Those begin by calls of Ray, and fall back on them; what goes
-        over them is authenticated and not encrypted, and a node must let others connect to it.
     address : str, optional
         Of the Ray cluster; None for the one that this process is connected to, or the local one.
     **policy : object
         What happens to groups before they cross the network, by the names that a Consumer has:
         `group_timeout`, `on_timeout`, `max_policy_lag`, `skip_zero_variance`, `sample_retries`,
-        `retry_timeout`, `on_failure`. Where groups may go without samples, the trainer's Consumer
-        takes them with `on_failure="partial"`.
+        `retry_timeout`, `retry_backoff`, `on_failure`. Where groups may go without samples, the
+        trainer's Consumer takes them with `on_failure="partial"`.
 
     Returns
     -------
@@ -76,6 +73,4 @@ def start(
     """
     from shmbus.relay.on_ray import start as start_on_ray
 
-    return start_on_ray(
-        source, trainers, release=release, transport=transport, address=address, **policy
-    )
+    return start_on_ray(source, trainers, release=release, address=address, **policy)

@@ -24,7 +24,7 @@ from shmbus.cli._show import (
 )
 
 if TYPE_CHECKING:
-    from shmbus.relay.notes import RelayNote
+    from shmbus.relay.coordinator_party import RelayNote
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -82,10 +82,6 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--release", choices=("acknowledged", "put"), default="acknowledged",
         help="when a source lets go of a record (default: acknowledged)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--transport", choices=("ray", "direct"), default="ray",
-        help="how bytes go: as Ray's objects, or over TCP connections of their own (default: ray)",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
@@ -145,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             relay = on_ray.start(
                 arguments.name, arguments.trainer, release=arguments.release,
-                transport=arguments.transport, address=arguments.ray,
+                address=arguments.ray,
                 **{each: value for each, value in given.items() if value is not None},
             )  # fmt: skip
         except ValueError as error:

@@ -5,17 +5,19 @@ Invariants:
 - An origin is in one place here: in the stash, assigned to a sink (a lease of the stash), or taken.
 - It places nothing before every sink has said what it has and owes; from then on a sink takes no
   assignment of an earlier coordinator. So no record is assigned twice.
-- What was taken is remembered until an announcement has come that is as new as its release. An
-  announcement that was on its way meanwhile names records that nobody has: it changes nothing.
+- A tombstone of what was taken is kept until an announcement has come that is as new as its
+  release. One that was on its way meanwhile names records that nobody has: it changes nothing.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 
-from shmbus.relay.grouped_heads import GroupedHeads, find_missing
+import msgspec
+
+from shmbus._keys import split_key
 from shmbus.relay.messages import (
     Announcement,
     Assignment,
@@ -23,7 +25,7 @@ from shmbus.relay.messages import (
     Drop,
     Mark,
     Message,
-    Origin,
+    MissingSample,
     Returned,
     Settled,
     SinkState,
@@ -32,14 +34,71 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.origin_head import OriginHead, unpack_heads
-from shmbus.relay.origins import bus_of, by_bus, is_of
-from shmbus.relay.retry_requests import RetryRequests
-from shmbus.relay.sink_view import SinkView, choose_dropper, journal_parts
-from shmbus.stash.stash import StashPolicy
+from shmbus.relay.origins import Origin, OriginHead, bus_of, by_bus, is_of, unpack_heads
+from shmbus.relay.retries import RetryRequests
+from shmbus.stash.failures import FailingGroup
+from shmbus.stash.stash import Stash, StashPolicy
 from shmbus_ext._core import GroupEntry
 
 __all__ = ["Coordinator", "OriginHead"]
+
+#: More than any bus or stash has.
+_ALL = 1 << 30
+#: What a trainer is told of a sample that never came.
+_NOT_COMING = "not there when the time of its group was over"
+
+
+class SinkView(msgspec.Struct):
+    """What the coordinator knows of a sink."""
+
+    incarnation: int = -1
+    heard: bool = False
+    #: Bytes that are assigned and not put, and those of all groups that were placed here; the
+    #: latter count as at most a window behind those of others.
+    bytes: int = 0
+    placed: int = 0
+    #: Bytes of a record and of a group that its bus takes, and records of a group.
+    largest: tuple[int, int, int] = (_ALL << 30, _ALL << 30, _ALL)
+    leases: dict[frozenset[Origin], GroupEntry[OriginHead]] = {}
+    #: Bytes of each of them.
+    weights: dict[frozenset[Origin], int] = {}
+    #: What it owes to an earlier coordinator: it is written down nowhere else.
+    owed: frozenset[Origin] = frozenset()
+
+    def has_room(self, window_bytes: int) -> bool:
+        """Whether more may be assigned to it; one group always may."""
+        return not self.leases or self.bytes < window_bytes
+
+    def lease(self, origins: frozenset[Origin], group: GroupEntry[OriginHead], weight: int) -> None:
+        """Assign a group to it."""
+        self.leases[origins], self.weights[origins] = group, weight
+        self.bytes += weight
+        self.placed += weight
+
+    def end_lease(self, origins: frozenset[Origin]) -> GroupEntry[OriginHead]:
+        """End an assignment; what was placed here stays so."""
+        self.bytes -= self.weights.pop(origins)
+        return self.leases.pop(origins)
+
+    def takes(self, sizes: Sequence[int], weight: int) -> bool:
+        """Whether its bus ever has room for a group of records of so many bytes, and all of it."""
+        record, whole, count = self.largest
+        return len(sizes) <= count and weight <= whole and max(sizes) <= record
+
+
+def choose_dropper(sinks: Mapping[str, SinkView]) -> str | None:
+    """Return the sink that writes down what is dropped: the one with the largest journal."""
+    heard = [name for name in sorted(sinks) if sinks[name].heard]
+    return max(heard, key=lambda name: sinks[name].largest[2], default=None)
+
+
+def journal_parts(
+    sinks: Mapping[str, SinkView], whole: Sequence[Origin]
+) -> list[tuple[Origin, ...]]:
+    """Cut a group into parts that such a journal has room for: nearly always it is one."""
+    most = max([1, *(view.largest[2] for view in sinks.values())])
+    return [tuple(whole[at : at + most]) for at in range(0, len(whole), most)]
+
 
 #: Bytes that may be assigned to a sink and not put yet: a few blocks, so that a fetch is under way
 #: while one is put.
@@ -55,22 +114,8 @@ _CHECK = operator.attrgetter("check")
 _NEVER: Mark = (-1, -1)
 
 
-class Coordinator(GroupedHeads):
-    """Groups the heads of all sources, and has each complete group put by one sink.
-
-    Parameters
-    ----------
-    term : int
-        Greater than that of any earlier coordinator of these sinks.
-    buses : sequence of str
-        Identities of the sources' buses.
-    sinks : sequence of str
-        Names of the sinks.
-    policy : StashPolicy, optional
-        What happens to groups that are late, stale, useless or too many.
-    window_bytes : int
-        Bytes that may be assigned to a sink and not put yet; one group is always allowed.
-    """
+class Coordinator:
+    """Groups the heads of all sources, and has each complete group put by one sink."""
 
     def __init__(
         self,
@@ -82,7 +127,11 @@ class Coordinator(GroupedHeads):
     ) -> None:
         self.term = term
         self.buses = tuple(buses)
-        super().__init__(policy)
+        self.stash: Stash[OriginHead] = Stash(policy)
+        #: Heads in the stash, under lease or not, and no other ones.
+        self.known: dict[Origin, OriginHead] = {}
+        #: Of each bus, the clock of its machine minus this one's, for comparing heads.
+        self.clocks_ns: dict[str, int] = {}
         self.newest: dict[str, Mark] = {}
         #: Placed for good, or dropped; with the mark of its release once that is known.
         self.taken: dict[Origin, Mark | None] = {}
@@ -199,25 +248,13 @@ class Coordinator(GroupedHeads):
             del self.taken[origin]
 
     def source_lost(self, bus: str, now_s: float) -> frozenset[Origin]:
-        """Withdraw what a source had announced that will not come back.
-
-        Returns
-        -------
-        frozenset
-            What nobody had fetched: lost with it. Their groups are incomplete again.
-        """
+        """Withdraw what a lost source had announced, and return what nobody had fetched of it."""
         lost = frozenset(o for o in self.known if is_of(o, bus) and o not in self.assigned)
         self._withdraw(lost, now_s)
         return lost
 
     def forget_source(self, bus: str, now_s: float) -> frozenset[Origin]:
-        """Forget a source that will not come back, and what it was to let go.
-
-        Returns
-        -------
-        frozenset
-            What nobody had fetched, as `source_lost` returns it.
-        """
+        """Forget a source that will not come back, and return what nobody had fetched of it."""
         samples = [
             head for head in self.known.values()
             if is_of(head.origin, bus) and head.origin not in self.assigned and not head.failed
@@ -495,3 +532,83 @@ class Coordinator(GroupedHeads):
         incarnation = self.sinks[name].incarnation
         missing = find_missing(group, samples) if len(group.samples) < group.need else ()
         return Assignment(name, incarnation, self.term, origins, weight, checks, missing)
+
+    # -- heads in the stash -----------------------------------------------------------------------
+
+    def _withdraw(self, gone: Iterable[Origin], now_s: float) -> None:
+        """Take heads out of groups that are not placed; what is left of those waits again."""
+        lost = {origin: self.known.pop(origin) for origin in gone}
+        if not lost:
+            return
+        table = self.stash.table
+        rest: list[OriginHead] = []
+        for key in {head.key for head in lost.values()}:
+            entry = table.take(key)
+            if entry is not None:
+                rest += [sample for sample in entry.samples if sample.origin not in lost]
+            failing = self.stash.failures.groups.get(key)
+            if failing is not None:
+                rest += self._take_failing(failing, lost)
+        # In reverse, since what is given back comes first again.
+        for group in reversed(table.lease(_ALL)):
+            samples = [*group.samples, *self.stash.reports.get(group, ())]
+            if any(sample.origin in lost for sample in samples):
+                table.end_lease(group)
+                self.stash.reports.pop(group, None)
+                rest += [sample for sample in samples if sample.origin not in lost]
+            else:
+                table.give_back(group)
+        self._regroup(rest, now_s)
+
+    def _take_failing(
+        self, group: FailingGroup[OriginHead], lost: Container[Origin]
+    ) -> list[OriginHead]:
+        """Take a failing group apart; how often its samples were asked for is remembered."""
+        failures = self.stash.failures
+        for index, failed in group.failed.items():
+            failures.earlier_attempts[group.key, index] = failed.attempts
+        samples = [*group.samples, *group.reports]
+        failures.end(group)
+        return [sample for sample in samples if sample.origin not in lost]
+
+    def _regroup(self, samples: list[OriginHead], now_s: float) -> None:
+        """Group samples again, whose group was complete before and was not delivered."""
+        for key in {sample.key for sample in samples}:
+            self.stash.table.recent.pop(key, None)
+        # A report after the samples beside it: it makes of an open group a failing one.
+        self.stash.add(sorted(samples, key=lambda sample: sample.failed), now_s)
+        self.stash.failures.earlier_attempts.clear()
+
+    def _fail_lost(self, samples: Iterable[OriginHead], now_s: float) -> None:
+        """Have samples that went with their bus asked for elsewhere, where the policy retries."""
+        if not self.stash.policy.sample_retries:
+            return
+        by_key: dict[Hashable, list[OriginHead]] = {}
+        for sample in samples:
+            by_key.setdefault(sample.key, []).append(sample)
+        for lost in by_key.values():
+            self.stash.fail_lost(lost, "the bus that had it has gone", now_s)
+
+    def _records(self, group: GroupEntry[OriginHead]) -> list[OriginHead]:
+        """Return what of a group crosses: its samples, and reports of those that failed for good.
+
+        They go together, so that no part of it is ever left behind alone.
+        """
+        reports = self.stash.reports.get(group) if self.stash.reports else None
+        return [*group.samples, *reports] if reports else group.samples
+
+    def _weight(self, group: GroupEntry[OriginHead]) -> int:
+        return sum(map(_NBYTES, self._records(group)))
+
+
+def find_missing(
+    group: GroupEntry[OriginHead], records: Iterable[OriginHead]
+) -> tuple[MissingSample, ...]:
+    """Return samples that a group goes without, and of which no record says that they failed."""
+    id_, round, _ = split_key(group.key)
+    there = {sample.index for sample in records}
+    return tuple(
+        MissingSample(id_, round, group.size, group.need, index, 0, _NOT_COMING)
+        for index in range(group.size)
+        if index not in there
+    )

@@ -6,6 +6,7 @@ Invariants:
 - A sink or source whose bus is another one than before, or that has gone for good, makes it begin
   again: what it knew of that bus is void.
 - One that learns of a newer coordinator ends.
+- Nothing but ages, and which of two records is older, is decided by a clock of elsewhere.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from shmbus import errors
-from shmbus.relay.clocks import Clocks
-from shmbus.relay.codec import Envelope
+from shmbus._keys import split_key
 from shmbus.relay.coordinator import WINDOW_BYTES, Coordinator
 from shmbus.relay.messages import (
     Announcement,
@@ -27,6 +30,7 @@ from shmbus.relay.messages import (
     Assignments,
     Confirmation,
     Drop,
+    Envelope,
     Hello,
     HelloWanted,
     Mark,
@@ -41,15 +45,21 @@ from shmbus.relay.messages import (
     Unanswered,
     Wanted,
 )
-from shmbus.relay.notes import PeerNote, RelayNote, waiting_notes
-from shmbus.relay.origins import name_origin
-from shmbus.relay.patience import Patience
-from shmbus.stash.stash import StashPolicy
+from shmbus.relay.origins import OriginHead, bus_of, name_origin
+from shmbus.relay.party import Backoff
+from shmbus.stash.stash import Stash, StashPolicy
 
 if TYPE_CHECKING:
-    from shmbus.relay.mailbox import Mailbox
+    from shmbus.relay.party import Mailbox
 
-__all__ = ["CoordinatorParty"]
+__all__ = [
+    "Clocks",
+    "CoordinatorParty",
+    "PeerNote",
+    "RelayNote",
+    "WaitingNote",
+    "waiting_notes",
+]
 
 _log = logging.getLogger("shmbus.relay")
 
@@ -67,19 +77,7 @@ _SHOWN = 16
 
 
 class CoordinatorParty:
-    """A coordinator with its clock.
-
-    Parameters
-    ----------
-    mailbox : Mailbox
-        Its way to the others.
-    sources, sinks : sequence of str
-        Addresses of the others.
-    policy : StashPolicy, optional
-        What happens to groups that are late, stale, useless or too many.
-    window_bytes : int
-        Bytes that may be assigned to a sink and not put yet.
-    """
+    """A coordinator with its clock."""
 
     def __init__(
         self,
@@ -107,12 +105,12 @@ class CoordinatorParty:
         self.forgotten: list[str] = []
         #: How often each sink has put something.
         self.settled: dict[str, int] = {}
-        self._assignments: dict[str, Patience] = {}
-        self._drops = Patience()
+        self._assignments: dict[str, Backoff] = {}
+        self._drops = Backoff()
         #: What each source was told last: policy version, and why the trainers' bus is paused.
         self._steered: dict[str, tuple[int, str | None]] = {}
-        self._news: dict[str, Patience] = {}
-        self._releases = Patience()
+        self._news: dict[str, Backoff] = {}
+        self._releases = Backoff()
         self.refused = 0
         #: Senders that are no peers, each of which is told once.
         self._strangers: set[str] = set()
@@ -179,9 +177,9 @@ class CoordinatorParty:
         `mark` is what the source had said of itself a while ago, so that it is not under way still.
         """
         assert self.pure is not None
-        patience = self._news.setdefault(bus, Patience())
+        backoff = self._news.setdefault(bus, Backoff())
         newest = self.pure.newest.get(bus)
-        if self.pure.lacks_news(bus, mark) and patience.is_over(newest, time.monotonic()):
+        if self.pure.lacks_news(bus, mark) and backoff.is_over(newest, time.monotonic()):
             self._say(self.pure.ask_source(bus))
 
     def _note_clock(self, hello: Hello) -> None:
@@ -252,13 +250,7 @@ class CoordinatorParty:
         )  # fmt: skip
 
     def peer_lost(self, address: str) -> None:
-        """Go on without a source or a sink that will not come back, as one of a dead node.
-
-        Parameters
-        ----------
-        address : str
-            Whose.
-        """
+        """Go on without a source or a sink that will not come back, as one of a dead node."""
         bus = self._bus_of.pop(address, None)
         self.hellos.pop(address, None)
         if address in self.sources:
@@ -341,13 +333,7 @@ class CoordinatorParty:
         )
 
     def take(self, envelope: Envelope) -> None:
-        """Act on a message.
-
-        Raises
-        ------
-        BusBusyError
-            Another coordinator has taken over.
-        """
+        """Act on a message."""
         with self._lock:
             self._take(envelope)
 
@@ -446,10 +432,10 @@ class CoordinatorParty:
         assert self.pure is not None
         hello, _ = self.hellos.get(sink, (None, 0.0))
         assigned = sum(map(len, self.pure.sinks[sink].leases))
-        patience = self._assignments.setdefault(sink, Patience())
+        backoff = self._assignments.setdefault(sink, Backoff())
         if hello is None or hello.moving >= assigned:
             return False
-        return patience.is_over((self.settled.get(sink), hello.moving), now_s)
+        return backoff.is_over((self.settled.get(sink), hello.moving), now_s)
 
     # -- seeing ----------------------------------------------------------------------------------
 
@@ -489,3 +475,131 @@ class CoordinatorParty:
 
     def close(self) -> None:
         """There is nothing that it holds."""
+
+
+#: Words of a peer that are compared: what was under way for longest says the least. About as many
+#: seconds after a clock was set back, it is believed.
+_WORDS: Final = 16
+#: A change of the offset that is told: far above what a network delays a word by.
+JUMP_S: Final = 1.0
+
+
+class Clocks:
+    """Offsets of monotonic clocks, from times that peers say.
+
+    A word is never here before it was said. So the clock of its sender is ahead by at least what
+    the word says minus the time of its arrival, and the greatest of such differences is nearest.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[str, deque[int]] = {}
+
+    def note(self, peer: str, said_ns: int, now_ns: int) -> float:
+        """Take the time that a peer says, and return the seconds by which its clock has jumped."""
+        words = self._words.setdefault(peer, deque(maxlen=_WORDS))
+        before = max(words, default=None)
+        words.append(said_ns - now_ns)
+        after = max(words)
+        jump_s = 0.0 if before is None else (after - before) / 1e9
+        if abs(jump_s) < JUMP_S:
+            return 0.0
+        if jump_s > 0:
+            words.clear()
+            words.append(after)
+        return jump_s
+
+    def offset_ns(self, peer: str) -> int:
+        """Return a peer's clock minus this one's; 0 where it has said nothing."""
+        return max(self._words.get(peer, ()), default=0)
+
+
+#: Groups that are told.
+_MOST_WAITING: Final = 5
+
+
+class PeerNote(msgspec.Struct, frozen=True):
+    """What the coordinator knows of a source or a sink, for people."""
+
+    #: Where it is, its bus's name, and that bus's identity.
+    address: str
+    name: str
+    bus: str
+    is_sink: bool
+    #: Seconds since it last said something.
+    heard_s: float
+    #: Its CLOCK_MONOTONIC minus the coordinator's, as the quickest of its last words said.
+    clock_offset_s: float
+    #: Records: in a source's ring; under way to a sink; on its bus, and at their source too.
+    held: int
+    moving: int
+    settled: int
+    policy_version: int
+    paused: str | None
+    #: Of a source: seconds since the record was committed that it has held for longest.
+    oldest_s: float | None
+
+
+class WaitingNote(msgspec.Struct, frozen=True):
+    """A group that waits for samples."""
+
+    instance_id: str
+    round: int | None
+    #: Its samples, and how many were announced.
+    size: int
+    here: int
+    #: Seconds since the first of them was committed, whatever its machine's clock says.
+    age_s: float
+    #: Addresses of the sources that hold them.
+    at: list[str]
+    #: Indexes that nobody has announced, the first ones.
+    missing: list[int]
+
+
+class RelayNote(msgspec.Struct, frozen=True):
+    """A relay at one instant, for people."""
+
+    term: int
+    #: Sources and sinks that have said who they are.
+    peers: list[PeerNote]
+    #: Addresses of those that have not.
+    missing: list[str]
+    #: Heads in incomplete groups.
+    announced: int
+    #: Records of complete groups that wait for a sink, and of those that were given to one.
+    ready: int
+    assigned: int
+    #: Records that never crossed the network, by reason.
+    dropped: dict[str, int]
+    #: Records that were announced by buses that have gone, and that nobody had fetched.
+    lost: int
+    refused: int
+    #: Why, the last few reasons: with both sides' names, and what to do.
+    why_refused: list[str]
+    #: Samples that producers are asked for again.
+    asked: int
+    #: Groups with a sample that failed for good.
+    given_up: int
+    #: The groups that wait longest for samples.
+    waiting: list[WaitingNote]
+
+
+def waiting_notes(
+    stash: Stash[OriginHead], buses: Mapping[str, str], most_missing: int
+) -> list[WaitingNote]:
+    """Tell of the groups that wait longest, by when their first sample was committed."""
+    now_ns = time.monotonic_ns()
+    address_of = {bus: address for address, bus in buses.items()}
+    found = []
+    for group in stash.oldest(_MOST_WAITING):
+        if not group.samples:
+            continue  # nothing but reports of failures
+        id_, round, _ = split_key(group.key)
+        here = {sample.index for sample in group.samples}
+        age_s = max(now_ns - sample.committed_ns for sample in group.samples) / 1e9
+        on = {bus_of(sample.origin) for sample in group.samples}
+        at = sorted(address_of.get(bus, bus) for bus in on)
+        missing = [index for index in range(group.size) if index not in here]
+        found.append(
+            WaitingNote(id_, round, group.size, len(here), age_s, at, missing[:most_missing])
+        )
+    return found

@@ -1,15 +1,16 @@
-"""Messages straight from process to process over TCP, with another way for what it cannot take.
+"""Messages straight from process to process over TCP.
 
-Each process listens at an endpoint, which others learn by the other way, or from a connection that
-comes from there. Blocking sockets and a thread for each direction, since one system call then moves
-a whole block without the interpreter's lock. A message without a block goes from the thread that
-says it, where nothing waits before it and the socket takes it: waking a thread costs more.
+Each process listens at an endpoint, which others learn when they are introduced, or from a
+connection that comes from there. Blocking sockets and a thread for each direction, since one system
+call then moves a whole block without the interpreter's lock. A message without a block goes from
+the thread that says it, where nothing waits before it and the socket takes it: waking a thread
+costs more.
 
 Invariants:
 
-- Both ends of a connection prove that they know the listener's key, which only the other way has
+- Both ends of a connection prove that they know the listener's key, which only an introduction has
   carried, before anything else is sent or read. Nothing is encrypted.
-- What no connection takes goes the other way, or is lost: parties ask again.
+- What no connection takes is lost: parties ask again.
 - Lengths from a peer are bounded before anything is allocated by them.
 """
 
@@ -29,14 +30,16 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from shmbus.relay.rooms import Rooms
+from shmbus._backoff import backoff_s
+from shmbus.relay.buffer_pool import BufferPool
 
-__all__ = ["Carry", "Deliver", "Direct", "Endpoint"]
+__all__ = ["Deliver", "Direct", "Endpoint", "Introduce"]
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Takes messages to an address, or loses them; the payload is the last one's.
-Carry: TypeAlias = Callable[[str, list[bytes], bytes | bytearray | memoryview], None]
+#: Takes this process's endpoint to an address that no connection reaches, or loses it; it is called
+#: for each message that is lost so, and does not wait.
+Introduce: TypeAlias = Callable[[str], None]
 #: Takes messages that have come, with the payload of the last one.
 Deliver: TypeAlias = Callable[[list[bytes], bytes | memoryview], None]
 
@@ -54,8 +57,9 @@ _LEAST_S: Final = 1e-6
 #: queue.
 _MOST_MEETING: Final = 32
 #: Seconds between attempts to connect: at first, and at most.
-_RETRY_S: Final = 0.2
-_MOST_RETRY_S: Final = 15.0
+_RETRY_S: Final = (0.2, 15.0)
+#: Seconds that the listener waits for what a process lacks, and at most until it notices its end.
+_ACCEPT_S: Final = 0.2
 #: Milliseconds after which a peer that acknowledges nothing counts as cut off.
 _SILENT_MS: Final = 10_000
 _LENGTHS: Final = struct.Struct("<QQ")
@@ -67,21 +71,13 @@ _BACKLOG: Final = 64
 
 
 class Endpoint(NamedTuple):
-    """Where a process listens.
+    """Where a process listens."""
 
-    Attributes
-    ----------
-    address : str
-        Its name among the relay's processes.
-    host, port : str, int
-        Where.
-    key : bytes
-        What whoever connects must know; new in each process.
-    """
-
+    #: Its name among the relay's processes.
     address: str
     host: str
     port: int
+    #: What whoever connects must know; new in each process.
     key: bytes
 
 
@@ -140,33 +136,19 @@ def _require_open(connection: socket.socket) -> None:
     raise ConnectionError("it said something" if said else "it was closed")
 
 
-def _size(packed: list[bytes], payload: bytes | bytearray | memoryview) -> int:
-    return sum(map(len, packed)) + len(payload)
-
-
 class _Item(NamedTuple):
-    """Messages that wait, and what of their bytes is to be sent still."""
+    """Messages that wait: how many bytes, and what of those is to be sent still."""
 
-    packed: list[bytes]
-    payload: bytes | bytearray | memoryview
+    nbytes: int
     left: list[memoryview]
 
 
 class _Link:
-    """A connection to one endpoint, made again when it ends, and what waits for it.
+    """A connection to one endpoint, made again when it ends, and what waits for it."""
 
-    Parameters
-    ----------
-    to, own : Endpoint
-        The peer's, and this process's.
-    otherwise : Carry
-        Takes what was under way when a connection ended.
-    """
-
-    def __init__(self, to: Endpoint, own: Endpoint, otherwise: Carry) -> None:
+    def __init__(self, to: Endpoint, own: Endpoint) -> None:
         self.to = to
         self._own = own
-        self._otherwise = otherwise
         self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         #: Of what the thread has and was given, how much; under the lock.
         self._nbytes = self._count = 0
@@ -191,15 +173,16 @@ class _Link:
                 return True  # lost: the peer takes nothing
             if not len(payload) and not self._count and self._send_now(left):
                 return True
-            self._nbytes += _size(packed, payload)
+            item = _Item(sum(map(len, left)), left)
+            self._nbytes += item.nbytes
             self._count += 1
-            self._waiting.put(_Item(packed, payload, left))
+            self._waiting.put(item)
             return True
 
     def _send_now(self, left: list[memoryview]) -> bool:
         """Send what the socket takes at once; False where some of it is left for the thread."""
         assert self._connection is not None
-        # A connection that has ended is the thread's to notice: it takes the messages elsewhere.
+        # A connection that has ended is the thread's to notice.
         with contextlib.suppress(OSError):
             _require_open(self._connection)
             _skip(left, self._connection.sendmsg(left, (), socket.MSG_DONTWAIT))
@@ -207,35 +190,41 @@ class _Link:
 
     def _sent(self, item: _Item) -> None:
         with self._lock:
-            self._nbytes -= _size(item.packed, item.payload)
+            self._nbytes -= item.nbytes
             self._count -= 1
 
     def _work(self) -> None:
-        retry_s = _RETRY_S
+        attempts = 0
         while not self._over.is_set():
             try:
                 connection = self._meet()
             except (OSError, ValueError) as error:
-                _log.debug("relay: no connection to %s: %s", self.to.address, error)
-                self._over.wait(retry_s)
-                retry_s = min(2 * retry_s, _MOST_RETRY_S)
+                attempts += 1
+                _log.log(
+                    logging.WARNING if attempts == 1 else logging.DEBUG,
+                    "relay: no connection to %s at %s:%d: %s; it is tried again. Processes of a "
+                    "relay connect to each other at ports that the system chooses: let nodes do so",
+                    self.to.address, self.to.host, self.to.port, error,
+                )  # fmt: skip
+                self._over.wait(backoff_s(_RETRY_S, attempts, (self.to.address, attempts)))
                 continue
-            retry_s = _RETRY_S
+            attempts = 0
             with self._lock:
                 self._connection = connection
             try:
                 self._send_all(connection)
             except OSError as error:
                 _log.warning(
-                    "relay: the connection to %s ended (%s); it is made again, and messages go "
-                    "another way meanwhile", self.to.address, error,
+                    "relay: the connection to %s ended (%s); it is made again, and messages that "
+                    "are lost meanwhile are asked for again", self.to.address, error,
                 )  # fmt: skip
             finally:
                 with self._lock:
                     # Nobody sends on it any more once its number may be another one's.
                     self._connection = None
                     connection.close()
-                self._divert()
+                    self._waiting = queue.SimpleQueue()
+                    self._nbytes = self._count = 0
 
     def _meet(self) -> socket.socket:
         """Connect, and prove both ends."""
@@ -263,22 +252,10 @@ class _Link:
             try:
                 _require_open(connection)
                 _send(connection, item.left)
-            except OSError:
-                self._otherwise(self.to.address, item.packed, item.payload)
-                raise
             finally:
                 self._sent(item)
                 # The room is to be free once the block has gone, and not with the next one.
                 del item
-
-    def _divert(self) -> None:
-        """Send what waits another way."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._waiting.get_nowait()
-                if item is not None:
-                    self._sent(item)
-                    self._otherwise(self.to.address, item.packed, item.payload)
 
     def cut(self) -> None:
         """End the connection, as a network may."""
@@ -290,7 +267,8 @@ class _Link:
     def close(self) -> None:
         """End it for good."""
         self._over.set()
-        self._waiting.put(None)
+        with self._lock:
+            self._waiting.put(None)
         self.cut()
 
 
@@ -301,29 +279,10 @@ def _tune(connection: socket.socket) -> None:
 
 
 class Direct:
-    """A way to others by TCP; called with an address, messages and the last one's payload.
+    """A way to others by TCP; called with an address, messages and the last one's payload."""
 
-    Parameters
-    ----------
-    address : str
-        This process's name among the relay's.
-    host : str
-        The network address at which it listens.
-    otherwise : Carry
-        Takes what no connection takes. It has to carry `endpoint` too, to where `learn` is called.
-    deliver : Deliver
-        Takes what comes, in threads of this object.
-
-    Attributes
-    ----------
-    endpoint : Endpoint
-        Where it listens.
-    refused : int
-        Connections that were refused.
-    """
-
-    def __init__(self, address: str, host: str, otherwise: Carry, deliver: Deliver) -> None:
-        self._otherwise = otherwise
+    def __init__(self, address: str, host: str, introduce: Introduce, deliver: Deliver) -> None:
+        self._introduce = introduce
         self._deliver = deliver
         self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         port = self._listener.getsockname()[1]
@@ -344,7 +303,7 @@ class Direct:
                 return
             if link is not None:
                 link.close()
-            self._links[endpoint.address] = _Link(endpoint, self.endpoint, self._otherwise)
+            self._links[endpoint.address] = _Link(endpoint, self.endpoint)
 
     def __call__(
         self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
@@ -352,11 +311,11 @@ class Direct:
         """Take messages to an address. The payload is read later: it must not be changed."""
         link = self._links.get(to)
         if link is None or not link.send(packed, payload):
-            self._otherwise(to, packed, payload)
+            self._introduce(to)
 
     def _accept(self) -> None:
         while not self._over.is_set():
-            if not self._meeting.acquire(timeout=_RETRY_S):
+            if not self._meeting.acquire(timeout=_ACCEPT_S):
                 continue
             connection = None
             try:
@@ -368,7 +327,7 @@ class Direct:
                 self._meeting.release()
                 if connection is not None:
                     connection.close()
-                if not self._over.wait(_RETRY_S):
+                if not self._over.wait(_ACCEPT_S):
                     # No file descriptor, or no thread, is free; one will be.
                     _log.warning("relay: %s takes no connection: %s", self.endpoint.address, error)
 
@@ -409,7 +368,7 @@ class Direct:
         return endpoint
 
     def _read_all(self, connection: socket.socket) -> None:
-        rooms, lengths = Rooms(), memoryview(bytearray(_LENGTHS.size))
+        pool, lengths = BufferPool(), memoryview(bytearray(_LENGTHS.size))
         while True:
             _receive(connection, lengths)
             packed, nbytes = _LENGTHS.unpack(lengths)
@@ -418,7 +377,7 @@ class Direct:
             together = _receive_bytes(connection, packed)
             payload: memoryview | bytes = b""
             if nbytes:
-                payload = rooms.take(nbytes)
+                payload = pool.take(nbytes)
                 _receive(connection, payload)
                 payload = payload.toreadonly()
             self._deliver(msgspec.msgpack.decode(together, type=list[bytes]), payload)

@@ -8,35 +8,32 @@ waits.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 import traceback
 from collections import deque
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from shmbus import errors
+from shmbus._arguments import check_backoff, check_choice, check_count, check_flag, check_period
 from shmbus.inspect.status import read_status
-from shmbus.relay.codec import Envelope, pack
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import Mailbox, Opener
-from shmbus.relay.messages import Message
-from shmbus.relay.run import Party, run_party
-from shmbus.relay.sink import BLOCK_BYTES
+from shmbus.relay.messages import Envelope, Message, pack
+from shmbus.relay.party import Mailbox, Opener, Party, run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
+from shmbus.segment.names import check_name
 from shmbus.stash.stash import StashPolicy
 
-__all__ = ["Carry", "Host", "PartyPlan"]
+__all__ = ["Carry", "Host", "PartyPlan", "check_specs", "make_policy"]
 
 _log = logging.getLogger("shmbus.relay")
 
-#: Bytes that are fetched at a time over a connection, which costs nothing but its bytes: what one
-#: core's cache holds is checked and put without coming from memory again. An object of Ray's costs
-#: as much as some MiB do, so those blocks are larger.
-DIRECT_BLOCK_BYTES: Final = 4 << 20
 #: Exit status of a process whose party failed.
 _FAILED = 70
 #: Seconds in which the text of a failure is written before the process ends.
@@ -44,70 +41,34 @@ _LAST_WORDS_S = 0.2
 
 
 class PartyPlan(msgspec.Struct, frozen=True):
-    """What a party is, in names and numbers.
-
-    Attributes
-    ----------
-    kind : "source" | "sink" | "coordinator"
-        What it does.
-    address : str
-        Its own.
-    bus : str
-        Its bus's name; empty of a coordinator.
-    coordinator : str
-        The coordinator's address.
-    release : str
-        When a source lets go of a record.
-    sources, sinks : list of str
-        Addresses; of a coordinator.
-    policy : StashPolicy
-        The same.
-    transport : "ray" | "direct"
-        How messages go to the others.
-    """
+    """What a party is, in names and numbers."""
 
     kind: str
     address: str
     coordinator: str
+    #: Its bus's name; empty of a coordinator.
     bus: str = ""
     release: str = "acknowledged"
+    #: Addresses; of a coordinator.
     sources: list[str] = []
     sinks: list[str] = []
     policy: StashPolicy = StashPolicy()
-    transport: str = "ray"
 
     def make(self, mailbox: Mailbox) -> Party:
         """Make the party."""
         if self.kind == "source":
             return SourceParty(self.bus, mailbox, self.coordinator)
         if self.kind == "sink":
-            size = DIRECT_BLOCK_BYTES if self.transport == "direct" else BLOCK_BYTES
-            return SinkParty(self.bus, mailbox, self.coordinator, self.release, size)
+            return SinkParty(self.bus, mailbox, self.coordinator, self.release)
         return CoordinatorParty(mailbox, self.sources, self.sinks, self.policy)
 
 
-class Carry(Protocol):
-    """Takes messages to another address, or loses them. The payload is the last one's."""
-
-    def __call__(
-        self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
-    ) -> None:
-        """Take them."""
+#: Takes messages to another address, or loses them; the payload is the last one's.
+Carry: TypeAlias = Callable[[str, list[bytes], bytes | bytearray | memoryview], None]
 
 
 class HostMailbox:
-    """A mailbox whose messages are carried by somebody else, all that are for one peer together.
-
-    A call of Ray costs both of its sides some hundred microseconds, and a relay says a few things
-    of each group.
-
-    Parameters
-    ----------
-    address : str
-        Its own.
-    carry : Carry
-        Takes messages away.
-    """
+    """A mailbox whose messages are carried by somebody else, all that are for one peer together."""
 
     def __init__(self, address: str, carry: Carry) -> None:
         self.address = address
@@ -153,15 +114,7 @@ class HostMailbox:
 
 
 class Host:
-    """Runs a party, and gives it what comes.
-
-    Parameters
-    ----------
-    plan : PartyPlan
-        What the party is.
-    carry : Carry
-        Takes messages away.
-    """
+    """Runs a party, and gives it what comes."""
 
     def __init__(self, plan: PartyPlan, carry: Carry) -> None:
         self.plan = plan
@@ -232,3 +185,58 @@ class Host:
         if known:
             self._party.forgotten.append(address)
         return known
+
+
+#: Seconds that count as for ever, and attempts likewise.
+_LONGEST_S: Final = 1e9
+_MOST_RETRIES: Final = 1 << 20
+
+
+def make_policy(options: dict[str, Any]) -> StashPolicy:
+    """Check what happens to groups, as a Consumer does."""
+    known = {
+        "group_timeout", "on_timeout", "max_policy_lag", "skip_zero_variance", "sample_retries",
+        "retry_timeout", "retry_backoff", "on_failure",
+    }  # fmt: skip
+    unknown = options.keys() - known
+    if unknown:
+        raise TypeError(f"relay: expected options among {sorted(known)}, got {sorted(unknown)}")
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        match name:
+            case "group_timeout":
+                seconds = None if value is None else check_period(name, value)
+                given["group_timeout_s"] = None if seconds == math.inf else seconds
+            case "retry_timeout":
+                # JSON has no infinite number.
+                given["retry_timeout_s"] = min(check_period(name, value), _LONGEST_S)
+            case "retry_backoff":
+                given["retry_backoff_s"] = check_backoff(name, value)
+            case "max_policy_lag":
+                given[name] = None if value is None else check_count(name, value, 0)
+            case "sample_retries":
+                given[name] = min(check_count(name, value, 0), _MOST_RETRIES)
+            case "skip_zero_variance":
+                given[name] = check_flag(name, value)
+            case _:
+                partial_or_drop = ("drop", "partial")
+                choices = ("wait", *partial_or_drop) if name == "on_timeout" else partial_or_drop
+                check_choice(name, value, choices)
+                given[name] = value
+    return StashPolicy(**given)
+
+
+def check_specs(what: str, given: object) -> list[str]:
+    """Return names of buses, each with its resource; TypeError or ValueError for what is none."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise TypeError(f"{what}: expected a list of bus names, got {type(given).__name__}")
+    if not given:
+        raise ValueError(f"{what}: expected the name of a bus, got none")
+    for spec in given:
+        if not isinstance(spec, str):
+            raise TypeError(f"{what}: expected names of buses, got {type(spec).__name__}")
+        bus, at, resource = spec.partition("@")
+        check_name(bus)
+        if at and not resource:
+            raise ValueError(f"{what}: expected NAME or NAME@RESOURCE, got {spec!r}")
+    return list(given)

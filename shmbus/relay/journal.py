@@ -24,20 +24,7 @@ _NEW: Final = 0xFFFFFFFF
 
 
 class BusJournal:
-    """The journal of one bus, for the process that is its sink.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus's.
-    name : str
-        Its name, for messages.
-
-    Raises
-    ------
-    BusBusyError
-        Another relay puts records onto this bus.
-    """
+    """The journal of one bus, for the process that is its sink."""
 
     def __init__(self, segment: _core.Segment, name: str) -> None:
         incarnation = _core.relay_begin(segment)
@@ -71,13 +58,7 @@ class BusJournal:
         _core.relay_bind(writer)
 
     def intend(self, writer: _core.Writer, origins: Sequence[Origin]) -> bytes | None:
-        """Write that these are put next, in this order; None without room for them.
-
-        Returns
-        -------
-        bytes or None
-            The numbers of their entries, for the core: ENTRY_BYTES each.
-        """
+        """Write that these are put next, in this order; None without room for them."""
         given = _core.relay_intend(writer, b"".join(origins), self._pack(origins))
         if given is not None:
             self._enter(origins, given)

@@ -1,4 +1,4 @@
-"""What sources, the coordinator and sinks say to each other.
+"""What sources, the coordinator and sinks say to each other, and how it is packed as bytes.
 
 Messages may be late, lost with whoever sent or awaited them, and overtake each other. Whoever takes
 one judges it by its numbers alone:
@@ -7,14 +7,18 @@ one judges it by its numbers alone:
 - What a coordinator says by its term, and what is said to a sink by that sink's incarnation.
 - An answer with records by the number of its question: what has been put since, or was given back,
   may be assigned again, and an answer from before that names records that their source let go.
+
+What came from elsewhere has the types that its message has, or is refused as a whole; another
+version of shmbus is refused by its version, before anything else of it is read.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 import msgspec
 
+from shmbus import errors
 from shmbus.ledger import REASONS
 from shmbus.relay.origins import Origin
 from shmbus_ext import _core
@@ -25,6 +29,7 @@ __all__ = [
     "Assignments",
     "Confirmation",
     "Drop",
+    "Envelope",
     "Fetch",
     "Fetched",
     "Hello",
@@ -44,6 +49,8 @@ __all__ = [
     "Subscription",
     "Unanswered",
     "Wanted",
+    "pack",
+    "unpack",
 ]
 
 #: More than anything that is counted, and what the segment's words of 64 bits hold.
@@ -341,3 +348,71 @@ Message: TypeAlias = (
     | Wanted
     | Unanswered
 )
+
+
+#: Raised with every change of a message or of its meaning.
+PROTOCOL: Final = 4
+
+#: Each message's number is its place in the union.
+_KINDS: Final[tuple[type[Any], ...]] = get_args(Message)
+_NUMBER_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
+_DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class _Frame(msgspec.Struct, array_like=True):
+    protocol: int
+    layout: int
+    sender: str
+    kind: int
+    body: msgspec.Raw
+
+
+#: What decoding raises: beside msgspec's own errors, for text that is no UTF-8, and for lists that
+#: are too deep.
+_NOT_ONE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_FRAME: Final = msgspec.msgpack.Decoder(_Frame)
+
+
+class Envelope(NamedTuple):
+    """A message that has come, with the records that it carries."""
+
+    sender: str
+    message: Message
+    payload: bytes | memoryview = b""
+
+
+def pack(sender: str, message: Message) -> bytes:
+    """Return the bytes of a message."""
+    body = msgspec.Raw(_ENCODER.encode(message))
+    number = _NUMBER_OF[type(message)]
+    return _ENCODER.encode(_Frame(PROTOCOL, _core.LAYOUT_VERSION, sender, number, body))
+
+
+def unpack(
+    packed: bytes | memoryview, payload: bytes | memoryview = b"", receiver: str = "this process"
+) -> Envelope:
+    """Return the message of these bytes."""
+    try:
+        frame = _FRAME.decode(packed)
+    except _NOT_ONE as error:
+        raise errors.ProtocolError(
+            f"relay: expected a message, got other bytes: {error}"
+        ) from error
+    ours = (PROTOCOL, _core.LAYOUT_VERSION)
+    if (frame.protocol, frame.layout) != ours:
+        raise errors.LayoutMismatchError(
+            f"relay: {frame.sender} speaks protocol {frame.protocol} with bus layout "
+            f"{frame.layout}, and {receiver} protocol {ours[0]} with bus layout {ours[1]}: they "
+            "are different versions of shmbus; install the same one on both nodes, then start the "
+            "relay again (what was put meanwhile is in its ring, and goes on)"
+        )
+    if not 0 <= frame.kind < len(_KINDS):
+        raise errors.ProtocolError(f"relay: {frame.sender} sent a message of kind {frame.kind}")
+    try:
+        message = cast("Message", _DECODERS[frame.kind].decode(frame.body))
+    except _NOT_ONE as error:
+        raise errors.ProtocolError(
+            f"relay: {frame.sender} sent a {_KINDS[frame.kind].__name__} that is none: {error}"
+        ) from error
+    return Envelope(frame.sender, message, payload)

@@ -1,10 +1,9 @@
-"""The relay on Ray: an actor beside each bus, one that coordinates, and messages as actor calls.
+"""The relay on Ray: an actor beside each bus, one that coordinates, and calls that introduce them.
 
 Invariants:
 
 - An actor has a name, no arguments but names and numbers, and nothing that a restart must restore.
-- A call is made once and its result is not awaited: what is lost is asked for again by the parties.
-- Blocks are objects of Ray's store; a receiver reads them in place.
+- Ray carries endpoints and questions of drivers; messages and blocks go over connections.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from shmbus import errors
 from shmbus._arguments import check_choice, check_period
+from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
-from shmbus.relay.host import Host, PartyPlan
-from shmbus.relay.notes import RelayNote
-from shmbus.relay.options import check_specs, make_policy
+from shmbus.relay.host import Host, PartyPlan, check_specs, make_policy
 from shmbus.segment.names import bus_names
 
 try:
@@ -44,10 +41,12 @@ _log = logging.getLogger("shmbus.relay")
 NAMESPACE: Final = "shmbus"
 #: Of a resource that a node has at least 1 of: as many actors as anybody may want.
 _A_LITTLE: Final = 0.001
-#: Calls that may wait for an actor that is starting; more are lost, and asked for again.
+#: Calls that may wait for an actor that is starting; more are lost, and made again.
 _MOST_PENDING: Final = 10_000
-#: Seconds for which a name that no actor has is not looked up again.
-_ABSENT_S: Final = 0.5
+#: Seconds until an actor that no connection reaches is told again where this one listens.
+_INTRODUCE_S: Final = 0.5
+#: Seconds until a coordinator that does not answer is asked again.
+_ASK_AGAIN_S: Final = 0.5
 #: Seconds that a question to an actor may take.
 _ANSWER_S: Final = 10.0
 #: The same where somebody waits for ever.
@@ -57,50 +56,8 @@ _PREFIX: Final = "relay"
 _GC_THRESHOLDS: Final = (100_000, 20, 100)
 
 
-class _Carrier:
-    """Takes messages to named actors, with the endpoint of their sender, where it has one."""
-
-    def __init__(self) -> None:
-        self.endpoint: Endpoint | None = None
-        #: Handles, and the method of each that takes messages.
-        self._actors: dict[str, tuple[Any, Any]] = {}
-        self._absent: dict[str, float] = {}
-
-    def __call__(
-        self, to: str, packed: list[bytes], payload: bytes | bytearray | memoryview
-    ) -> None:
-        found = self._actors.get(to) or self._look_up(to)
-        if found is None:
-            return
-        # An array is read in place at the other end; bytes would be copied out of the store.
-        block = np.frombuffer(payload, np.uint8) if len(payload) else None
-        try:
-            found[1].remote(packed, block, self.endpoint and tuple(self.endpoint))
-        except ray.exceptions.RayError:
-            self._actors.pop(to, None)
-
-    def _look_up(self, to: str) -> tuple[Any, Any] | None:
-        now_s = time.monotonic()
-        if now_s < self._absent.get(to, 0.0):
-            return None
-        try:
-            actor = ray.get_actor(to, namespace=NAMESPACE)
-        except (ValueError, ray.exceptions.RayError):
-            self._absent[to] = now_s + _ABSENT_S
-            return None
-        # The options are made once for all calls.
-        self._actors[to] = (actor, actor.deliver.options(enable_task_events=False))
-        return self._actors[to]
-
-
 class RelayActor:
-    """What Ray runs beside a bus.
-
-    Parameters
-    ----------
-    plan : bytes
-        A PartyPlan, as JSON.
-    """
+    """What Ray runs beside a bus."""
 
     def __init__(self, plan: bytes) -> None:
         self._plan = plan
@@ -111,25 +68,34 @@ class RelayActor:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        by_ray = _Carrier()
-        self._direct: Direct | None = None
-        if made.transport == "direct":
-            host = ray.util.get_node_ip_address()
-            self._direct = Direct(made.address, host, by_ray, self._take)
-            by_ray.endpoint = self._direct.endpoint
-        self._host = Host(made, self._direct or by_ray)
+        self._actors: dict[str, Any] = {}
+        self._next_introduction_s: dict[str, float] = {}
+        host = ray.util.get_node_ip_address()
+        self._direct = Direct(made.address, host, self._introduce, self._take)
+        self._host = Host(made, self._direct)
         self._host.start()
 
     def _take(self, packed: list[bytes], payload: bytes | memoryview) -> None:
         self._host.deliver(packed, payload)
 
-    def deliver(
-        self, packed: list[bytes], block: Any = None, endpoint: tuple[Any, ...] | None = None
-    ) -> None:
-        """Take messages, with the records that the last one carries, and whom they are from."""
-        if endpoint is not None and self._direct is not None:
-            self._direct.learn(Endpoint(*endpoint))
-        self._host.deliver(packed, b"" if block is None else memoryview(block))
+    def _introduce(self, to: str) -> None:
+        """Tell a named actor where this one listens, now and then: it connects in return."""
+        now_s = time.monotonic()
+        if now_s < self._next_introduction_s.get(to, 0.0):
+            return
+        self._next_introduction_s[to] = now_s + _INTRODUCE_S
+        try:
+            # A handle outlives restarts, and needs nothing of Ray's head.
+            if to not in self._actors:
+                self._actors[to] = ray.get_actor(to, namespace=NAMESPACE)
+            meet = self._actors[to].meet.options(enable_task_events=False)
+            meet.remote(tuple(self._direct.endpoint))
+        except (ValueError, ray.exceptions.RayError):
+            self._actors.pop(to, None)  # it is not there now
+
+    def meet(self, endpoint: tuple[Any, ...]) -> None:
+        """Learn where another actor listens."""
+        self._direct.learn(Endpoint(*endpoint))
 
     def describe(self) -> dict[str, Any]:
         """Say what it is and does, and what it was started with."""
@@ -234,7 +200,6 @@ def start(
     trainers: Sequence[str],
     *,
     release: str = "acknowledged",
-    transport: str = "ray",
     address: str | None = None,
     **policy: Any,
 ) -> Relay:
@@ -242,7 +207,6 @@ def start(
     sources = check_specs("source", [source] if isinstance(source, str) else source)
     sinks = check_specs("trainers", trainers)
     check_choice("release", release, ("acknowledged", "put"))
-    check_choice("transport", transport, ("ray", "direct"))
     stash_policy = make_policy(policy)
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address: expected a str or None, got {type(address).__name__}")
@@ -264,10 +228,10 @@ def start(
         [place.address(name) for place in from_places],
         [place.address(name) for place in to_places], stash_policy,
     )  # fmt: skip
-    _require_same(name, msgspec.structs.replace(lead, transport=transport))
+    _require_same(name, lead)
     for place, plan in plans:
-        _start_actor(plan, transport, {place.resource: _A_LITTLE})
-    _start_actor(lead, transport, {to_places[0].resource: _A_LITTLE})
+        _start_actor(plan, {place.resource: _A_LITTLE})
+    _start_actor(lead, {to_places[0].resource: _A_LITTLE})
     return Relay(name, [plan.address for _, plan in plans] + [coordinator])
 
 
@@ -292,23 +256,17 @@ def _connect(address: str | None) -> None:
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
 
 
-def _start_actor(plan: PartyPlan, transport: str, resources: dict[str, float]) -> None:
+def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:
     kind = ray.remote(RelayActor)
     kind.options(
         name=plan.address, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
         max_restarts=-1, max_task_retries=0, max_pending_calls=_MOST_PENDING, num_cpus=0,
         resources=resources,
-    ).remote(msgspec.json.encode(msgspec.structs.replace(plan, transport=transport)))  # fmt: skip
+    ).remote(msgspec.json.encode(plan))  # fmt: skip
 
 
 def find(name: str, address: str | None = None) -> Relay:
-    """Return the relay of this bus name that runs already.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is none.
-    """
+    """Return the relay of this bus name that runs already."""
     _connect(address)
     listed = ray.util.list_named_actors(all_namespaces=True)
     prefix = f"{_PREFIX}.{name}."
@@ -331,15 +289,7 @@ def _answer_s(timeout: float) -> float:
 
 
 class Relay:
-    """A relay that runs on a Ray cluster, seen from a driver.
-
-    Parameters
-    ----------
-    name : str
-        The rollout workers' bus.
-    addresses : list of str
-        Names of its actors.
-    """
+    """A relay that runs on a Ray cluster, seen from a driver."""
 
     def __init__(self, name: str, addresses: list[str]) -> None:
         self.name = name
@@ -347,19 +297,9 @@ class Relay:
         self._coordinator = f"{_PREFIX}.{name}.coordinator"
 
     def describe(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return what each actor says of itself.
+        """Return what each actor says of itself, within so many seconds for all of them.
 
         One that does not answer has "error", and so has one whose bus cannot be used.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds for all answers together, more than 0.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A bad time.
         """
         timeout = _answer_s(timeout)
         asked: dict[str, Any] = {}
@@ -380,23 +320,10 @@ class Relay:
         return said
 
     def ledgers(self, timeout: float = _ANSWER_S) -> list[dict[str, Any]]:
-        """Return the ledger of each bus of the relay, as its actor counts it.
+        """Return the ledger of each bus of the relay, within so many seconds for all of them.
 
-        Parameters
-        ----------
-        timeout : float
-            Seconds for all answers together, more than 0.
-
-        Returns
-        -------
-        list of dict
-            With "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
-            whether it adds up; and "error".
-
-        Raises
-        ------
-        TypeError, ValueError
-            A bad time.
+        Each has "address", "kind" and "bus"; "ledger", None where there is no answer; "balanced",
+        whether it adds up; and "error".
         """
         said = {each["address"]: each for each in self.describe(timeout)}
         found = []
@@ -418,20 +345,7 @@ class Relay:
         return found
 
     def status(self, timeout: float = _ANSWER_S) -> RelayNote:
-        """Return what its coordinator knows of all of it.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds for its answer, more than 0.
-
-        Raises
-        ------
-        DaemonUnavailableError
-            The coordinator does not answer.
-        TypeError, ValueError
-            A bad time.
-        """
+        """Return what its coordinator knows; DaemonUnavailableError after so many seconds."""
         timeout = _answer_s(timeout)
         deadline = time.monotonic() + timeout
         why = "it has just begun"
@@ -443,7 +357,7 @@ class Relay:
                     return msgspec.convert(said["relay"], RelayNote)
             except (ValueError, ray.exceptions.RayError) as error:
                 why = type(error).__name__
-            time.sleep(_ABSENT_S)
+            time.sleep(_ASK_AGAIN_S)
         raise self._unavailable(timeout, why)
 
     def _unavailable(self, timeout: float, why: str) -> errors.DaemonUnavailableError:
@@ -457,19 +371,8 @@ class Relay:
         """Go on without a source or a sink whose node will not come back.
 
         What a source had announced and nobody had fetched is counted as lost. What a sink had and
-        its trainer had not acknowledged is placed again, so its bus must not come back.
-
-        Parameters
-        ----------
-        address : str
-            As `status` names it.
-
-        Raises
-        ------
-        KeyError
-            The relay has no such peer.
-        DaemonUnavailableError
-            The coordinator does not answer.
+        its trainer had not acknowledged is placed again, so its bus must not come back. KeyError
+        where the relay has no such peer, DaemonUnavailableError where nobody answers.
         """
         try:
             actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)

@@ -1,6 +1,10 @@
-"""Origins: what records are known by among the buses of all nodes.
+"""What records are known by among the buses of all nodes, and their heads, without payload.
 
-Invariant: origins of one bus sort as (producer, sequence).
+Invariants:
+
+- Origins of one bus sort as (producer, sequence).
+- What a source says of a record is compared with the record itself, by its head's `check`, before
+  anything of it is put.
 """
 
 from __future__ import annotations
@@ -11,7 +15,21 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-__all__ = ["ORIGIN_BYTES", "Origin", "bus_of", "by_bus", "is_of", "make_origin", "name_origin"]
+from shmbus import errors
+from shmbus_ext import _core
+from shmbus_ext._core import OriginHead
+
+__all__ = [
+    "ORIGIN_BYTES",
+    "Origin",
+    "OriginHead",
+    "bus_of",
+    "by_bus",
+    "is_of",
+    "make_origin",
+    "name_origin",
+    "unpack_heads",
+]
 
 ORIGIN_BYTES: Final = 32
 #: A record among all buses: the bus's identity, then producer id and sequence with their high bytes
@@ -53,3 +71,22 @@ def by_bus(origins: Collection[Origin]) -> list[tuple[str, Collection[Origin]]]:
 def name_origin(origin: Origin) -> str:
     """Return a record's name for people: producer and sequence on its bus."""
     return "/".join(map(str, _ID.unpack_from(origin, _IDENTITY_BYTES)))
+
+
+def unpack_heads(bus: str, packed: bytes, clock_ns: int = 0) -> list[OriginHead]:
+    """Return the heads of an announcement of the bus of this identity.
+
+    `clock_ns` is the clock of its machine minus the reader's.
+    """
+    try:
+        heads = _core.unpack_heads(packed)
+    except ValueError as error:
+        raise errors.ProtocolError(f"relay: an announcement of bus {bus}: {error}") from error
+    identity = bytes.fromhex(bus)
+    for head in heads:
+        if not head.origin.startswith(identity):
+            raise errors.ProtocolError(
+                f"relay: an announcement of bus {bus} names records of another one"
+            )
+        head.clock_ns = clock_ns
+    return heads

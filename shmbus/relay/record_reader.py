@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from shmbus import errors, limits
 from shmbus._keys import split_key
-from shmbus.ledger import REASONS, Ledger
+from shmbus.ledger import REASONS
 from shmbus.relay.origins import Origin, name_origin
 from shmbus.segment import lifecycle
 from shmbus.segment.explain import RELAY_LABEL
@@ -167,26 +167,6 @@ class RecordReader:
         """Publish what this process holds, for messages of others."""
         self._note.failing_cells = len(self._held)
         self._reader.note(self._note)
-
-    def stats(self) -> Ledger:
-        """Return the ledger of its bus: what this holds counts as stashed."""
-        with self._lock:
-            self._require_open()
-            self._reader.sweep()
-            committed, in_ring = self._reader.count_unread()
-            segment = self._segment
-            return Ledger.from_counts(
-                segment.released(),
-                committed=committed,
-                in_ring=in_ring,
-                leased=0,
-                stashed=len(self._held),
-                moved=self._reader.moves,
-                policy_version=segment.policy_version,
-                producers=sum(row[1] == _core.SLOT_ACTIVE for row in segment.producers()),
-                capacity=segment.capacity,
-                free=segment.free_extents() * segment.extent_bytes,
-            )
 
     def close(self) -> None:
         """Leave the bus. What was not released stays for whoever reads it next."""

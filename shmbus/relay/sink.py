@@ -39,9 +39,9 @@ from shmbus.relay.origins import by_bus, is_of
 
 __all__ = ["Batch", "Journal", "Sink"]
 
-#: Bytes that are fetched at a time: groups are put together until they are as many. A transfer then
-#: costs little beside its bytes, and a few of them fit a small bus.
-BLOCK_BYTES = 16 << 20
+#: Bytes that are fetched at a time: groups are put together until they are as many. What one core's
+#: cache holds is checked and put without coming from memory again.
+BLOCK_BYTES = 4 << 20
 
 #: How many such blocks are under way at a time: one that is put, one that crosses the network, and
 #: one that its sources copy.
@@ -58,23 +58,15 @@ _LONG_AGO: Mark = (-1, -1)
 
 
 class Journal(NamedTuple):
-    """What of a sink outlives it: a row in the segment of its bus, written as one.
+    """What of a sink outlives it: a row in the segment of its bus, written as one."""
 
-    Attributes
-    ----------
-    settled : frozenset
-        On the bus; their sources may hold them too.
-    intent : tuple
-        What is being put, in this order.
-    before : int
-        Commits of the lane before the first of those.
-    ended : frozenset
-        Those of `settled` that their sources may let go, with the reason.
-    """
-
+    #: On the bus; their sources may hold them too.
     settled: frozenset[Origin] = frozenset()
+    #: What is being put, in this order.
     intent: tuple[Origin, ...] = ()
+    #: Commits of the lane before the first of those.
     before: int = 0
+    #: Those of `settled` that their sources may let go, with the reason.
     ended: frozenset[tuple[Origin, str]] = frozenset()
 
     def healed(self, committed: int) -> Journal:
@@ -85,41 +77,18 @@ class Journal(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Groups whose bytes are asked for together, and put together.
+    """Groups whose bytes are asked for together, and put together."""
 
-    Attributes
-    ----------
-    groups : tuple
-        Their assignments; empty of what an earlier sink has begun.
-    origins : tuple
-        Their records, in the order in which they are put.
-    number : int
-        Under which they are asked for; no other block of this sink has it.
-    """
-
+    #: Their assignments; empty of what an earlier sink has begun.
     groups: tuple[Assignment, ...]
+    #: Their records, in the order in which they are put.
     origins: tuple[Origin, ...]
+    #: Under which they are asked for; no other block of this sink has it.
     number: int
 
 
 class Sink:
-    """The relay's side at a trainer's bus.
-
-    Parameters
-    ----------
-    name : str
-        Its name among all sinks.
-    incarnation : int
-        Greater than that of any earlier sink of this name.
-    journal : Journal
-        What an earlier one has left, healed.
-    release : "acknowledged" | "put"
-        When a source lets go: once the trainer is done with a record, or once it is on the bus.
-    block_bytes : int
-        Groups are fetched together until they are as many bytes.
-    block_records : int
-        The same of records: no more than the journal has room for beside what it says already.
-    """
+    """The relay's side at a trainer's bus."""
 
     def __init__(
         self,
@@ -333,13 +302,7 @@ class Sink:
         return bool(self.batches) and self.wanted.isdisjoint(self.fetching)
 
     def intend(self, committed: int) -> None:
-        """Have the next groups be the intent, which is in the segment before the first is put.
-
-        Parameters
-        ----------
-        committed : int
-            Commits of the lane so far.
-        """
+        """Have the next groups be the intent, which is in the segment before the first is put."""
         assert self.ready
         self.intent, self.before = self.fetching, committed
 

@@ -16,13 +16,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shmbus import Bus, Producer, errors
-from shmbus.relay.codec import Envelope
 from shmbus.relay.journal import ENTRY_BYTES, BusJournal
 from shmbus.relay.messages import (
     Assignment,
     Assignments,
     Confirmation,
     Drop,
+    Envelope,
     Fetch,
     Fetched,
     Hello,
@@ -35,13 +35,13 @@ from shmbus.relay.messages import (
     SinkStateWanted,
 )
 from shmbus.relay.origins import ORIGIN_BYTES, Origin, bus_of, by_bus, name_origin
-from shmbus.relay.patience import Patience
+from shmbus.relay.party import Backoff
 from shmbus.relay.sink import BLOCK_BYTES, BLOCK_RECORDS, Batch, Sink
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.relay.mailbox import Mailbox
+    from shmbus.relay.party import Mailbox
 
 __all__ = ["SinkParty"]
 
@@ -110,26 +110,7 @@ def _named(origins: bytes, asked: tuple[Origin, ...]) -> tuple[Origin, ...]:
 
 
 class SinkParty:
-    """A sink with its bus.
-
-    Parameters
-    ----------
-    bus : str
-        The bus's name.
-    mailbox : Mailbox
-        Its way to the others; its address is the sink's name among them.
-    coordinator : str
-        The coordinator's address.
-    release : "acknowledged" | "put"
-        When a source lets go of a record.
-    block_bytes : int
-        Groups are fetched together until they are as many bytes.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError
-        There is no such bus, or another relay puts records onto it.
-    """
+    """A sink with its bus."""
 
     def __init__(
         self,
@@ -170,7 +151,7 @@ class SinkParty:
         #: Samples of the next groups that the trainer was told are missing.
         self._told: set[tuple[str, int | None, int, int]] = set()
         self._next_hello_s = self._next_ends_s = self._next_ask_s = 0.0
-        self._fetches = Patience()
+        self._fetches = Backoff()
         #: What was put, and the coordinator is not told of yet.
         self._untold: set[Origin] = set()
         self._next_settled_s = 0.0
@@ -268,7 +249,11 @@ class SinkParty:
                 self._write()
                 self._say(said)
         if came:
-            self._say(self.sink.ask_again())
+            # A message to one that is not connected is lost: one for nothing comes before the first
+            # block is asked for.
+            sink = self.sink
+            self._say([Fetch(bus, sink.name, sink.incarnation, ()) for bus in sorted(came)])
+            self._say(sink.ask_again())
 
     def _fetched(self, sender: str, message: Fetched, payload: bytes | memoryview) -> None:
         batch = self.sink.asked_by(message)
@@ -344,13 +329,7 @@ class SinkParty:
     # -- doing -----------------------------------------------------------------------------------
 
     def round(self) -> float:
-        """Do what there is to do, and return the seconds until it is to be called again.
-
-        Raises
-        ------
-        BusRemovedError
-            The bus was removed.
-        """
+        """Do what there is to do, and return the seconds until it is to be called again."""
         now = time.monotonic()
         wait_s = self._step()
         if self.sink.is_hungry or now >= self._next_settled_s:

@@ -34,18 +34,7 @@ def _pack_heads(held: Mapping[Origin, Any]) -> bytes:
 
 
 class Source:
-    """The relay's side at a rollout node's bus.
-
-    Parameters
-    ----------
-    bus : str
-        The identity of the bus.
-    incarnation : int
-        Greater than that of any earlier source of this bus.
-    read : callable, optional
-        Packs the heads of what is held, where that is not heads: a head is needed to announce a
-        record, and takes more memory than all else that is known of it.
-    """
+    """The relay's side at a rollout node's bus."""
 
     def __init__(
         self,

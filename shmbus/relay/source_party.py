@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shmbus import Bus
-from shmbus.relay.codec import Envelope
+from shmbus.relay.buffer_pool import BufferPool
 from shmbus.relay.messages import (
     Announcement,
+    Envelope,
     Fetch,
     Fetched,
     Hello,
@@ -27,14 +28,13 @@ from shmbus.relay.messages import (
 )
 from shmbus.relay.origins import Origin
 from shmbus.relay.record_reader import RecordReader, reason_of
-from shmbus.relay.retry_rows import RetryRows
-from shmbus.relay.rooms import Rooms
+from shmbus.relay.retries import RetryRows
 from shmbus.relay.source import Source
 from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.relay.mailbox import Mailbox
+    from shmbus.relay.party import Mailbox
 
 __all__ = ["SourceParty"]
 
@@ -63,22 +63,7 @@ _RELEASE_AT_ONCE = 16_384
 
 
 class SourceParty:
-    """A source with its bus.
-
-    Parameters
-    ----------
-    bus : str
-        The bus's name.
-    mailbox : Mailbox
-        Its way to the others.
-    coordinator : str
-        The coordinator's address.
-
-    Raises
-    ------
-    BusNotFoundError, BusBusyError
-        There is no such bus, or somebody else reads it.
-    """
+    """A source with its bus."""
 
     def __init__(self, bus: str, mailbox: Mailbox, coordinator: str) -> None:
         self.reader = RecordReader(bus)
@@ -95,7 +80,7 @@ class SourceParty:
         self._new: dict[Origin, _core.Trajectory] = {}
         self._next_announcement_s = 0.0
         self._next_hello_s = 0.0
-        self._rooms = Rooms()
+        self._pool = BufferPool()
         self.released = 0
         while self._poll():
             pass
@@ -149,13 +134,7 @@ class SourceParty:
         return 0 if oldest is None else oldest.committed_ns
 
     def round(self) -> float:
-        """Do what time asks for, and return the seconds until it is to be called again.
-
-        Raises
-        ------
-        BusRemovedError
-            The bus was removed.
-        """
+        """Do what time asks for, and return the seconds until it is to be called again."""
         now = time.monotonic()
         count = self._poll()
         if self._new and now >= self._next_announcement_s:
@@ -209,7 +188,7 @@ class SourceParty:
                 held = self.source.held
                 size = _core.BLOCK_HEADER_BYTES
                 size += sum([held[origin].nbytes for origin in message.origins])
-                payload = self.reader.export(message.origins, self._rooms.take(size))
+                payload = self.reader.export(message.origins, self._pool.take(size))
                 # The block names them, and the sink has them in hand: it had asked for them.
                 message = message._replace(origins=())
             self._mailbox.send(sink, message, payload)

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from shmbus import Bus, CapacityError, LayoutMismatchError, Producer, ShmbusError
+from shmbus import Bus, CapacityError, LayoutMismatchError, Producer
 from shmbus.channel.lifecycle import channel_path, companion_of
 from shmbus.engines.pause_note import PauseNote, paused_by
 from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
-from shmbus.relay.sockets import SocketMailbox
 from shmbus.segment.names import companion_name, shm_path
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.shared_file import SharedFile, open_file, shared_state
@@ -165,12 +164,3 @@ def test_a_gateway_without_memory_names_its_file(bus: Bus, monkeypatch: pytest.M
     with pytest.raises(CapacityError, match=companion("gateway", bus.name)):
         Journal(bus)
     os.unlink(companion("gateway", bus.name))
-
-
-def test_a_relay_speaks_in_no_directory_of_another_user(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a directory of another user")
-    os.chmod(tmp_path, 0o700)
-    os.chown(tmp_path, NOBODY, NOBODY)
-    with pytest.raises(ShmbusError, match=f"of uid {NOBODY}"):
-        SocketMailbox(str(tmp_path), "relay")

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from relay.local import Exchange
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import Exchange
-from shmbus.relay.run import run_party
+from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.segment import lifecycle

@@ -62,7 +62,7 @@ def _build(tree: Path) -> None:
 def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
     module: str, kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
 ) -> None:
-    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE)])}
+    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE), str(HERE.parent)])}
     child = spawn.module(module, bus_name, f"{kind}:", env=env)
     reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
     assert len(reports) >= 14
@@ -76,7 +76,7 @@ def test_a_death_or_a_stop_at_any_point_loses_doubles_and_tears_nothing(
 def test_a_death_or_a_stop_in_the_daemon_or_a_rank_loses_and_doubles_no_group(
     kind: str, bus_name: str, spawn: Spawner, failpoint_build: Path
 ) -> None:
-    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE)])}
+    env = {"PYTHONPATH": os.pathsep.join([str(failpoint_build), str(HERE), str(HERE.parent)])}
     child = spawn.module("daemon_points", bus_name, f"{kind}:", PASSES, env=env)
     reports = [json.loads(line) for line in child.finish(timeout=200).splitlines()]
     assert len(reports) >= 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +13,63 @@ import numpy as np
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import Exchange, LocalMailbox
-from shmbus.relay.messages import Message
-from shmbus.relay.run import run_party
+from shmbus.relay.messages import Envelope, Message, pack
+from shmbus.relay.party import Opener, run_party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
 
 COORDINATOR = "coordinator"
+
+
+class Exchange:
+    """Mailboxes of parties in one process."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.boxes: dict[str, deque[tuple[bytes, bytes]]] = {}
+
+    def open(self, address: str) -> LocalMailbox:
+        """Return a mailbox of this address, with nothing in it."""
+        with self.changed:
+            self.boxes[address] = deque()
+        return LocalMailbox(self, address)
+
+
+class LocalMailbox:
+    """A mailbox of an Exchange. Messages are packed as for any other."""
+
+    def __init__(self, exchange: Exchange, address: str) -> None:
+        self.address = address
+        self._exchange = exchange
+        self.opener = Opener(address)
+
+    def send(
+        self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
+        """Send a message, or lose it where nobody has that address now."""
+        with self._exchange.changed:
+            box = self._exchange.boxes.get(to)
+            if box is not None:
+                box.append((pack(self.address, message), bytes(payload)))
+                self._exchange.changed.notify_all()
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def receive(self, timeout_s: float) -> list[Envelope]:
+        """Return what has come, after at most so long where nothing has."""
+        box = self._exchange.boxes[self.address]
+        with self._exchange.changed:
+            if not box and timeout_s > 0:
+                self._exchange.changed.wait(timeout_s)
+            taken = [box.popleft() for _ in range(len(box))]
+        return [found for each in taken for found in self.opener.open(*each)]
+
+    def close(self) -> None:
+        """Take the address away."""
+        with self._exchange.changed:
+            self._exchange.boxes.pop(self.address, None)
 
 
 class Boxes(dict[str, Any]):

@@ -25,13 +25,13 @@ from typing import Any
 import msgspec
 from relay.hub import Hub, Node, address_of
 from relay.relay_storm import SIZE, sample
+from relay.sockets import SocketMailbox, _Outgoing
 
 import shmbus
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.run import run_party
+from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
-from shmbus.relay.sockets import SocketMailbox, _Outgoing
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy
 

@@ -1,7 +1,8 @@
 """Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked.
 
-A program: `python tests/relay/relay_storm.py --kills 1000` prints what it did, and ends with status
-1 at the first thing that is lost, doubled or torn. test_relay_storm.py runs its short form.
+A program: `PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000` prints what it did, and
+ends with status 1 at the first thing that is lost, doubled or torn. test_relay_storm.py runs its
+short form.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from relay.sockets import SocketMailbox
 
 import shmbus
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.run import run_party
+from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
-from shmbus.relay.sockets import SocketMailbox
 from shmbus.relay.source_party import SourceParty
 from shmbus.segment import lifecycle
 from shmbus.stash.stash import StashPolicy
@@ -37,7 +37,7 @@ COORDINATOR = "coordinator"
 CONTEXT = multiprocessing.get_context("forkserver")
 # A party that starts in milliseconds is killed at its work, and not while it is imported.
 CONTEXT.set_forkserver_preload(
-    ["numpy", "shmbus.relay.run", "shmbus.relay.sockets", "shmbus.relay.coordinator_party",
+    ["numpy", "shmbus.relay.party", "relay.sockets", "shmbus.relay.coordinator_party",
      "shmbus.relay.sink_party", "shmbus.relay.source_party"]
 )  # fmt: skip
 SIZE = 6
@@ -277,5 +277,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     sys.exit(main())

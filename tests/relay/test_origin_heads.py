@@ -14,8 +14,15 @@ from relay.local import COORDINATOR, put_group, relay, take
 import shmbus
 from shmbus import errors
 from shmbus.relay import messages as m
-from shmbus.relay.origin_head import OriginHead, unpack_heads
-from shmbus.relay.origins import bus_of, by_bus, is_of, make_origin, name_origin
+from shmbus.relay.origins import (
+    OriginHead,
+    bus_of,
+    by_bus,
+    is_of,
+    make_origin,
+    name_origin,
+    unpack_heads,
+)
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
 

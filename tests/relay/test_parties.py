@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import wait_until
-from relay.local import COORDINATOR, LocalRelay, put_group, relay, stats, take
+from relay.local import COORDINATOR, LocalMailbox, LocalRelay, put_group, relay, stats, take
 
 import shmbus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.status_text import status_text
 from shmbus.relay import messages as m
-from shmbus.relay.codec import PROTOCOL, Envelope, pack
 from shmbus.relay.command import show_relay
 from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.mailbox import LocalMailbox, Opener
+from shmbus.relay.messages import PROTOCOL, Envelope, pack
+from shmbus.relay.party import Opener
 from shmbus.relay.sink_party import ENDS_S, SinkParty
 from shmbus.relay.source_party import SourceParty
 from shmbus.stash.stash import StashPolicy

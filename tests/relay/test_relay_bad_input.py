@@ -14,9 +14,9 @@ from relay.local import COORDINATOR, put_group, relay, take
 
 import shmbus
 from shmbus.relay import messages as m
-from shmbus.relay.clocks import Clocks
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.origin_head import OriginHead
+from shmbus.relay.coordinator_party import Clocks
+from shmbus.relay.origins import OriginHead
 from shmbus_ext import _core
 
 SECOND = 1_000_000_000

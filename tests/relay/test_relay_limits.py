@@ -12,9 +12,8 @@ from conftest import wait_until
 from relay.local import COORDINATOR, put_group, relay, stats, take
 
 import shmbus
-from shmbus.relay import codec
 from shmbus.relay import messages as m
-from shmbus.relay.mailbox import Opener
+from shmbus.relay.party import Opener
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -116,8 +115,8 @@ HELLO = m.Hello("a", False, "a", "a" * 32, 1, 0, COORDINATOR, 0, None, 0, 0, 0, 
 def of_another(kind: type[Any], message: Any) -> bytes:
     """A message as a sender packs it that checks nothing."""
     body = msgspec.Raw(msgspec.msgpack.encode(list(message)))
-    number = codec._NUMBER_OF[kind]
-    frame = codec._Frame(codec.PROTOCOL, _core.LAYOUT_VERSION, "x", number, body)
+    number = m._NUMBER_OF[kind]
+    frame = m._Frame(m.PROTOCOL, _core.LAYOUT_VERSION, "x", number, body)
     return msgspec.msgpack.encode(frame)
 
 
@@ -144,7 +143,7 @@ def of_another(kind: type[Any], message: Any) -> bytes:
 )
 def test_a_message_with_a_number_that_nothing_has_is_refused_by_its_sender(message: Any) -> None:
     with pytest.raises(shmbus.ProtocolError, match="x sent a"):
-        codec.unpack(of_another(type(message), message))
+        m.unpack(of_another(type(message), message))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_a_message_with_a_number_that_nothing_has_is_refused_by_its_sender(messa
 def test_a_sample_that_no_bus_has_a_row_for_is_refused(name: str, wrong: Any) -> None:
     sample = [wrong if each == name else getattr(SAMPLE, each) for each in SAMPLE.__struct_fields__]
     with pytest.raises(shmbus.ProtocolError, match="x sent a Wanted that is none"):
-        codec.unpack(of_another(m.Wanted, ("b", 1, 1, [sample])))
+        m.unpack(of_another(m.Wanted, ("b", 1, 1, [sample])))
 
 
 @pytest.mark.parametrize(

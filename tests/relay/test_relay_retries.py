@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
@@ -10,6 +12,7 @@ from relay.local import COORDINATOR, relay, stats, take
 import shmbus
 from shmbus import Request
 from shmbus.inspect.status import read_status
+from shmbus.relay.messages import Wanted
 from shmbus.stash.stash import StashPolicy
 
 TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
@@ -62,6 +65,28 @@ def test_a_failed_sample_is_asked_for_on_its_node_and_completes_its_group(
         wait_until(lambda: stats(buses["a"]).dropped == {"failed": 1})
         wait_until(lambda: stats(buses["a"]).undelivered == stats(buses["b"]).undelivered == 0)
         wait_until(lambda: not read_status(buses["a"]).wanted)
+
+
+def test_a_failed_sample_is_asked_for_once_its_backoff_is_over(buses: dict[str, str]) -> None:
+    hour_s = 3600.0
+    policy = StashPolicy(sample_retries=2, retry_backoff_s=(hour_s, hour_s))
+    with (
+        relay([buses["a"]], [buses["t"]], policy=policy) as made,
+        shmbus.Producer(buses["a"]) as one,
+    ):
+        put(one, 0)
+        one.fail("q", 1, "out of memory", group_size=2)
+        party = made.coordinator
+        wait_until(lambda: party.pure is not None and party.pure.stash.failures.requests)
+        pure = party.pure
+        assert pure is not None
+        with party._lock:
+            now_s = time.monotonic()
+            assert not pure.ask_producers(now_s) and pure.retries.open == 0
+            pure.stash.expire_failing(now_s + hour_s)
+            (asked,) = pure.ask_producers(now_s + hour_s)
+        assert isinstance(asked, Wanted)
+        assert [sample.index for sample in asked.samples] == [1]
 
 
 def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:

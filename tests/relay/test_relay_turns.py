@@ -12,10 +12,10 @@ from relay.local import put_group
 import shmbus
 from shmbus.relay import messages as m
 from shmbus.relay import sink_party
-from shmbus.relay.codec import unpack
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.host import HostMailbox
-from shmbus.relay.run import Party
+from shmbus.relay.messages import unpack
+from shmbus.relay.party import Party
 from shmbus.relay.sink_party import SinkParty
 from shmbus.relay.source_party import SourceParty
 
@@ -93,3 +93,20 @@ def test_the_coordinator_hears_of_several_blocks_at_once_and_of_the_last_one_too
         blocks = len({message.number for message in made.heard(m.Fetch)})
         assert taken == groups and sum(told) == 4 * groups and not coordinator.pure.assigned
         assert 1 < len(told) < blocks
+
+
+def test_a_sink_speaks_to_each_source_before_there_is_anything_to_fetch(
+    buses: dict[str, str],
+) -> None:
+    with turns(
+        source=lambda box: SourceParty(buses["a"], box, "coordinator"),
+        coordinator=lambda box: CoordinatorParty(box, ["source"], ["sink"]),
+        sink=lambda box: SinkParty(buses["t"], box, "coordinator"),
+    ) as made:
+        for _ in range(MOST_TURNS):
+            made.turn()
+            if made.heard(m.Fetched):
+                break
+        # A connection is made by then: the first block is not asked for in vain.
+        assert [message.origins for message in made.heard(m.Fetch)] == [()]
+        assert [message.gone for message in made.heard(m.Fetched)] == [()]

@@ -48,7 +48,6 @@ class Plan(NamedTuple):
     """What a storm is made of."""
 
     kills: int
-    transport: str
     seed: int
     #: Groups a second that the workers put; they go on until the last node is back.
     rate: float = 25.0
@@ -84,7 +83,6 @@ class RayletStorm:
             relay = shmbus.relay.start(
                 [f"{self.buses[name]}@{name}" for name in SOURCES],
                 [f"{self.buses[name]}@{name}" for name in TRAINERS],
-                transport=self.plan.transport,  # type: ignore[arg-type]
             )
             threads = [threading.Thread(target=self.produce)]
             threads += [threading.Thread(target=self.train, args=(name,)) for name in TRAINERS]
@@ -200,7 +198,7 @@ class RayletStorm:
         if trained != self.put * SIZE:
             self.faults.append(f"{trained} records were trained of {self.put * SIZE}")
         return {
-            "transport": self.plan.transport, "seed": self.plan.seed,
+            "seed": self.plan.seed,
             "killed": dict(self.killed), "kills": sum(self.killed.values()),
             "groups": len(self.acked), "samples": trained,
             "longest silence": round(self.longest_silence_s, 1), "faults": self.faults,
@@ -231,12 +229,11 @@ def main() -> int:
     """Run it as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--transport", choices=("ray", "direct"), default="ray")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's processes are ended too
     began_s = time.monotonic()
-    storm = RayletStorm(Plan(arguments.kills, arguments.transport, arguments.seed))
+    storm = RayletStorm(Plan(arguments.kills, arguments.seed))
     said = storm.run()
     print(json.dumps({**said, "seconds": round(time.monotonic() - began_s, 1)}))
     return 1 if said["faults"] else 0

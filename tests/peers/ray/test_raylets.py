@@ -1,6 +1,6 @@
 """Raylets that are killed lose, double and tear nothing, and all ledgers balance at the end.
 
-SHMBUS_TEST_RAYLETS=50 kills as many for each transport.
+SHMBUS_TEST_RAYLETS=50 kills as many.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ KILLS = int(os.environ.get("SHMBUS_TEST_RAYLETS", "2"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 60 * KILLS)
-@pytest.mark.parametrize("transport", ["ray", "direct"])
-def test_killed_raylets_lose_double_and_tear_nothing(transport: str) -> None:
-    plan = Plan(KILLS, transport, random.SystemRandom().randrange(1 << 32))
+def test_killed_raylets_lose_double_and_tear_nothing() -> None:
+    plan = Plan(KILLS, random.SystemRandom().randrange(1 << 32))
     print(plan)
     said = RayletStorm(plan).run()
     print(said)

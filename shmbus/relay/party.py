@@ -1,0 +1,152 @@
+"""What each party is: its mailbox, its rounds, and when it asks again.
+
+Invariants:
+
+- Messages may be late, lost or doubled: what is lost is asked for again by a party's own clock.
+- What one message does wrong is counted and told; the next one is taken all the same.
+- A party that is only slow is not asked so often that it gets slower.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from shmbus import errors
+from shmbus.relay.messages import Envelope, Message, unpack
+
+__all__ = ["Backoff", "Mailbox", "Opener", "Party", "run_party"]
+
+_log = logging.getLogger("shmbus.relay")
+
+#: Texts of refusals that are remembered, so that each is told once.
+_MOST_TEXTS = 100
+
+
+class Opener:
+    """Unpacks what comes; what is no message of this version is counted, and told once."""
+
+    def __init__(self, address: str = "this process") -> None:
+        self.refused = 0
+        self.told: dict[str, None] = {}
+        self._address = address
+
+    def open(self, packed: bytes | memoryview, payload: bytes | memoryview) -> list[Envelope]:
+        """Return the message, or nothing."""
+        try:
+            return [unpack(packed, payload, self._address)]
+        except (errors.LayoutMismatchError, errors.ProtocolError) as error:
+            self.refused += 1
+            text = str(error)
+            if text not in self.told and len(self.told) < _MOST_TEXTS:
+                self.told[text] = None
+                _log.error("%s", text)
+            return []
+
+
+class Mailbox(Protocol):
+    """Sends and receives messages under one address."""
+
+    address: str
+    opener: Opener
+
+    def send(
+        self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
+        """Send a message, or lose it where nobody has that address now.
+
+        It may wait for `flush`. A payload may be read later, and must not change meanwhile.
+        """
+
+    def flush(self) -> None:
+        """Let go what waits to be sent with what comes after it."""
+
+    def receive(self, timeout_s: float) -> list[Envelope]:
+        """Return what has come, after at most so long where nothing has."""
+
+    def close(self) -> None:
+        """Take the address away."""
+
+
+#: Seconds without progress after which something is asked for again ...
+_FIRST_S = 1.0
+#: ... and the most that is waited, so that an end of a partition is noticed soon.
+_MOST_S = 15.0
+
+
+class Backoff:
+    """When to ask again for one thing that should move: after a while, then less and less often."""
+
+    def __init__(self, first_s: float = _FIRST_S) -> None:
+        self._first_s = first_s
+        self._seen: Hashable = object()
+        self._wait_s = first_s
+        self._next_s = 0.0
+
+    def is_over(self, seen: Hashable, now_s: float) -> bool:
+        """Whether to ask again now, where `seen` is what would differ had it moved."""
+        if seen != self._seen:
+            self._seen = seen
+            self._wait_s = self._first_s
+        elif now_s >= self._next_s:
+            self._wait_s = min(2 * self._wait_s, _MOST_S)
+            self._next_s = now_s + self._wait_s
+            return True
+        else:
+            return False
+        self._next_s = now_s + self._wait_s
+        return False
+
+
+#: Seconds until a party that lost its bus looks for the next of that name.
+_REOPEN_S = 0.2
+
+
+class Party(Protocol):
+    """A source, a sink or a coordinator, with what it works on."""
+
+    def take(self, envelope: Envelope) -> None:
+        """Act on a message."""
+
+    def round(self) -> float:
+        """Do what there is to do; return the seconds until the next call."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+def run_party(make: Callable[[], Party], mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
+    """Have a party work until `goes_on` says no."""
+    told: type[Exception] | None = None
+    while goes_on():
+        try:
+            party = make()
+        except (errors.ShmbusError, OSError) as error:
+            # Whoever has the bus may be this party's own predecessor, which is ending; and one of
+            # another version, or of another user, may be made again.
+            level = logging.DEBUG if type(error) is told else logging.WARNING
+            _log.log(level, "relay: %s; it is tried again", error)
+            told = type(error)
+            time.sleep(_REOPEN_S)
+            mailbox.receive(0.0)
+            continue
+        told = None
+        try:
+            _work(party, mailbox, goes_on)
+        except errors.BusRemovedError as error:
+            _log.warning("relay: %s; the next bus of that name is relayed", error)
+        finally:
+            party.close()
+
+
+def _work(party: Party, mailbox: Mailbox, goes_on: Callable[[], bool]) -> None:
+    wait_s = 0.0
+    while goes_on():
+        for envelope in mailbox.receive(wait_s):
+            party.take(envelope)
+        # Before the round, which may put a block: others are to work meanwhile.
+        mailbox.flush()
+        wait_s = party.round()
+        mailbox.flush()

@@ -1,0 +1,222 @@
+"""Samples that failed: which source's producers are asked for which again, and the rows they read.
+
+Invariants:
+
+- A request is with one source at a time; its next attempt goes to another one, where there is one.
+- A source is told a whole list, by a number that grows: what was lost or late does no harm, and a
+  list that it has confirmed need not be said again.
+- A source has a request once its backoff is over, and its timeout begins then.
+- A bus's table has the samples of the newest list that was taken, and those that an earlier source
+  has left, until the first list comes: a claim outlives the source and the coordinator.
+- A claim counts as lost only when its producer is dead, and everything that it committed was read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+from shmbus._keys import make_key, split_key
+from shmbus.relay.messages import MissingSample, Unanswered, Wanted
+from shmbus.relay.origins import OriginHead, bus_of
+from shmbus.stash.failures import Failures, Request
+from shmbus_ext import _core
+
+__all__ = ["RetryRequests", "RetryRows"]
+
+_At: TypeAlias = tuple[Hashable, int]
+
+
+class RetryRequests:
+    """Spreads the open requests of a stash over sources."""
+
+    def __init__(self, failures: Failures[OriginHead]) -> None:
+        self._failures = failures
+        #: Of each request that a source has, which one, and that source's bus.
+        self._at: dict[_At, tuple[Request, str]] = {}
+        self._numbers: Counter[str] = Counter()
+        self._buses: tuple[str, ...] = ()
+        #: Requests for which every source's table was full.
+        self._waits = False
+
+    @property
+    def open(self) -> int:
+        """How many samples are asked for now."""
+        return len(self._at)
+
+    def update(self, buses: Sequence[str], now_s: float) -> set[str]:
+        """Ask these sources for what has failed since, and return whose lists have changed."""
+        buses = tuple(sorted(buses))
+        if not (self._failures.dirty or self._waits or buses != self._buses):
+            return set()
+        self._buses = buses
+        self._failures.dirty = False
+        requests = self._failures.requests
+        changed = set()
+        for at, (request, bus) in list(self._at.items()):
+            if requests.get(at) is not request or bus not in buses:
+                del self._at[at]
+                changed.add(bus)
+        counts = Counter(bus for _, bus in self._at.values())
+        open_ = {bus for bus in buses if counts[bus] < _core.RETRY_ENTRIES}
+        self._waits = False
+        for at, request in requests.items():
+            if at in self._at or now_s < request.due_s:
+                continue
+            found = self._choose(request, open_)
+            if found is None:
+                self._waits = True
+                break  # the next request that ends, or the next source, makes room
+            self._at[at] = (request, found)
+            self._failures.publish(request, now_s)
+            changed.add(found)
+            counts[found] += 1
+            if counts[found] >= _core.RETRY_ENTRIES:
+                open_.discard(found)
+        self._numbers.update(changed)
+        return changed
+
+    def _choose(self, request: Request, open_: set[str]) -> str | None:
+        """First where the group is made, since that worker has its prompt; then on from there."""
+        count = len(self._buses)
+        start = self._buses.index(home) if (home := self._home(request)) in self._buses else None
+        if start is None:
+            start = zlib.crc32(str(request.key).encode("utf-8", "replace"))
+        for step in range(count):
+            bus = self._buses[(start + request.attempt - 1 + step) % count]
+            if bus in open_:
+                return bus
+        return None
+
+    def _home(self, request: Request) -> str:
+        group = self._failures.groups.get(request.key)
+        if group is None:
+            return ""
+        failed = group.failed.get(request.index)
+        if failed is not None and failed.report is not None:
+            return bus_of(failed.report.origin)
+        return next((bus_of(sample.origin) for sample in group.samples), "")
+
+    def find(self, bus: str, sample: MissingSample) -> Request | None:
+        """Return the request that a source speaks of; None where it is not with that source."""
+        key = make_key(sample.instance_id, sample.round, _core.SPLIT_TRAIN)
+        request, asked = self._at.get((key, sample.index), (None, ""))
+        same = request is not None and asked == bus and request.attempt == sample.attempt
+        return request if same else None
+
+    def wanted(self, bus: str, term: int) -> Wanted:
+        """Return all that a source's producers are asked for."""
+        samples = tuple(_sample(request) for request, at in self._at.values() if at == bus)
+        return Wanted(bus, term, self._numbers[bus], samples)
+
+    def number(self, bus: str) -> int:
+        """Return the number of a source's newest list."""
+        return self._numbers[bus]
+
+
+def _sample(request: Request) -> MissingSample:
+    instance_id, round, _ = split_key(request.key)
+    return MissingSample(
+        instance_id, round, request.group_size, request.need, request.index, request.attempt,
+        request.reason,
+    )  # fmt: skip
+
+
+#: What a sample that is asked for is known by, as MissingSample.id says it.
+_Id: TypeAlias = tuple[str, int | None, int, int]
+_Row: TypeAlias = tuple[int, int, int, str, int | None, int, int, int, int, int, str, int]
+
+
+class RetryRows:
+    """Publishes in a bus what its producers are asked for."""
+
+    def __init__(self, segment: _core.Segment, identity: str) -> None:
+        self._segment = segment
+        self._bus = identity
+        #: Term and number of the newest list.
+        self.mark = (0, 0)
+        self._rows: dict[_Id, int] = {}
+        #: Those whose claimant was found dead, and whose records may not all have been read.
+        self._dead: dict[_Id, int] = {}
+        for row, _, _, id_, round, split, _, _, index, attempt, _, _ in self._read():
+            if split == _core.SPLIT_TRAIN:
+                self._rows[id_, round, index, attempt] = row
+        taken = set(self._rows.values())
+        self._free = [row for row in range(_core.RETRY_ENTRIES - 1, -1, -1) if row not in taken]
+        for row in self._free:
+            _core.retry_withdraw(segment, row)
+        self._note()
+
+    def _read(self) -> list[_Row]:
+        return _core.retry_requests(self._segment)
+
+    def _note(self) -> None:
+        _, failed = _core.retry_noted(self._segment)
+        _core.retry_note(self._segment, len(self._rows), failed)
+
+    def take(self, message: Wanted) -> None:
+        """Have producers asked for these samples, and for no others; an older list is ignored."""
+        mark = (message.term, message.number)
+        if mark < self.mark:
+            return
+        self.mark = mark
+        new = {sample.id: sample for sample in message.samples}
+        for id_ in self._rows.keys() - new.keys():
+            row = self._rows.pop(id_)
+            _core.retry_withdraw(self._segment, row)
+            self._free.append(row)
+        for id_, sample in new.items():
+            if id_ not in self._rows and self._free:
+                self._rows[id_] = self._publish(sample)
+        self._note()
+
+    def _publish(self, sample: MissingSample) -> int:
+        row = self._free.pop()
+        _core.retry_publish(
+            self._segment,
+            row,
+            # Grows over sources too, so that a claim is always for the request that was seen.
+            _core.monotonic_ns(),
+            sample.instance_id,
+            _core.NO_ROUND if sample.round is None else sample.round,
+            _core.SPLIT_TRAIN,
+            sample.group_size,
+            sample.need,
+            sample.index,
+            sample.attempt,
+            _cut(sample.reason),
+        )
+        return row
+
+    def check_claimants(self) -> None:
+        """Note claims of dead producers. Call it after a sweep, and `lost` after the next read."""
+        if not self._rows:
+            self._dead = {}
+            return
+        claims = {row: claimant - 1 for row, _, claimant, *_ in self._read() if claimant}
+        alive = {row[2] for row in self._segment.producers() if row[1] == _core.SLOT_ACTIVE}
+        self._dead = {
+            id_: claims[row]
+            for id_, row in self._rows.items()
+            if row in claims and claims[row] not in alive
+        }
+
+    def lost(self) -> list[Unanswered]:
+        """Return what dead producers had, each time until another attempt is asked for."""
+        if not self._dead:
+            return []
+        said = []
+        for _, _, claimant, id_, round, _, size, need, index, attempt, _, _ in self._read():
+            if claimant and self._dead.get((id_, round, index, attempt)) == claimant - 1:
+                why = f"producer {claimant - 1} died while it had it"
+                sample = MissingSample(id_, round, size, need, index, attempt, why)
+                said.append(Unanswered(self._bus, sample))
+        return said
+
+
+def _cut(reason: str) -> bytes:
+    """Encode a reason as UTF-8, cut between characters to the room of a row."""
+    encoded = reason.encode("utf-8", "replace")[: _core.RETRY_REASON_BYTES]
+    return encoded.decode("utf-8", "ignore").encode()
