@@ -144,3 +144,12 @@ def test_evaluations_are_taken_beside_training_with_a_daemon_and_without(
             assert len(taken) == count, split
         wait_until(lambda: handle.stats().acknowledged == 3)
         consumers.close()
+
+
+def test_a_wrong_call_without_a_daemon_opens_no_second_consumer(bus: shmbus.Bus) -> None:
+    consumers = SplitConsumer(bus.name)
+    try:
+        with pytest.raises(ValueError, match="max_groups: expected 1 or more, got 0"):
+            consumers.take("eval", 0, 0.0)
+    finally:
+        consumers.close()

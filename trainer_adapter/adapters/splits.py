@@ -77,13 +77,12 @@ class SplitConsumer:
         """
         if split == "train":
             return self.consumer, self.consumer.take(max_groups, timeout)
-        other = self._others.get(split)
-        if other is None:
-            try:
-                return self.consumer, self.consumer.take(max_groups, timeout, split=split)
-            except ValueError:  # there is a daemon
-                options = {**self._options, "split": split}
-                other = self._others[split] = shmbus.Consumer(self._bus, **options)
+        if not self.consumer.has_daemon:
+            return self.consumer, self.consumer.take(max_groups, timeout, split=split)
+        if split not in self._others:
+            options = {**self._options, "split": split}
+            self._others[split] = shmbus.Consumer(self._bus, **options)
+        other = self._others[split]
         return other, other.take(max_groups, timeout)
 
     def close(self) -> None:
