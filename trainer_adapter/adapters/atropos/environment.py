@@ -56,21 +56,7 @@ class ShmbusEnv:
         return self._shmbus_producer
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Put one group or several; waits while the bus is full.
-
-        Parameters
-        ----------
-        scored_data : dict or list of dict
-            ScoredDataGroups. Each is given this environment's ``env_id``, as BaseEnv does.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            A group is none, or has something that no batch or record can have; the message names
-            it. Of several groups, those before it were put where it was too large.
-        BusRemovedError, BusClosedError
-            As for `shmbus.Producer.put`.
-        """
+        """Put one group or several; waits while the bus is full."""
         producer = self._shmbus()
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
         put: dict[str, list[dict[str, Any]]] = {}

@@ -126,10 +126,7 @@ def _own_advantages(
 def _lists(
     sampled: NDArray[np.bool_], logprobs: NDArray[Any], advantage: float
 ) -> tuple[list[bool], list[float], list[float]]:
-    """Make a row's mask, logprobs and advantages, 0 where nothing was sampled, run by run.
-
-    Lists are most of what a sample costs; those of equal values are made without an array.
-    """
+    """Make a row's mask, logprobs and advantages, 0 where nothing was sampled, run by run."""
     mask: list[bool] = []
     values: list[float] = []
     credit: list[float] = []
