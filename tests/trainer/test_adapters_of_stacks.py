@@ -15,11 +15,11 @@ import pytest
 from conftest import wait_until
 
 import shmbus
-from trainer_adapter.adapters.parted import part_row
-from trainer_adapter.adapters.place import place_of
+from trainer_adapter.adapters.optional_imports import Stack
+from trainer_adapter.adapters.prompt_response import part_row
+from trainer_adapter.adapters.sample_slot import place_of
 from trainer_adapter.adapters.skyrl import make_generator
-from trainer_adapter.adapters.splits import SplitConsumer
-from trainer_adapter.adapters.stack import Stack
+from trainer_adapter.adapters.split_consumer import SplitConsumer
 from trainer_adapter.adapters.verifiers import put_episode
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import shmbus
 from shmbus.peers.atropos import samples_of
-from trainer_adapter.adapters.stack import BUS_VARIABLE
+from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
 
 __all__ = ["ShmbusEnv"]
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus._checks import check_choice, check_flag, check_seconds
-from trainer_adapter.adapters.ended import still_leased
-from trainer_adapter.adapters.parted import not_of_its_kind
-from trainer_adapter.adapters.stack import Stack
+from trainer_adapter.adapters.ended_groups import still_leased
+from trainer_adapter.adapters.optional_imports import Stack
+from trainer_adapter.adapters.prompt_response import not_of_its_kind
 
 __all__ = ["ShmbusBatches", "sample_group"]
 

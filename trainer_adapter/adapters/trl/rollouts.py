@@ -21,9 +21,9 @@ from typing import Any, Final
 import shmbus
 from shmbus._checks import check_flag, check_seconds
 from shmbus._format import several
-from trainer_adapter.adapters.ended import EndedGroups, still_leased
+from trainer_adapter.adapters.ended_groups import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.splits import SplitConsumer, check_options
+from trainer_adapter.adapters.split_consumer import SplitConsumer, check_options
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.slots import (

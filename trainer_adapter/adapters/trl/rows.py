@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
 from shmbus.batch.rows import row_fields, row_lengths
-from trainer_adapter.adapters.parted import not_of_its_kind
+from trainer_adapter.adapters.prompt_response import not_of_its_kind
 from trainer_adapter.adapters.trl.samples import Expected
 
 __all__ = ["RowArrays", "read_rows", "read_sample"]

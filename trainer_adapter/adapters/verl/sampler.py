@@ -24,8 +24,8 @@ from typing import Any, Final, NamedTuple
 
 import shmbus
 from shmbus._checks import check_choice
-from trainer_adapter.adapters.ended import EndedGroups
-from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter.adapters.ended_groups import EndedGroups
+from trainer_adapter.adapters.split_consumer import SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS
 from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
 from trainer_adapter.adapters.verl.trajectories import trajectories_of

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
-from trainer_adapter.adapters.parted import experts_of, part_row
+from trainer_adapter.adapters.prompt_response import experts_of, part_row
 from trainer_adapter.adapters.verl.stack import needed
 
 __all__ = ["trajectories_of"]
