@@ -24,20 +24,13 @@ MAX_BUFFERED: Final = 1024
 
 
 class Waiting(NamedTuple):
-    """A group that waits for its batch.
+    """A group that waits for its batch."""
 
-    Attributes
-    ----------
-    size : int
-        Sequences.
-    env_id : int or None
-        The environment that made it.
-    group : object
-        Whatever the caller keeps of it.
-    """
-
+    #: Sequences.
     size: int
+    #: The environment that made it.
     env_id: int | None
+    #: Whatever the caller keeps of it.
     group: Any
 
 

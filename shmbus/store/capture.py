@@ -42,51 +42,34 @@ _VERSION: Final = 1
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a capture.
+    """The content of a capture."""
 
-    Attributes
-    ----------
-    format, version, written_by : str, int, str
-        "shmbus-capture", 1, and the version of shmbus that wrote it.
-    bus : str
-        The bus that was recorded.
-    taken_unix_ns : int
-        When recording began.
-    seconds : float
-        How long it lasted.
-    records, missed : int
-        Trajectories in the parts, and those that were committed during the recording and released
-        before they could be read.
-    parts : list[Part]
-        The files.
-    """
-
+    #: "shmbus-capture", 1, and the version of shmbus that wrote it.
     format: str
     version: int
     written_by: str
+    #: The bus that was recorded.
     bus: str
+    #: When recording began.
     taken_unix_ns: Count
+    #: How long it lasted.
     seconds: float
+    #: Trajectories in the parts, and those that were committed during the recording and released
+    #: before they could be read.
     records: Count
     missed: Count
+    #: The files.
     parts: list[Part]
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The result of a replay.
+    """The result of a replay."""
 
-    Attributes
-    ----------
-    records : int
-        Trajectories put.
-    seconds : float
-        Duration.
-    late_s : float
-        Largest delay against the recorded times: the bus was full, or the speed too high.
-    """
-
+    #: Trajectories put.
     records: int
+    #: Duration.
     seconds: float
+    #: Largest delay against the recorded times: the bus was full, or the speed too high.
     late_s: float
 
 

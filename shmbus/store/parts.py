@@ -65,10 +65,7 @@ _KNOWN: Final = frozenset("?bBhHiIlLqQefd")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A file of a snapshot or capture, as its manifest names it.
-
-    Parts of one `schema` number follow each other in the order of commits.
-    """
+    """A file of a snapshot or capture, as its manifest names it."""
 
     file: str
     schema: int

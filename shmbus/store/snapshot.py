@@ -58,59 +58,42 @@ _VERSION: Final = 1
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a snapshot.
+    """The content of a snapshot."""
 
-    Attributes
-    ----------
-    format, version : str, int
-        "shmbus-snapshot" and 1.
-    written_by : str
-        The version of shmbus that wrote it.
-    bus : str
-        Its name then.
-    taken_unix_ns : int
-        When.
-    capacity, extent_bytes, max_producers : int
-        As the bus had them.
-    policy_version, next_producer_id, next_round : int
-        As they were; `next_round` is 0 where a shmbus wrote it that had no rounds.
-    released : dict[str, int]
-        The ledger's counts of acknowledged and dropped trajectories.
-    slots : list[ProducerSlot]
-        The ledger's counts of committed trajectories, by slot.
-    records, unreadable : int
-        Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
-        the first consumer after a restore counts them as corrupt.
-    splits : dict[str, tuple[int, int]]
-        Of each split what was acknowledged and dropped, in the order of their numbers; empty where
-        a shmbus wrote it that had no splits.
-    origins : list[tuple[str, int]]
-        Of which buses the records are, the oldest first: an identity, and the number above those of
-        its producers, but for those below the one before.
-    parts : list[Part]
-        The files.
-    schema : list[SchemaField] | None
-        The fields that the bus declares; None where it declares none.
-    """
-
+    #: "shmbus-snapshot" and 1.
     format: str
     version: int
+    #: The version of shmbus that wrote it.
     written_by: str
+    #: Its name then.
     bus: str
+    #: When.
     taken_unix_ns: Count
+    #: As the bus had them.
     capacity: Count
     extent_bytes: Count
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
+    #: As they were; `next_round` is 0 where a shmbus wrote it that had no rounds.
     policy_version: Count
     next_producer_id: Count
     next_round: Count = 0
+    #: The ledger's counts of acknowledged and dropped trajectories.
     released: dict[str, Count]
+    #: The ledger's counts of committed trajectories, by slot.
     slots: list[ProducerSlot]
+    #: Undelivered trajectories in the parts, and those that the ledger has and no walk could read:
+    #: the first consumer after a restore counts them as corrupt.
     records: Count
     unreadable: Count
+    #: Of each split what was acknowledged and dropped, in the order of their numbers; empty where a
+    #: shmbus wrote it that had no splits.
     splits: dict[str, tuple[Count, Count]] = {}
+    #: Of which buses the records are, the oldest first: an identity, and the number above those of
+    #: its producers, but for those below the one before.
     origins: list[tuple[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")], Count]] = []
+    #: The files.
     parts: list[Part]
+    #: The fields that the bus declares; None where it declares none.
     schema: list[SchemaField] | None = None
 
 
@@ -118,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = False) -> Manifest:
-    """Write everything undelivered on a bus to a directory."""
+    """Write what is undelivered to a directory; `collecting` where the caller is the collector."""
     check_name(name)
     with contextlib.ExitStack() as stack:
         if not collecting:
@@ -256,7 +239,7 @@ def restore(
     capacity: int | str | None = None,
     again: bool = False,
 ) -> Manifest:
-    """Make a bus of a snapshot: its records, its ledger, its producers' numbers."""
+    """Make a bus of a snapshot, once unless `again`: its records, its ledger, its numbers."""
     directory = Path(os.path.abspath(directory))
     manifest = read_manifest(directory)
     name = check_name(manifest.bus if name is None else name)

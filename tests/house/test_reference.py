@@ -35,12 +35,12 @@ PACKAGES = {
 #: Public for other packages of this project, and why no user needs their page.
 WITHOUT_A_PAGE = {
     "shmbus.peers.atropos_queue": "the gateway's order of groups",
-    "trainer_adapter.adapters.ended": "what adapters say of groups that never come",
-    "trainer_adapter.adapters.parted": "prompt and response, for the verl and SkyRL adapters",
-    "trainer_adapter.adapters.place": "where put_episode puts",
+    "trainer_adapter.adapters.ended_groups": "what adapters say of groups that never come",
+    "trainer_adapter.adapters.prompt_response": "prompt and response, for verl and SkyRL",
+    "trainer_adapter.adapters.sample_slot": "where put_episode puts",
     "trainer_adapter.adapters.request_meta": "what adapters tell workers of a prompt",
-    "trainer_adapter.adapters.splits": "how adapters take evaluations",
-    "trainer_adapter.adapters.stack": "the names of other stacks, for all adapters",
+    "trainer_adapter.adapters.split_consumer": "how adapters take evaluations",
+    "trainer_adapter.adapters.optional_imports": "the names of other stacks, for all adapters",
 }
 
 

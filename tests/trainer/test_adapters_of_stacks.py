@@ -15,11 +15,11 @@ import pytest
 from conftest import wait_until
 
 import shmbus
-from trainer_adapter.adapters.parted import part_row
-from trainer_adapter.adapters.place import place_of
+from trainer_adapter.adapters.optional_imports import Stack
+from trainer_adapter.adapters.prompt_response import part_row
+from trainer_adapter.adapters.sample_slot import place_of
 from trainer_adapter.adapters.skyrl import make_generator
-from trainer_adapter.adapters.splits import SplitConsumer
-from trainer_adapter.adapters.stack import Stack
+from trainer_adapter.adapters.split_consumer import SplitConsumer
 from trainer_adapter.adapters.verifiers import put_episode
 
 
@@ -143,4 +143,13 @@ def test_evaluations_are_taken_beside_training_with_a_daemon_and_without(
                     break
             assert len(taken) == count, split
         wait_until(lambda: handle.stats().acknowledged == 3)
+        consumers.close()
+
+
+def test_a_wrong_call_without_a_daemon_opens_no_second_consumer(bus: shmbus.Bus) -> None:
+    consumers = SplitConsumer(bus.name)
+    try:
+        with pytest.raises(ValueError, match="max_groups: expected 1 or more, got 0"):
+            consumers.take("eval", 0, 0.0)
+    finally:
         consumers.close()

@@ -20,8 +20,8 @@ import numpy as np
 
 import shmbus
 from shmbus._arguments import check_choice
-from trainer_adapter.adapters.parted import float32s, int32s
-from trainer_adapter.adapters.place import Unusable, place_of
+from trainer_adapter.adapters.prompt_response import float32s, int32s
+from trainer_adapter.adapters.sample_slot import Unusable, place_of
 
 __all__ = ["TESTED", "EpisodeRecord", "put_episode"]
 

@@ -21,22 +21,7 @@ _named: Final[set[tuple[str, str]]] = set()
 def columns_for(
     stack: str, values: Mapping[str, Any], taken: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return what of a row of a data set a request's meta can have.
-
-    Parameters
-    ----------
-    stack : str
-        Whose data set it is.
-    values : mapping
-        The row, by column.
-    taken : collection of str
-        Names by which the meta has something else.
-
-    Returns
-    -------
-    dict
-        Plain values; arrays and tensors are lists.
-    """
+    """Return what of a row of a data set a request's meta can have."""
     found = {}
     for name, value in values.items():
         if name in taken:

@@ -27,11 +27,11 @@ from typing import Any, Final, NamedTuple
 
 import shmbus
 from shmbus._arguments import check_flag, check_seconds
-from trainer_adapter.adapters.ended import EndedGroups
-from trainer_adapter.adapters.parted import Parted, experts_of, part_row
+from trainer_adapter.adapters.ended_groups import EndedGroups
+from trainer_adapter.adapters.optional_imports import Stack
+from trainer_adapter.adapters.prompt_response import Parted, experts_of, part_row
 from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.splits import SplitConsumer, check_options
-from trainer_adapter.adapters.stack import Stack
+from trainer_adapter.adapters.split_consumer import SplitConsumer, check_options
 
 __all__ = ["GenerateByBus", "make_generator"]
 

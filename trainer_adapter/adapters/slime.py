@@ -23,8 +23,8 @@ from typing import Any, Final
 import shmbus
 from shmbus._arguments import check_int, check_timeout
 from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, sample_of
-from trainer_adapter.adapters.ended import still_leased
-from trainer_adapter.adapters.stack import BUS_VARIABLE
+from trainer_adapter.adapters.ended_groups import still_leased
+from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
 
 __all__ = ["SlimeRollouts", "generate_rollout", "put_sample"]
 

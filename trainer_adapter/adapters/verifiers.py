@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
-from trainer_adapter.adapters.parted import float32s, int32s
-from trainer_adapter.adapters.place import Unusable, place_of
+from trainer_adapter.adapters.prompt_response import float32s, int32s
+from trainer_adapter.adapters.sample_slot import Unusable, place_of
 
 __all__ = ["TESTED", "put_episode", "sample_of"]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import shmbus
 from shmbus.peers.atropos import samples_of
-from trainer_adapter.adapters.stack import BUS_VARIABLE
+from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
 
 __all__ = ["ShmbusEnv"]
 
@@ -56,21 +56,7 @@ class ShmbusEnv:
         return self._shmbus_producer
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Put one group or several; waits while the bus is full.
-
-        Parameters
-        ----------
-        scored_data : dict or list of dict
-            ScoredDataGroups. Each is given this environment's ``env_id``, as BaseEnv does.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            A group is none, or has something that no batch or record can have; the message names
-            it, and nothing of this call was put.
-        BusRemovedError, BusClosedError
-            As for `shmbus.Producer.put`.
-        """
+        """Put one group or several, all checked before the first; waits while the bus is full."""
         producer = self._shmbus()
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
         put: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ import shmbus
 from shmbus._arguments import check_int, check_text, check_timeout
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
-from trainer_adapter.adapters.ended import still_leased
+from trainer_adapter.adapters.ended_groups import still_leased
 
 __all__ = ["AtroposTrainer"]
 

@@ -29,20 +29,12 @@ _DTYPES: Final = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.d
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """Where an array of a micro batch is: batch number, path of names within it, place.
-
-    Attributes
-    ----------
-    batch : int
-    path : list of str or int
-        Names, keys and positions from the batch to the array.
-    dtype : str
-        As numpy writes it, or "bytes".
-    begin, nbytes : int
-    """
+    """Where an array of a micro batch is: batch number, path of names within it, place."""
 
     batch: int
+    #: Names, keys and positions from the batch to the array.
     path: list[str | int]
+    #: As numpy writes it, or "bytes".
     dtype: str
     begin: int
     nbytes: int
@@ -54,40 +46,17 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 class Parted(NamedTuple):
-    """Arrays taken out of micro batches.
-
-    Attributes
-    ----------
-    pieces : list of Piece
-    arrays : list of array
-        In the order of the pieces.
-    nbytes : int
-        What all of them need, with their alignment.
-    """
+    """Arrays taken out of micro batches."""
 
     pieces: list[Piece]
+    #: list of array. In the order of the pieces.
     arrays: list[NDArray[Any]]
+    #: What all of them need, with their alignment.
     nbytes: int
 
 
 def encode(batches: Sequence[Any]) -> tuple[bytes, Parted]:
-    """Part micro batches into small values and arrays with their places.
-
-    Parameters
-    ----------
-    batches : sequence of Struct
-        With ``input_ids``; they stay as they are.
-
-    Returns
-    -------
-    bytes, Parted
-        The small values and the places, as MessagePack; the arrays.
-
-    Raises
-    ------
-    TypeError
-        Something is no micro batch, or has a value that MessagePack has not.
-    """
+    """Part micro batches into small values and arrays with their places."""
     out = Parted([], [], 0)
     small = []
     for number, batch in enumerate(batches):
@@ -176,20 +145,7 @@ def _array_of(
 
 
 def decode(meta: bytes, view: NDArray[np.uint8], decoder: Any) -> list[Any]:
-    """Make micro batches of what `encode` made.
-
-    Parameters
-    ----------
-    meta : bytes
-    view : uint8 [n]
-        The arrays at their places; those of the result are views of it.
-    decoder : msgspec.msgpack.Decoder
-        Of the micro batches' type.
-
-    Returns
-    -------
-    list of Struct
-    """
+    """Make micro batches of what `encode` made."""
     head = msgspec.msgpack.decode(meta, type=_Head)
     batches = [decoder.decode(raw) for raw in head.batches]
     for piece in head.pieces:

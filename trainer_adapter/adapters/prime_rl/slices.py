@@ -16,39 +16,18 @@ __all__ = ["Sent", "channel_name", "check_slice", "fields_of", "sent_of"]
 
 
 class Sent(msgspec.Struct):
-    """What an orchestrator sends.
+    """What an orchestrator sends."""
 
-    Attributes
-    ----------
-    ranks : int
-        Data ranks.
-    readers : int
-        Trainer processes of each.
-    fields : list of str
-        Those of its MicroBatch, in order; empty where it does not say.
-    """
-
+    #: Data ranks.
     ranks: int
+    #: Trainer processes of each.
     readers: int
+    #: Those of its MicroBatch, in order; empty where it does not say.
     fields: list[str] = []
 
 
 def fields_of(micro_batch: object) -> list[str]:
-    """Return the fields of prime-rl's MicroBatch, in order.
-
-    Parameters
-    ----------
-    micro_batch : type
-
-    Returns
-    -------
-    list of str
-
-    Raises
-    ------
-    TypeError
-        It is no msgspec.Struct.
-    """
+    """Return the fields of prime-rl's MicroBatch, in order."""
     if not isinstance(micro_batch, type) or not issubclass(micro_batch, msgspec.Struct):
         raise TypeError(
             f"micro_batch: expected prime-rl's MicroBatch, a msgspec.Struct, got {micro_batch!r}"
@@ -57,53 +36,18 @@ def fields_of(micro_batch: object) -> list[str]:
 
 
 def sent_of(ranks: int, readers: int, micro_batch: type[Any] | None) -> bytes:
-    """Return what an orchestrator states.
-
-    Parameters
-    ----------
-    ranks, readers : int
-    micro_batch : type, optional
-        prime-rl's MicroBatch.
-
-    Returns
-    -------
-    bytes
-    """
+    """Return what an orchestrator states."""
     fields = [] if micro_batch is None else fields_of(micro_batch)
     return msgspec.msgpack.encode(Sent(ranks, readers, fields))
 
 
 def channel_name(run: str, rank: int, reader: int) -> str:
-    """Return the name of a trainer process's channel.
-
-    Parameters
-    ----------
-    run : str
-    rank, reader : int
-
-    Returns
-    -------
-    str
-    """
+    """Return the name of a trainer process's channel."""
     return f"{run}.rank{rank}.{reader}"
 
 
 def check_slice(run: str, rank: int, reader: int, micro_batch: type[Any]) -> None:
-    """Refuse a trainer that the run's living orchestrator, if there is one, does not send to.
-
-    Parameters
-    ----------
-    run : str
-    rank, reader : int
-        Of the trainer.
-    micro_batch : type
-        Of the trainer.
-
-    Raises
-    ------
-    ValueError
-        It sends to fewer ranks or readers, or micro batches with other fields.
-    """
+    """Refuse a trainer that the run's living orchestrator, if there is one, does not send to."""
     stated = living_statement(channel_name(run, 0, 0))
     if not stated:
         return

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus._arguments import check_choice, check_flag, check_timeout
-from trainer_adapter.adapters.ended import still_leased
-from trainer_adapter.adapters.parted import not_of_its_kind
-from trainer_adapter.adapters.stack import Stack
+from trainer_adapter.adapters.ended_groups import still_leased
+from trainer_adapter.adapters.optional_imports import Stack
+from trainer_adapter.adapters.prompt_response import not_of_its_kind
 
 __all__ = ["ShmbusBatches", "sample_group"]
 
@@ -126,10 +126,7 @@ def _own_advantages(
 def _lists(
     sampled: NDArray[np.bool_], logprobs: NDArray[Any], advantage: float
 ) -> tuple[list[bool], list[float], list[float]]:
-    """Make a row's mask, logprobs and advantages, 0 where nothing was sampled, run by run.
-
-    Lists are most of what a sample costs; those of equal values are made without an array.
-    """
+    """Make a row's mask, logprobs and advantages, 0 where nothing was sampled, run by run."""
     mask: list[bool] = []
     values: list[float] = []
     credit: list[float] = []

@@ -27,25 +27,7 @@ class RolloutBuffer:
         self._ready: deque[Any] = deque()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next row; takes the next group when the rows of the last are gone.
-
-        Parameters
-        ----------
-        block : bool
-        timeout : float, optional
-            Seconds to wait; None waits for ever.
-
-        Returns
-        -------
-        trl.experimental.async_grpo.async_rollout_worker.RolloutSample
-
-        Raises
-        ------
-        queue.Empty
-            No complete group came in time.
-        ValueError
-            A group is not what the trainer can take, under ``refused="raise"``.
-        """
+        """Return the next row; takes the next group when the rows of the last are gone."""
         ready = self._ready
         deadline = None if timeout is None else time.monotonic() + timeout
         while not ready:
@@ -62,17 +44,7 @@ class RolloutBuffer:
         return self.get(block=False)
 
     def put_nowait(self, sample: Any) -> None:
-        """Give a row back that `get` gave: it is the next one again.
-
-        Parameters
-        ----------
-        sample : RolloutSample
-
-        Raises
-        ------
-        TypeError
-            It did not come from here; samples come by `shmbus.Producer.put`.
-        """
+        """Give a row back that `get` gave: it is the next one again."""
         if not isinstance(getattr(sample, "metrics", None), RowMetrics):
             raise TypeError(
                 f"put_nowait: expected a row that get() gave, got {type(sample).__name__}; put "

@@ -42,21 +42,7 @@ class Told(Protocol):
 
 
 def make_callback(worker: Told) -> Any:
-    """Make the TrainerCallback of a worker.
-
-    Parameters
-    ----------
-    worker : Told
-
-    Returns
-    -------
-    transformers.TrainerCallback
-
-    Raises
-    ------
-    ImportError
-        transformers is not installed, or has other names.
-    """
+    """Make the TrainerCallback of a worker."""
     base, exportable = needed("transformers.trainer_callback", "TrainerCallback", "ExportableState")
     # transformers may make a callback again, by its class alone: so the class knows the worker.
     members = {"__doc__": _Told.__doc__, "worker": worker, "saved": None}

@@ -62,15 +62,10 @@ def last_whole_checkpoint(output_dir: str | Path) -> str | None:
 
 
 class TrainedRows:
-    """Rows that were trained before a checkpoint, and may be delivered again.
-
-    Attributes
-    ----------
-    created : int
-        When the bus was created that gave the rows: it tells buses of one name apart.
-    """
+    """Rows that were trained before a checkpoint, and may be delivered again."""
 
     def __init__(self, created: int) -> None:
+        #: When the bus was created that gave the rows: it tells buses of one name apart.
         self.created: Final = created
         self._waiting: dict[Identity, tuple[str, int | None, int]] = {}
         self._newer_groups = 0
@@ -89,23 +84,7 @@ class TrainedRows:
             self._waiting.clear()
 
     def save(self, bus: str, version: int, behind: bool, groups: list[OpenGroup]) -> dict[str, Any]:
-        """Return what goes into a checkpoint.
-
-        Parameters
-        ----------
-        bus : str
-        version : int
-            The policy version in force.
-        behind : bool
-            Whether the weights of the checkpoint are newer than that version.
-        groups : list[OpenGroup]
-            Those that are not acknowledged.
-
-        Returns
-        -------
-        dict
-            Plain values.
-        """
+        """Return what goes into a checkpoint."""
         rows: list[list[Any]] = [[*where, *identity] for identity, where in self._waiting.items()]
         for group in groups:
             lease: Any = group.lease
@@ -124,23 +103,7 @@ class TrainedRows:
         }
 
     def load(self, saved: dict[str, Any]) -> bool:
-        """Take over what a checkpoint says.
-
-        Parameters
-        ----------
-        saved : dict
-            What `save` returned.
-
-        Returns
-        -------
-        bool
-            False where it is of another bus, whose rows cannot come again.
-
-        Raises
-        ------
-        ValueError
-            It has another form.
-        """
+        """Take over what a checkpoint says."""
         if saved.get("version") != _VERSION:
             raise ValueError(
                 f"checkpoint: expected the bus's state in form {_VERSION}, got "

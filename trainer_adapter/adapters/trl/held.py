@@ -34,19 +34,7 @@ __all__ = ["HeldGroups", "check_options", "open_within"]
 
 
 def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "grpo") -> None:
-    """Refuse what is no bus, no option of a consumer, or TRL's to choose.
-
-    Parameters
-    ----------
-    bus : str
-    options : dict
-    advantages : str or callable
-
-    Raises
-    ------
-    TypeError, ValueError
-        Says which.
-    """
+    """Refuse what is no bus, no option of a consumer, or TRL's to choose."""
     check_name(bus)
     if not callable(advantages):
         check_choice("advantages", advantages, ("grpo", "dr_grpo", "rloo", "none"))
@@ -59,20 +47,7 @@ def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "g
 
 
 def open_within(bus: str, lag: int | None, options: dict[str, Any]) -> shmbus.Consumer:
-    """Open a consumer that leaves out what is older than TRL trains on.
-
-    Parameters
-    ----------
-    bus : str
-    lag : int or None
-        TRL's bound in versions.
-    options : dict
-        The consumer's own; a bound among them counts instead.
-
-    Returns
-    -------
-    Consumer
-    """
+    """Open a consumer that leaves out what is older than TRL trains on."""
     own = {} if lag is None else {"max_policy_lag": lag}
     try:
         return shmbus.Consumer(bus, **{**own, **options})
@@ -84,15 +59,10 @@ def open_within(bus: str, lag: int | None, options: dict[str, Any]) -> shmbus.Co
 
 
 class HeldGroups:
-    """What was taken and is not acknowledged.
-
-    Attributes
-    ----------
-    trained : TrainedRows
-        What a checkpoint says of the bus.
-    """
+    """What was taken and is not acknowledged."""
 
     def __init__(self) -> None:
+        #: What a checkpoint says of the bus.
         self.trained = TrainedRows(0)
         self._account = Account()
         self._open: dict[int, OpenGroup] = {}
@@ -119,30 +89,7 @@ class HeldGroups:
         sample_type: Any,
         offset: int,
     ) -> tuple[list[Any], OpenGroup]:
-        """Make TRL's samples of a group's rows.
-
-        Parameters
-        ----------
-        group : Group
-        expected : Expected
-            What the trainer takes.
-        advantages : str or callable
-            How they are computed.
-        sample_type : type
-            TRL's RolloutSample.
-        offset : int
-            The bus's version less TRL's.
-
-        Returns
-        -------
-        (list of RolloutSample, OpenGroup)
-            The rows that are to be trained: none of those that a checkpoint has.
-
-        Raises
-        ------
-        ValueError
-            The trainer cannot take the group.
-        """
+        """Make TRL's samples of a group's rows."""
         check_size(group, expected)
         arrays = read_rows(group, expected)
         rewards, zeroed = rewards_of(group)
@@ -191,34 +138,13 @@ class HeldGroups:
         self._ended += self._account.hand_out(row)
 
     def finish(self, micro_batches: int) -> int:
-        """Note that the trainer has finished micro-batches.
-
-        Parameters
-        ----------
-        micro_batches : int
-
-        Returns
-        -------
-        int
-            How many of them were packed, and so are finished.
-        """
+        """Note that the trainer has finished micro-batches."""
         before = self._account.finished
         self._ended += self._account.finish(micro_batches)
         return self._account.finished - before
 
     def finish_all(self, micro_batches: int) -> None:
-        """Note that a step has finished.
-
-        Parameters
-        ----------
-        micro_batches : int
-            Of the step.
-
-        Raises
-        ------
-        RuntimeError
-            Fewer were packed: this TRL reads the metrics of rows in another way.
-        """
+        """Note that a step has finished."""
         finished = self.finish(micro_batches)
         if finished < micro_batches:
             raise RuntimeError(
@@ -239,17 +165,7 @@ class HeldGroups:
         return ended
 
     def save(self, bus: str, version: int, behind: bool) -> dict[str, Any]:
-        """Return what goes into a checkpoint; what has ended by now is acknowledged after it.
-
-        Parameters
-        ----------
-        bus, version, behind
-            As for `TrainedRows.save`.
-
-        Returns
-        -------
-        dict
-        """
+        """Return what goes into a checkpoint; what has ended by now is acknowledged after it."""
         self._at_save = list(self._ended)
         return self.trained.save(bus, version, behind, list(self._open.values()))
 
@@ -261,14 +177,7 @@ class HeldGroups:
         return ended
 
     def acknowledge(self, consumer: shmbus.Consumer, groups: list[OpenGroup]) -> None:
-        """End the leases of groups.
-
-        Parameters
-        ----------
-        consumer : Consumer
-            Who has them.
-        groups : list[OpenGroup]
-        """
+        """End the leases of groups."""
         if not groups:
             return
         trained: list[Any] = [group.lease for group in groups if group.was_trained]

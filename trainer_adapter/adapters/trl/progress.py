@@ -28,39 +28,19 @@ RowState = Literal["handed", "packed", "trained", "dropped", "known"]
 
 
 class OpenGroup:
-    """A leased group, of which rows are with the trainer.
-
-    Attributes
-    ----------
-    lease : object
-        What is acknowledged in the end.
-    rows : list[Row]
-    open_rows : int
-        Rows that are neither trained nor dropped nor known.
-    """
+    """A leased group, of which rows are with the trainer."""
 
     __slots__ = ("lease", "open_rows", "rows")
 
     def __init__(self, lease: object) -> None:
+        #: What is acknowledged in the end.
         self.lease: Final = lease
         self.rows: list[Row] = []
+        #: Rows that are neither trained nor dropped nor known.
         self.open_rows = 0
 
     def add(self, identity: Identity, index: int, *, known: bool) -> Row:
-        """Add a row.
-
-        Parameters
-        ----------
-        identity : tuple of int
-        index : int
-            Of its sample.
-        known : bool
-            Whether a checkpoint says that it is trained.
-
-        Returns
-        -------
-        Row
-        """
+        """Add a row."""
         row = Row(self, identity, index, "known" if known else "handed")
         self.rows.append(row)
         self.open_rows += not known
@@ -100,18 +80,12 @@ class RowMetrics(dict[str, float]):
 
 
 class Account:
-    """Rows between their handing out and the end of their groups.
-
-    Attributes
-    ----------
-    finished : int
-        Micro-batches that the trainer has finished.
-    packed : int
-        Micro-batches that were packed, the one under way too.
-    """
+    """Rows between their handing out and the end of their groups."""
 
     def __init__(self) -> None:
+        #: Micro-batches that the trainer has finished.
         self.finished = 0
+        #: Micro-batches that were packed, the one under way too.
         self.packed = 0
         self._handed: deque[Row] = deque()
         self._last: Row | None = None
@@ -119,17 +93,7 @@ class Account:
         self._runs: deque[list[Row]] = deque()
 
     def hand_out(self, row: Row) -> list[OpenGroup]:
-        """Note that a row goes to the trainer.
-
-        Parameters
-        ----------
-        row : Row
-
-        Returns
-        -------
-        list[OpenGroup]
-            Groups that have ended without it: the trainer dropped their last rows.
-        """
+        """Note that a row goes to the trainer."""
         ended = self._close_run() if self._run else []
         self._handed.append(row)
         self._last = row
@@ -144,18 +108,7 @@ class Account:
             self._run.append(row)
 
     def finish(self, micro_batches: int) -> list[OpenGroup]:
-        """Note that the trainer has finished micro-batches.
-
-        Parameters
-        ----------
-        micro_batches : int
-            Of those that were packed first. More than were packed are not counted.
-
-        Returns
-        -------
-        list[OpenGroup]
-            Groups that have ended by this.
-        """
+        """Note that the trainer has finished micro-batches."""
         ended = self._close_run() if self._run else []
         while micro_batches > 0 and self._runs:
             micro_batches -= 1

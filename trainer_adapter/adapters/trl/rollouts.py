@@ -21,9 +21,9 @@ from typing import Any, Final
 import shmbus
 from shmbus._arguments import check_flag, check_seconds
 from shmbus._format import several
-from trainer_adapter.adapters.ended import EndedGroups, still_leased
+from trainer_adapter.adapters.ended_groups import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.splits import SplitConsumer, check_options
+from trainer_adapter.adapters.split_consumer import SplitConsumer, check_options
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.slots import (
@@ -112,29 +112,7 @@ class ShmbusRollouts:
         self._told_of_columns = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Sample the prompts of one generation step.
-
-        Parameters
-        ----------
-        prompts : list
-            This rank's slots: each prompt as often as it is sampled, one after the other.
-        trainer : GRPOTrainer
-
-        Returns
-        -------
-        dict
-            Lists in the order of `prompts`: "prompt_ids", "completion_ids", "logprobs", "env_mask"
-            (0 for what a tool gave), each a list of values a token, and "bus_score".
-
-        Raises
-        ------
-        TimeoutError
-            Groups are missing; says which, and what workers there are.
-        RuntimeError
-            The bus dropped a group, as stale or failed; says which.
-        ValueError
-            A group or a sample is not what the trainer can take.
-        """
+        """Sample the prompts of one generation step."""
         train = bool(trainer.model.training)
         size = int(trainer.num_generations if train else trainer.num_generations_eval)
         accelerator = trainer.accelerator

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
 from shmbus.rows import row_fields, row_lengths
-from trainer_adapter.adapters.parted import not_of_its_kind
+from trainer_adapter.adapters.prompt_response import not_of_its_kind
 from trainer_adapter.adapters.trl.samples import Expected
 
 __all__ = ["RowArrays", "read_rows", "read_sample"]
@@ -34,43 +34,16 @@ _FILL: Final = {
 
 
 class RowArrays(NamedTuple):
-    """A whole sequence of n tokens.
-
-    Attributes
-    ----------
-    input_ids, completion_mask : int64 [n]
-    old_log_probs : float32 [n]
-        Each aligned to its own token; 0 where the mask is.
-    """
+    """A whole sequence of n tokens."""
 
     input_ids: NDArray[np.int64]
     completion_mask: NDArray[np.int64]
+    #: Each aligned to its own token; 0 where the mask is.
     old_log_probs: NDArray[np.float32]
 
 
 def read_rows(group: shmbus.Group, expected: Expected) -> list[list[RowArrays]]:
-    """Copy a group out of the ring.
-
-    Parameters
-    ----------
-    group : Group
-        Leased.
-    expected : Expected
-
-    Returns
-    -------
-    list of list of RowArrays
-        Of each sample its rows; more than one, where it was put with several.
-
-    Raises
-    ------
-    ValueError
-        As for `read_sample`.
-
-    Notes
-    -----
-    The rows of a group share one allocation.
-    """
+    """Copy a group out of the ring."""
     arrays, lengths = _packed_rows(group)
     if arrays is None:
         return [read_sample(t, expected) for t in group]
@@ -113,25 +86,7 @@ def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int
 
 
 def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:
-    """Copy a sample out of the ring, row by row, with every check.
-
-    Parameters
-    ----------
-    t : Trajectory
-        Leased.
-    expected : Expected
-
-    Returns
-    -------
-    list of RowArrays
-        One, unless it was put with several rows.
-
-    Raises
-    ------
-    ValueError
-        A field is missing, fits no other or no limit, or is not finite; or there is a field that
-        TRL has no place for.
-    """
+    """Copy a sample out of the ring, row by row, with every check."""
     if "advantages" in t:
         raise _bad(
             t, "advantages", "no such field", "one",

@@ -46,30 +46,17 @@ _OF_A_BATCH: Final = ("batch", "batch_std")
 
 
 class Expected(NamedTuple):
-    """What the trainer's arguments say of a sample; None for what they do not say.
+    """What the trainer's arguments say of a sample; None for what they do not say."""
 
-    Attributes
-    ----------
-    group_size : int | None
-        Samples of a group.
-    completion_tokens : int | None
-        Tokens that one call of the model may give.
-    row_tokens : int | None
-        Tokens of a whole row.
-    """
-
+    #: Samples of a group.
     group_size: int | None = None
+    #: Tokens that one call of the model may give.
     completion_tokens: int | None = None
+    #: Tokens of a whole row.
     row_tokens: int | None = None
 
     def checked(self) -> Expected:
-        """Return it, if each number that is said is 1 or more.
-
-        Raises
-        ------
-        TypeError, ValueError
-            One is none.
-        """
+        """Return it, if each number that is said is 1 or more."""
         names = ("num_generations", "max_completion_length", "token_budget")
         for name, value in zip(names, self, strict=True):
             if value is not None and check_int(name, value) < 1:
@@ -131,18 +118,7 @@ def scored(reward: float | None, meta: Mapping[str, Any] | None = None) -> dict[
 
 
 def check_size(group: shmbus.Group, expected: Expected) -> None:
-    """Check that a group has as many samples as the trainer compares.
-
-    Parameters
-    ----------
-    group : Group
-    expected : Expected
-
-    Raises
-    ------
-    ValueError
-        It has another number.
-    """
+    """Check that a group has as many samples as the trainer compares."""
     wanted = expected.group_size
     if wanted is not None and wanted not in (group.size, len(group)):
         raise ValueError(
@@ -152,17 +128,7 @@ def check_size(group: shmbus.Group, expected: Expected) -> None:
 
 
 def rewards_of(group: shmbus.Group) -> tuple[NDArray[np.float64], list[bool]]:
-    """Return the rewards of a group, and which samples asked for an advantage of 0.
-
-    Parameters
-    ----------
-    group : Group
-
-    Returns
-    -------
-    float64 [n], list of bool [n]
-        NaN for a sample that cannot be scored.
-    """
+    """Return the rewards of a group, and which samples asked for an advantage of 0."""
     rewards = np.array([t.score for t in group], np.float64)
     zeroed = []
     for position, t in enumerate(group):
@@ -177,28 +143,7 @@ def rewards_of(group: shmbus.Group) -> tuple[NDArray[np.float64], list[bool]]:
 def advantages_of(
     rewards: NDArray[np.float64], zeroed: list[bool], kind: Advantages
 ) -> tuple[NDArray[np.float64], float]:
-    """Compare the samples of one group.
-
-    Parameters
-    ----------
-    rewards : float64 [n]
-        NaN for those that cannot be scored.
-    zeroed : list of bool [n]
-    kind : str or callable
-        "grpo" is TRL's own: ``(reward - mean) / (std + 1e-8)``, with the deviation of the whole
-        group (``AsyncRolloutWorker``, TRL 1.16). All others are those of
-        `trainer_adapter.group_advantages`.
-
-    Returns
-    -------
-    float64 [n], float
-        The advantages, and the rewards' deviation; NaN where none can be scored.
-
-    Raises
-    ------
-    ValueError
-        The kind is unknown, or compares across groups.
-    """
+    """Compare the samples of one group."""
     advantages = np.zeros(len(rewards))
     known = ~np.isnan(rewards)
     values = rewards[known]
@@ -207,7 +152,7 @@ def advantages_of(
         # What numpy's mean and std do, to the bit, at a fifth of their time for a few values.
         centred = values - np.add.reduce(values) / len(values)
         std = math.sqrt(np.add.reduce(centred * centred) / len(values))
-        if kind == "grpo":
+        if kind == "grpo":  # as AsyncRolloutWorker of TRL 1.16
             advantages[known] = centred / (std + TRL_EPS)
         elif kind in _OF_A_BATCH:
             raise ValueError(
@@ -239,19 +184,7 @@ def metrics_of(meta: dict[str, Any], reward: float, std: float) -> dict[str, flo
 def ledger_metrics(
     ledger: shmbus.Ledger, logged: Mapping[str, int]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return what TRL logs of a ledger: what was added since the last time.
-
-    Parameters
-    ----------
-    ledger : Ledger
-    logged : mapping of int
-        The counters as they were then; none the first time.
-
-    Returns
-    -------
-    (dict of float, dict of int)
-        For TRL, and the counters for the next time.
-    """
+    """Return what TRL logs of a ledger: what was added since the last time."""
     found = {"acknowledged": ledger.acknowledged}
     found |= {reason: ledger.dropped.get(reason, 0) for reason in _DROPS}
     metrics = {"shmbus/groups_ready": float(ledger.groups_ready)}

@@ -31,20 +31,7 @@ _SAMPLING: Final = (
 
 
 def check_equal(prompts: list[Any], slot: int, size: int) -> None:
-    """Refuse slots whose prompts are not one prompt.
-
-    Parameters
-    ----------
-    prompts : list
-        Of all slots.
-    slot, size : int
-        The first, and how many.
-
-    Raises
-    ------
-    ValueError
-        They differ.
-    """
+    """Refuse slots whose prompts are not one prompt."""
     if any(each != prompts[slot] for each in prompts[slot : slot + size]):
         raise ValueError(
             f"rollouts: expected {size} equal prompts from slot {slot} on, got others; TRL gives "
@@ -60,26 +47,7 @@ def offer(
     meta: dict[str, Any],
     tokenizing: Any,
 ) -> bool:
-    """Ask workers for the samples of a slot.
-
-    Parameters
-    ----------
-    consumer : Consumer
-    key : (str, int)
-        Id and round of the group.
-    prompt : str or list of messages
-    size : int
-        Samples.
-    meta : dict
-        Beside the prompt; its "split" is "train" or "eval".
-    tokenizing : GRPOTrainer or None
-        Whose tokenizer makes the prompt's ids; None for no ids.
-
-    Returns
-    -------
-    bool
-        False where the lane of requests is full.
-    """
+    """Ask workers for the samples of a slot."""
     fields = {} if tokenizing is None else {"prompt": _token_ids(prompt, tokenizing)}
     try:
         consumer.request(
@@ -92,17 +60,7 @@ def offer(
 
 
 def sampling_of(trainer: Any) -> dict[str, Any]:
-    """Return a trainer's parameters of sampling, by TRL's names.
-
-    Parameters
-    ----------
-    trainer : GRPOTrainer
-
-    Returns
-    -------
-    dict
-        Without those that are None; `generation_kwargs` go over the others, as in TRL.
-    """
+    """Return a trainer's parameters of sampling, by TRL's names."""
     own = {name: getattr(trainer, name, None) for name in _SAMPLING}
     more = getattr(getattr(trainer, "args", None), "generation_kwargs", None) or {}
     known = {name: value for name, value in {**own, **more}.items() if value is not None}
@@ -110,23 +68,7 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
 
 
 def one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:
-    """Return the row of each sample; GRPOTrainer has one completion a slot.
-
-    Parameters
-    ----------
-    group : Group
-    rows : list[list[RowArrays]]
-        Of each sample.
-
-    Returns
-    -------
-    list[RowArrays]
-
-    Raises
-    ------
-    ValueError
-        A sample has several rows, or none.
-    """
+    """Return the row of each sample; GRPOTrainer has one completion a slot."""
     for t, of_sample in zip(group, rows, strict=True):
         if len(of_sample) != 1:
             raise ValueError(
@@ -138,21 +80,7 @@ def one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowAr
 
 
 def check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool]) -> None:
-    """Refuse what GRPOTrainer would train on without being able to.
-
-    Parameters
-    ----------
-    group : Group
-    rows : list[RowArrays]
-        One of each sample.
-    zeroed : list[bool]
-        Whether a sample asks for an advantage of 0.
-
-    Raises
-    ------
-    ValueError
-        A sample has no sampled token, or asks for an advantage.
-    """
+    """Refuse what GRPOTrainer would train on without being able to."""
     for t, row, zero in zip(group, rows, zeroed, strict=True):
         where = f"group {t.instance_id!r}, sample {t.index}"
         if not row.completion_mask.any():
@@ -168,33 +96,13 @@ def check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool
 
 
 def key_of(prompt: Any) -> str:
-    """Name a prompt by what it says, so that logs of two runs have the same names.
-
-    Parameters
-    ----------
-    prompt : str or list of messages
-
-    Returns
-    -------
-    str
-        16 hexadecimal digits.
-    """
+    """Name a prompt by what it says, so that logs of two runs have the same names."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _token_ids(prompt: Any, trainer: Any) -> Any:
-    """Tokenize a prompt as TRL does: text as it is, messages by the chat template.
-
-    Parameters
-    ----------
-    prompt : str or list of messages
-    trainer : GRPOTrainer
-
-    Returns
-    -------
-    int32 array [n]
-    """
+    """Tokenize a prompt as TRL does: text as it is, messages by the chat template."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -206,15 +114,7 @@ def _token_ids(prompt: Any, trainer: Any) -> Any:
 
 
 def lay_out(arrays: RowArrays, score: float | None, answer: dict[str, list[Any]]) -> None:
-    """Part a sequence: what comes before the first sampled token is the prompt.
-
-    Parameters
-    ----------
-    arrays : RowArrays
-    score : float or None
-    answer : dict
-        What is answered to TRL; each of its lists grows by one.
-    """
+    """Part a sequence: what comes before the first sampled token is the prompt."""
     sampled = np.flatnonzero(arrays.completion_mask)
     begin = int(sampled[0]) if len(sampled) else len(arrays.input_ids)
     answer["prompt_ids"].append(arrays.input_ids[:begin].tolist())

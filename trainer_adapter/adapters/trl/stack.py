@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from trainer_adapter.adapters.stack import Stack
+from trainer_adapter.adapters.optional_imports import Stack
 
 __all__ = ["needed", "versions"]
 

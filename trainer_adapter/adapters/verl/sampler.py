@@ -24,8 +24,8 @@ from typing import Any, Final, NamedTuple
 
 import shmbus
 from shmbus._arguments import check_choice
-from trainer_adapter.adapters.ended import EndedGroups
-from trainer_adapter.adapters.splits import SplitConsumer
+from trainer_adapter.adapters.ended_groups import EndedGroups
+from trainer_adapter.adapters.split_consumer import SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS
 from trainer_adapter.adapters.verl.stack import BUS_VARIABLE, needed
 from trainer_adapter.adapters.verl.trajectories import trajectories_of
@@ -58,14 +58,7 @@ class _Prompt(NamedTuple):
 
 
 class _FromBus:
-    """What both kinds of replay buffer add.
-
-    Parameters
-    ----------
-    sampler_kwargs : mapping
-        ``bus``, ``logprobs`` (True: the sampler's are needed), ``refused`` ("raise" or "drop" for
-        groups that verl cannot take), and options of `shmbus.Consumer`.
-    """
+    """What both kinds of replay buffer add."""
 
     sampler_kwargs: Any
 
@@ -91,23 +84,7 @@ class _FromBus:
         super()._sync_metadata_from_transfer_queue()  # type: ignore[misc]
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
-        """Sample as verl does, and tell the bus which policy version is current.
-
-        verl counts its weights by the step after which they are sent: in step n, samples are made
-        with version n - 1.
-
-        Parameters
-        ----------
-        global_steps : int
-        partition_id : str
-        batch_size : int
-            Prompts.
-
-        Returns
-        -------
-        KVBatchMeta, dict
-            As verl's.
-        """
+        """Sample as verl does, and tell the bus which policy version is current."""
         consumer = self._consumers.consumer
         if global_steps - 1 > consumer.policy_version:
             consumer.policy_version = global_steps - 1
@@ -149,10 +126,7 @@ class _FromBus:
         return _Prompt(uid, tag, *made, group)
 
     def _put(self, partition: str, made: list[_Prompt], consumer: shmbus.Consumer) -> None:
-        """Put trajectories in as few calls as their fields allow: verl's own workers make one each.
-
-        A prompt counts as finished only after its trajectories are there.
-        """
+        """Put trajectories in as few calls as their fields allow."""
         if not made:
             return
         alike: dict[frozenset[str], list[tuple[str, dict[str, Any], dict[str, Any]]]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from trainer_adapter.adapters.stack import BUS_VARIABLE, Stack
+from trainer_adapter.adapters.optional_imports import BUS_VARIABLE, Stack
 
 __all__ = ["BUS_VARIABLE", "needed"]
 

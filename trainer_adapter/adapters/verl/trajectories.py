@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 import shmbus
-from trainer_adapter.adapters.parted import experts_of, part_row
+from trainer_adapter.adapters.prompt_response import experts_of, part_row
 from trainer_adapter.adapters.verl.stack import needed
 
 __all__ = ["trajectories_of"]
@@ -33,37 +33,7 @@ def trajectories_of(
     logprobs: bool = True,
     limits: Mapping[str, int] | None = None,
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Make the trajectories of a group.
-
-    Parameters
-    ----------
-    group : Group
-        Leased; the result has copies.
-    uid : str
-        verl's name of the prompt.
-    prompt : mapping
-        What else is known of the prompt, such as "data_source" and "reward_model".
-    global_steps : int
-        The step that asked for it.
-    logprobs : bool
-        Whether the sampler's logprobs are needed, as with ``calculate_log_probs``.
-    limits : mapping of str to int, optional
-        verl's "response_length", and "prompt_length", which count for a whole row together: a later
-        row of a conversation has a longer prompt.
-
-    Returns
-    -------
-    keys : list of str
-    fields : list of dict
-        As verl's AgentLoopOutput makes them: tensors of one row each.
-    tags : list of dict
-
-    Raises
-    ------
-    ValueError
-        A field is missing, does not fit the others, or is not finite; nothing was sampled; or a
-        row is longer than verl's limits. Its own agent loops cut responses there.
-    """
+    """Make the trajectories of a group."""
     keys, fields, tags = [], [], []
     for t in group:
         rows = t.rows

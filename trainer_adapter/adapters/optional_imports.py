@@ -23,29 +23,16 @@ BUS_VARIABLE: Final = "SHMBUS_BUS"
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack as an adapter knows it.
-
-    Parameters
-    ----------
-    name : str
-        As its users call it.
-    tested : mapping of str to str
-        The versions that the tests ran with, by distribution.
-    install : str
-        What pip is told to install.
-    """
+    """A stack as an adapter knows it."""
 
     name: str
+    #: The versions that the tests ran with, by distribution.
     tested: Mapping[str, str]
+    #: What pip is told to install.
     install: str
 
     def versions(self) -> str:
-        """Return the installed versions beside the tested ones, for messages.
-
-        Returns
-        -------
-        str
-        """
+        """Return the installed versions beside the tested ones, for messages."""
         found = []
         for name, tested in self.tested.items():
             try:
@@ -55,24 +42,7 @@ class Stack:
         return ", ".join(found)
 
     def needed(self, module: str, *names: str) -> tuple[Any, ...]:
-        """Import names of the stack.
-
-        Parameters
-        ----------
-        module : str
-            Where they are in the tested version.
-        *names : str
-
-        Returns
-        -------
-        tuple
-            What they name, in their order.
-
-        Raises
-        ------
-        ImportError
-            The stack is not installed, does not import, or its version has other names; says which.
-        """
+        """Import names of the stack."""
         cause: Exception | None = None
         try:
             found = importlib.import_module(module)

@@ -23,30 +23,12 @@ _SETTLE_S: Final = 10.0
 
 
 def still_leased(groups: Iterable[shmbus.Group]) -> list[shmbus.Group]:
-    """Return the groups that no call has ended yet.
-
-    An exception of a signal's handler, as Ctrl-C's, may come right behind a call that has ended
-    groups: the same call, made again, is for those that are left.
-
-    Parameters
-    ----------
-    groups : iterable of Group
-
-    Returns
-    -------
-    list of Group
-    """
+    """Return the groups that no call has ended yet."""
     return [group for group in groups if group.state == "leased"]
 
 
 class EndedGroups:
-    """Finds out which of the groups that a trainer waits for will not come.
-
-    Parameters
-    ----------
-    consumer : Consumer
-        That asked for them.
-    """
+    """Finds out which of the groups that a trainer waits for will not come."""
 
     def __init__(self, consumer: shmbus.Consumer) -> None:
         self._consumer: Final = consumer
@@ -55,18 +37,7 @@ class EndedGroups:
         self._look_until_s = 0.0
 
     def among(self, wanted: Iterable[Key]) -> list[Key]:
-        """Return which groups have ended.
-
-        Parameters
-        ----------
-        wanted : iterable of (str, int | None)
-            Asked for, and not delivered to the caller.
-
-        Returns
-        -------
-        list of (str, int | None)
-            A group that was dropped a moment ago may be missing; one of the next calls has it.
-        """
+        """Return which groups have ended."""
         dropped = sum(self._consumer.stats().dropped.values())
         now_s = time.monotonic()
         if dropped != self._dropped:
@@ -79,18 +50,7 @@ class EndedGroups:
         return [key for key in wanted if key not in is_open]
 
     def raise_for(self, wanted: Iterable[Key]) -> None:
-        """Raise where a group has ended that a step cannot do without.
-
-        Parameters
-        ----------
-        wanted : iterable of (str, int | None)
-            As for `among`.
-
-        Raises
-        ------
-        RuntimeError
-            Names the first, and what the bus has dropped since this object was made.
-        """
+        """Raise where a group has ended that a step cannot do without."""
         ended = self.among(wanted)
         if ended:
             raise RuntimeError(
@@ -101,13 +61,7 @@ class EndedGroups:
             )
 
     def why(self) -> str:
-        """Say what was dropped since this object was made.
-
-        Returns
-        -------
-        str
-            Such as "4 samples as stale".
-        """
+        """Say what was dropped since this object was made."""
         counts = {
             reason: count - self._before.get(reason, 0)
             for reason, count in self._consumer.stats().dropped.items()

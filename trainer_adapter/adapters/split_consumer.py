@@ -16,18 +16,7 @@ __all__ = ["SplitConsumer", "check_options"]
 
 
 def check_options(bus: str, options: dict[str, Any]) -> None:
-    """Refuse what is no bus, no option of a consumer, or the adapter's to choose.
-
-    Parameters
-    ----------
-    bus : str
-    options : dict
-
-    Raises
-    ------
-    TypeError, ValueError
-        Says which.
-    """
+    """Refuse what is no bus, no option of a consumer, or the adapter's to choose."""
     check_name(bus)
     if "split" in options:
         raise TypeError(
@@ -37,53 +26,27 @@ def check_options(bus: str, options: dict[str, Any]) -> None:
 
 
 class SplitConsumer:
-    """A Consumer of "train" that takes other splits, too.
-
-    Parameters
-    ----------
-    bus : str
-    **options : object
-        Of `shmbus.Consumer`.
-
-    Attributes
-    ----------
-    consumer : Consumer
-        Of "train".
-    """
+    """A Consumer of "train" that takes other splits, too."""
 
     def __init__(self, bus: str, **options: Any) -> None:
         self._bus: Final = bus
         self._options: Final = options
+        #: Of "train".
         self.consumer: Final = shmbus.Consumer(bus, **options)
         self._others: dict[str, shmbus.Consumer] = {}
 
     def take(
         self, split: str, max_groups: int, timeout: float
     ) -> tuple[shmbus.Consumer, list[shmbus.Group]]:
-        """Take groups of a split.
-
-        Parameters
-        ----------
-        split : str
-        max_groups : int
-        timeout : float
-            Seconds.
-
-        Returns
-        -------
-        consumer : Consumer
-            Whose leases they are.
-        groups : list of Group
-        """
+        """Take groups of a split."""
         if split == "train":
             return self.consumer, self.consumer.take(max_groups, timeout)
-        other = self._others.get(split)
-        if other is None:
-            try:
-                return self.consumer, self.consumer.take(max_groups, timeout, split=split)
-            except ValueError:  # there is a daemon
-                options = {**self._options, "split": split}
-                other = self._others[split] = shmbus.Consumer(self._bus, **options)
+        if not self.consumer.has_daemon:
+            return self.consumer, self.consumer.take(max_groups, timeout, split=split)
+        if split not in self._others:
+            options = {**self._options, "split": split}
+            self._others[split] = shmbus.Consumer(self._bus, **options)
+        other = self._others[split]
         return other, other.take(max_groups, timeout)
 
     def close(self) -> None:

@@ -20,18 +20,9 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """A sample's place in its group.
+    """A sample's place in its group."""
 
-    Attributes
-    ----------
-    request : Request | None
-        Whose answer it is; then the rest is the request's.
-    instance_id : str | int
-    group_size, index : int
-    round : int | None
-    split : str
-    """
-
+    #: Whose answer it is; then the rest is the request's.
     request: shmbus.Request | None
     instance_id: str | int
     group_size: int
@@ -40,26 +31,7 @@ class Place:
     split: str
 
     def put(self, producer: shmbus.Producer, record: dict[str, Any], timeout: float | None) -> bool:
-        """Put the sample.
-
-        Parameters
-        ----------
-        producer : Producer
-        record : dict
-            Keywords of `Producer.put` beside the place.
-        timeout : float, optional
-            Seconds to wait for room.
-
-        Returns
-        -------
-        bool
-            False where nobody wants it any more.
-
-        Raises
-        ------
-        TypeError, ValueError, BusFullError, BusClosedError, RecordTooLargeError
-            As for `Producer.put`.
-        """
+        """Put the sample."""
         if self.request is not None:
             return producer.requests.answer(self.request, timeout=timeout, **record)
         producer.put(
@@ -69,19 +41,7 @@ class Place:
         return True
 
     def fail(self, producer: shmbus.Producer, reason: str, timeout: float | None) -> None:
-        """Report that the sample failed.
-
-        Parameters
-        ----------
-        producer : Producer
-        reason : str
-        timeout : float, optional
-
-        Raises
-        ------
-        BusFullError, BusClosedError
-            As for `Producer.fail`.
-        """
+        """Report that the sample failed."""
         if self.request is not None:
             producer.requests.fail(self.request, reason, timeout=timeout)
             return
@@ -99,26 +59,7 @@ def place_of(
     round: int | None,
     split: str | None,
 ) -> Place:
-    """Say where a sample goes.
-
-    Parameters
-    ----------
-    request : Request, optional
-    instance_id : str or int, optional
-    group_size, index : int, optional
-    round : int, optional
-    split : str, optional
-        "train" where nothing is said.
-
-    Returns
-    -------
-    Place
-
-    Raises
-    ------
-    TypeError
-        There is a request and a place, or neither; or the request is none.
-    """
+    """Say where a sample goes."""
     if request is not None and not isinstance(request, shmbus.Request):
         raise TypeError(
             f"request: expected what requests.next gave, got {type(request).__name__}; leave it "

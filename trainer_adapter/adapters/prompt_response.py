@@ -29,19 +29,7 @@ _KINDS: Final = {
 
 
 def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
-    """Say what was expected and what came, where a field would become other numbers.
-
-    Parameters
-    ----------
-    name : str
-        "tokens", "loss_mask" or "logprobs".
-    array : array, [n]
-
-    Returns
-    -------
-    (str, str) or None
-        None where it is as it should be.
-    """
+    """Say what was expected and what came, where a field would become other numbers."""
     kinds, expected = _KINDS[name]
     if array.dtype.kind not in kinds:
         return expected, str(array.dtype)
@@ -68,25 +56,7 @@ def _numbers(where: str, values: Any, expected: str, kinds: str) -> NDArray[Any]
 
 
 def int32s(where: str, values: Any) -> NDArray[np.int32]:
-    """Return token ids as they travel.
-
-    Parameters
-    ----------
-    where : str
-        For messages.
-    values : sequence of int, array or tensor, [n]
-
-    Returns
-    -------
-    int32 array [n]
-
-    Raises
-    ------
-    TypeError
-        They are no flat sequence of whole numbers.
-    ValueError
-        One is beyond 32 bits.
-    """
+    """Return token ids as they travel."""
     expected = "token ids, a flat sequence of ints"
     array = _numbers(where, values, expected, "biu")
     found = array.astype(np.int32)
@@ -96,25 +66,7 @@ def int32s(where: str, values: Any) -> NDArray[np.int32]:
 
 
 def float32s(where: str, values: Any) -> NDArray[np.float32]:
-    """Return logprobs as they travel.
-
-    Parameters
-    ----------
-    where : str
-        For messages.
-    values : sequence of float, array or tensor, [n]
-
-    Returns
-    -------
-    float32 array [n]
-
-    Raises
-    ------
-    TypeError
-        They are no flat sequence of numbers.
-    ValueError
-        One is not finite, or has none in 32 bits.
-    """
+    """Return logprobs as they travel."""
     array = _numbers(where, values, "logprobs, a flat sequence of floats", "biuf")
     with np.errstate(over="ignore"):  # what does not fit is found below
         found = array.astype(np.float32)
@@ -124,47 +76,18 @@ def float32s(where: str, values: Any) -> NDArray[np.float32]:
 
 
 class Parted(NamedTuple):
-    """A row of p prompt tokens and n response tokens.
-
-    Attributes
-    ----------
-    prompt : list of int, [p]
-    response : list of int, [n]
-    mask : list of int, [n]
-        1 for what was sampled.
-    logprobs : list of float, [n] or None
-        The sampler's; 0 where the mask is.
-    """
+    """A row of p prompt tokens and n response tokens."""
 
     prompt: list[int]
     response: list[int]
+    #: 1 for what was sampled.
     mask: list[int]
+    #: The sampler's; 0 where the mask is.
     logprobs: list[float] | None
 
 
 def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bool) -> Parted:
-    """Part a row of a sample.
-
-    Parameters
-    ----------
-    t : Trajectory
-        For messages.
-    row : mapping of str to array
-        With "tokens" and "loss_mask" [n], and "logprobs" [n] where they are needed.
-    logprobs : bool
-        Whether they are.
-
-    Returns
-    -------
-    Parted
-        Of copies.
-
-    Raises
-    ------
-    ValueError
-        A field is missing, does not fit the others, or is not finite; or there is no prompt, or
-        nothing was sampled.
-    """
+    """Part a row of a sample."""
     length = len(row["tokens"]) if "tokens" in row else 0
     for name in ("tokens", "loss_mask", *(("logprobs",) if logprobs else ())):
         array = row.get(name)
@@ -193,24 +116,7 @@ def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bo
 
 
 def experts_of(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]]) -> NDArray[np.int16] | None:
-    """Return the experts that a row's tokens were routed to; None where it says none.
-
-    Parameters
-    ----------
-    t : Trajectory
-        For messages.
-    row : mapping of str to array
-        "routed_experts" [n, layers, k] where there are some: of each token, or of its first ones.
-
-    Returns
-    -------
-    int16 array [n, layers, k] or None
-
-    Raises
-    ------
-    ValueError
-        They are none, or are of more tokens than there are.
-    """
+    """Return the experts that a row's tokens were routed to; None where it says none."""
     array = row.get("routed_experts")
     if array is None:
         return None
