@@ -24,9 +24,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 DISTRIBUTED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 C_SOURCES := $(sort $(shell find shmbus_ext -name "*.c"))
-C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h"))
+C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h")) $(sort $(wildcard shmbus_ext/_public*.pyi))
 # The ring without Python; the C tests, the fuzzers and the explorer link it.
-RING_SOURCES := $(sort $(wildcard shmbus_ext/ring/*.c))
+RING_SOURCES := $(sort $(wildcard shmbus_ext/base/*.c shmbus_ext/ring/*.c))
 # What they link: the ring, and what else of the core stands alone.
 C_TESTED := $(RING_SOURCES) shmbus_ext/batch/threads.c shmbus_ext/pool/patch_code.c
 # A C test is one file with its own main, linked with the ring; exit status 0 means success.
@@ -367,7 +367,7 @@ POOL_SHORT_SEEDS := $(patsubst %,tests/model/pool/seeds/%.sed,unlocked_lease wro
 CHANNEL_SEEDS := $(sort $(wildcard tests/model/channel/seeds/*.sed))
 CHANNEL_SHORT_SEEDS := $(patsubst %,tests/model/channel/seeds/%.sed,early_ack no_second_count)
 build/explore/pool/explore build/explore/channel/explore: build/explore/%/explore: \
-		$(wildcard shmbus_ext/pool/* shmbus_ext/channel/*) \
+		$(wildcard shmbus_ext/base/* shmbus_ext/pool/* shmbus_ext/channel/*) \
 		$(wildcard tests/model/companion/* tests/model/pool/*.* tests/model/channel/*.*) tests/model/hooks.h
 	CC='$(CC)' sh tests/model/companion/build.sh $* shmbus_ext $(@D) -O2
 

@@ -9,10 +9,12 @@ Environment switches:
 - ``SHMBUS_WERROR=1``: stricter warnings, each an error.
 """
 
+import ast
 import os
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -59,11 +61,44 @@ if WERROR:
     compile_args += ["-Wconversion", "-Werror"]
 
 
+# What users meet of the C code is described in these stubs alone; the build takes it from there.
+STUBS = sorted(glob("shmbus_ext/_public*.pyi"))
+
+
+def documentation() -> str:
+    """Return a C header of the stubs' docstrings: DOC_Writer, DOC_Writer_put and so on."""
+    lines = []
+    for stub in STUBS:
+        for kind in ast.parse(Path(stub).read_text()).body:
+            for node in [kind, *getattr(kind, "body", [])]:
+                if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                    continue
+                text = ast.get_docstring(node)
+                if text is None:
+                    continue
+                name = kind.name if node is kind else f"{kind.name}_{node.name}"
+                if isinstance(node, ast.FunctionDef):
+                    arguments = node.args
+                    for each in ast.walk(arguments):
+                        if isinstance(each, ast.arg):
+                            each.annotation = None
+                    own = {"self": "$self", "cls": "$type"}
+                    for first in (arguments.posonlyargs + arguments.args)[:1]:
+                        first.arg = own.get(first.arg, first.arg)
+                    text = f"{node.name}({ast.unparse(arguments)})\n--\n\n{text}"
+                quoted = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+                lines.append(f'#define DOC_{name} "{quoted}"\n')
+    return "".join(lines)
+
+
 class BuildExtension(build_ext):
     """Compiles on every core, and by our flags alone where each warning has to count."""
 
     def build_extensions(self) -> None:
         """Compile and link; under SHMBUS_WERROR without the interpreter's own flags."""
+        os.makedirs(self.build_temp, exist_ok=True)
+        Path(self.build_temp, "public_docs.h").write_text(documentation())
+        self.compiler.add_include_dir(self.build_temp)
         if WERROR:
             # Some of the inherited flags switch warnings off; others only gcc understands.
             cc = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
@@ -86,7 +121,7 @@ setup(
         Extension(
             "shmbus_ext._core",
             sources=sorted(glob("shmbus_ext/**/*.c", recursive=True)),
-            depends=sorted(glob("shmbus_ext/**/*.h", recursive=True)),
+            depends=[*sorted(glob("shmbus_ext/**/*.h", recursive=True)), *STUBS],
             include_dirs=["shmbus_ext", numpy.get_include()],
             define_macros=macros,
             undef_macros=undefined_macros,

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from bench import program
 from bench.row import Row
-from trainer_adapter import pad_input, unpad_input, varlen_attention
+from trainer_adapter import varlen_attention
+from trainer_adapter.compat import pad_input, unpad_input
 
 __all__ = ["main"]
 

@@ -21,7 +21,7 @@ PROGRAMS: Final = Path(__file__).with_name("c")
 #: As setup.py compiles the extension.
 RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
 #: Rooms of shmbus_ext that know no Python.
-CORE: Final = ("ring", "stash", "batch")
+CORE: Final = ("base", "ring", "stash", "batch")
 DEADLINE_S: Final = 300.0
 
 

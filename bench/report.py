@@ -64,7 +64,10 @@ def block(name: str, chosen: Sequence[str], page: Path, *, draw: bool = True) ->
     )
     by_name = {row.name: row for row in rows}
     where = os.path.relpath(RESULTS, page.resolve().parent)
-    lines = [f"{_of(result)}; [all figures]({where}/{name}.json).\n", _markdown(by_name, wanted)]
+    lines = [
+        f"{_of(result)}; [all figures]({where}/{name}.json).\n",
+        _markdown(by_name, wanted, last=None if page.parent.name == "bench" else -1),
+    ]
     if PICTURE in chosen:
         if draw:
             picture(rows, RESULTS / f"{name}.svg")
@@ -82,9 +85,12 @@ def _of(result: dict[str, Any]) -> str:
     return f"`{command}` on {on}, {facts['date_utc'][:10]}, load {facts['load_average'][0]:.1f}"
 
 
-def _markdown(rows: dict[str, Row], names: Sequence[str] | dict[str, None]) -> str:
+def _markdown(
+    rows: dict[str, Row], names: Sequence[str] | dict[str, None], *, last: int | None = None
+) -> str:
+    # The first page has what was measured, without the verdicts of the last column.
     lines = [HEADS, ["---"] * len(HEADS), *(cells(rows[name]) for name in names)]
-    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
+    return "".join(f"|{'|'.join(line[:last])}|\n" for line in lines)
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:

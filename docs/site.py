@@ -37,13 +37,7 @@ REFERENCE = {
     "batch": (
         "shmbus.batch",
         "Many trajectories at once, for those who pack batches themselves.",
-        [
-            "shmbus.batch.gather",
-            "shmbus.batch.extra_fields",
-            "shmbus.batch.gather_plan",
-            "shmbus.batch.baseline",
-            "shmbus.batch.rows",
-        ],
+        ["shmbus.batch.gather", "shmbus.batch.baseline"],
     ),
     "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),
     "objectives": (
@@ -70,11 +64,6 @@ REFERENCE = {
         "shmbus.weights",
         "Weights back to inference: publishers, subscribers, carriers.",
         ["shmbus.weights"],
-    ),
-    "pool": (
-        "shmbus.pool",
-        "Versions of many bytes in shared memory, which the weights travel by.",
-        ["shmbus.pool"],
     ),
     "channel": (
         "shmbus.tensors",
@@ -283,7 +272,7 @@ def _public_names(module: str) -> list[str]:
     for node in ast.parse(_source(module).read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names: list[str] = ast.literal_eval(node.value)
-            return [name for name in names if not name.startswith("_") and name != "Slot"]
+            return [name for name in names if not name.startswith("_")]
     raise LookupError(f"{module} has no __all__")
 
 

@@ -29,28 +29,29 @@ from shmbus.errors import (
     BusRemovedError,
     CapacityError,
     DaemonUnavailableError,
+    DamagedError,
+    DeviceMismatchError,
     LayoutMismatchError,
+    PeerGoneError,
     ProtocolError,
     RecordTooLargeError,
     ShmbusError,
     StallError,
     UnscoredError,
+    WaitTimeoutError,
 )
 from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
     from shmbus.consumer import Consumer
-    from shmbus.copies import GroupCopy, TrajectoryCopy
     from shmbus.feeder import Feeder
     from shmbus.group import Group
     from shmbus.inspect.stall_report import StallReport
     from shmbus.ledger import Ledger, RequestCounts
     from shmbus.producer import Producer, ProducerStats
-    from shmbus.put.requests import ProducerRequests, Request
-    from shmbus.put.retries import WantedSample
+    from shmbus.producer_requests import ProducerRequests, Request
     from shmbus.segment.bus import Bus, BusStats, ProducerInfo
     from shmbus.segment.lifecycle import unlink
-    from shmbus.take.requests import RestoredRequests
 
 __all__ = [
     "Bus",
@@ -64,11 +65,13 @@ __all__ = [
     "CapacityError",
     "Consumer",
     "DaemonUnavailableError",
+    "DamagedError",
+    "DeviceMismatchError",
     "Feeder",
     "Group",
-    "GroupCopy",
     "LayoutMismatchError",
     "Ledger",
+    "PeerGoneError",
     "Producer",
     "ProducerInfo",
     "ProducerRequests",
@@ -78,21 +81,15 @@ __all__ = [
     "Request",
     "RequestCounts",
     "Reservation",
-    "RestoredRequests",
     "ShmbusError",
-    "Slot",
     "StallError",
     "StallReport",
     "Trajectory",
-    "TrajectoryCopy",
     "UnscoredError",
-    "WantedSample",
+    "WaitTimeoutError",
     "__version__",
     "unlink",
 ]
-
-#: Another name of it, for code that calls its reservations slots.
-Slot = Reservation
 
 _HOMES = {
     "Bus": "shmbus.segment.bus",
@@ -100,18 +97,14 @@ _HOMES = {
     "Consumer": "shmbus.consumer",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",
-    "GroupCopy": "shmbus.copies",
     "Ledger": "shmbus.ledger",
     "Producer": "shmbus.producer",
     "ProducerInfo": "shmbus.segment.bus",
-    "ProducerRequests": "shmbus.put.requests",
+    "ProducerRequests": "shmbus.producer_requests",
     "ProducerStats": "shmbus.producer",
-    "Request": "shmbus.put.requests",
+    "Request": "shmbus.producer_requests",
     "RequestCounts": "shmbus.ledger",
-    "RestoredRequests": "shmbus.take.requests",
     "StallReport": "shmbus.inspect.stall_report",
-    "TrajectoryCopy": "shmbus.copies",
-    "WantedSample": "shmbus.put.retries",
     "unlink": "shmbus.segment.lifecycle",
 }
 

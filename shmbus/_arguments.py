@@ -1,6 +1,10 @@
 """Checks of arguments: each returns the value as shmbus uses it, or raises TypeError or ValueError.
 
-Invariant: a message names the argument, says what was expected, and what was given.
+Invariants:
+
+- A message names the argument, says what was expected, and what was given; nothing was begun.
+- NumPy's numbers are numbers and its bool is a bool; a bool is no number.
+- Importing this loads no torch: adapters of stacks that have none check by it, too.
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import ParamSpec
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 
 from shmbus import limits
 from shmbus._format import show_size
 from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    import torch
 
 #: Bytes of the largest size: more than any machine has, and the sums of the core cannot overflow.
 LARGEST_SIZE = 1 << 46
@@ -41,7 +49,6 @@ SECONDS = (
     int, float, np.floating, np.unsignedinteger,
     np.byte, np.short, np.intc, np.int_, np.longlong,
 )  # fmt: skip
-_LONGEST_S = sys.float_info.max
 _LARGEST_INT = 2**63 - 1
 
 P = ParamSpec("P")
@@ -67,15 +74,133 @@ def names_options(init: Callable[P, None]) -> Callable[P, None]:
     return __init__
 
 
-def check_int(name: str, value: object) -> int:
-    """Return an int. NumPy's integers are ints, a bool is not."""
-    refused = isinstance(value, (bool, np.bool_, type)) or not hasattr(value, "__index__")
-    if not refused:
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError as error:  # an array or a tensor of several numbers
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
-    raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Return an int, from `least` to `most`."""
+    if isinstance(value, (bool, np.bool_, type)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    try:
+        number = operator.index(value)
+    except TypeError as error:  # an array or a tensor of several numbers
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from error
+    if most is None and least is not None and number < least:
+        raise ValueError(f"{name}: expected {least} or more, got {number}")
+    if most is not None and least is not None and not least <= number <= most:
+        raise ValueError(f"{name}: expected {least} to {most}, got {number}")
+    return number
+
+
+def check_int64(name: str, value: object) -> int:
+    """Return an int of 64 bits: what has more would be cut."""
+    number = check_int(name, value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{name}: expected an int64, got {number}")
+    return number
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Return an int of `least` or more."""
+    return check_int(name, value, least)
+
+
+def check_number(name: str, value: object, what: str = "a number") -> float:
+    """Return a number that a float can hold, infinite ones and nan too; `what` it is to be."""
+    # float and int first: the test for Real asks a registry.
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
+        raise TypeError(f"{name}: expected {what}, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(
+            f"{name}: expected {what} that a float can hold, got one beyond 1e308"
+        ) from error
+
+
+def _seconds(name: str, value: object, expected: str) -> float:
+    """Return seconds as a float, whatever their sign."""
+    if isinstance(value, bool) or not isinstance(value, SECONDS):
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    return check_number(name, value, expected)
+
+
+def check_seconds(name: str, value: object) -> float:
+    """Return 0 or more seconds."""
+    seconds = _seconds(name, value, "seconds")
+    if not seconds >= 0:
+        raise ValueError(f"{name}: expected 0 or more seconds, got {value}")
+    return seconds
+
+
+def check_period(name: str, value: object) -> float:
+    """Return more than 0 seconds."""
+    seconds = _seconds(name, value, "seconds")
+    if not seconds > 0:
+        raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
+    return seconds
+
+
+def check_timeout(timeout: object, name: str = "timeout") -> float | None:
+    """Return a timeout: None, or 0 or more seconds."""
+    if timeout is None or (type(timeout) is float and timeout >= 0):  # each poll of a reader asks
+        return timeout
+    seconds = _seconds(name, timeout, "seconds or None")
+    if not seconds >= 0:
+        raise ValueError(
+            f"{name}: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
+        )
+    return seconds
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a bool: of a text, "no" would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+    return bool(value)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    """Check that a value is one of two words or more; the message ends with the hint."""
+    # An array is not compared: it would give an array of answers.
+    if isinstance(value, str) and value in choices:
+        return
+    *first, last = map(repr, choices)
+    expected = f"{name}: expected {', '.join(first)} or {last}"
+    hint = hint and f"; {hint}"
+    if not isinstance(value, str):
+        raise TypeError(f"{expected}, got {type(value).__name__}{hint}")
+    raise ValueError(f"{expected}, got {value!r}{hint}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Check that a value is a path, as a str or an `os.PathLike`."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Check that a value is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+
+
+def is_text(name: str) -> bool:
+    """Whether UTF-8 can encode a name, as tables of tensors and headers of files do."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def known_device(device: object) -> torch.device:
+    """Return a device that torch knows."""
+    import torch
+
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected one that torch knows, got {device!r}") from error
 
 
 def check_round(value: object) -> int | None:
@@ -125,25 +250,10 @@ def _id_text(value: object) -> str:
     return str(number)
 
 
-def check_int64(name: str, value: object) -> int:
-    """Return an int of 64 bits: what has more would be cut."""
-    number = check_int(name, value)
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"{name}: expected an int64, got {number}")
-    return number
-
-
 def check_split(value: object) -> str:
     """Return the label of a split."""
     _core.check_split(value)
     return str(value)
-
-
-def check_flag(name: str, value: object) -> bool:
-    """Return a bool. Text is refused: "no" would be true."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
-    return bool(value)
 
 
 def clamp_request(name: str, value: object) -> int:
@@ -171,56 +281,17 @@ def check_rank(rank: object, world_size: object) -> tuple[int, int]:
     return which, size
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of several words."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {choices}, got {type(value).__name__}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
-
-
-def check_count(name: str, value: object, least: int) -> int:
-    """Return an int of `least` or more."""
-    number = check_int(name, value)
-    if number < least:
-        raise ValueError(f"{name}: expected {least} or more, got {number}")
-    return number
-
-
-def check_seconds(name: str, value: object) -> float:
-    """Return a period of more than 0 seconds."""
-    if isinstance(value, bool) or not isinstance(value, SECONDS):
-        raise TypeError(f"{name}: expected seconds, got {type(value).__name__}")
-    seconds = _in_seconds(value)
-    if not seconds > 0:
-        raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
-    if seconds == math.inf and value != math.inf:
-        raise ValueError(f"{name}: expected seconds that a float can hold, got {value}")
-    return seconds
-
-
 def check_backoff(name: str, value: object) -> tuple[float, float]:
     """Return how long to wait between attempts: seconds at first, and at most."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{name}: expected two numbers of seconds, (first, at most), got {value!r}")
-    for each in value:
-        if isinstance(each, bool) or not isinstance(each, SECONDS):
-            raise TypeError(f"{name}: expected seconds, got {type(each).__name__}")
-    first, most = (_in_seconds(each) for each in value)
+    first, most = (_seconds(name, each, "seconds") for each in value)
     if not 0 <= first <= most < math.inf:
         raise ValueError(
             f"{name}: expected 0 <= first <= at most, both finite, got {first:g} and {most:g}; "
             "(0.5, 30.0) is the default"
         )
     return first, most
-
-
-def _in_seconds(value: int | float | np.integer | np.floating) -> float:
-    """Return a number as a float; one that no float can hold as an infinite one."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.copysign(math.inf, value > 0 or -1)
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
@@ -247,6 +318,16 @@ def parse_size(size: int | str, what: str = "size") -> int:
     return size
 
 
+def check_bytes(name: str, size: int | str) -> int:
+    """Return a number of bytes: an int of any size, or a text such as "2GiB"."""
+    if isinstance(size, (str, bool)) or not hasattr(size, "__index__"):
+        return parse_size(size, name)
+    number = check_int(name, size)
+    if not 0 <= number <= _LARGEST_INT:
+        raise ValueError(f"{name}: expected a number of bytes, 0 to 2**63 - 1, got {number}")
+    return number
+
+
 def check_policy_version(version: object) -> int:
     """Return a policy version as an int, 0 to 2**63 - 1."""
     number = check_int("policy_version", version)
@@ -256,11 +337,7 @@ def check_policy_version(version: object) -> int:
 
 
 def process_label() -> str:
-    """Return the name of this process for messages of others: its script and its host.
-
-    All processes of Ray have one script; there it is the actor, or the task, that the process's
-    title says.
-    """
+    """Return the name of this process for messages of others: its script and its host."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
     if script == _RAY_SCRIPT:
         script = _ray_name() or script
@@ -277,27 +354,3 @@ def _ray_name() -> str | None:
     if not title.startswith("ray::"):
         return None
     return title.removeprefix("ray::").partition(".")[0].strip() or None
-
-
-def check_timeout(timeout: object, name: str = "timeout") -> None:
-    """Check a timeout: None, or 0 or more seconds."""
-    if timeout is None:
-        return
-    if not isinstance(timeout, SECONDS):
-        raise TypeError(f"{name}: expected seconds or None, got {type(timeout).__name__}")
-    if isinstance(timeout, np.floating):
-        timeout = float(timeout)  # NumPy would cast the bound to its own type, and warn
-    if not 0 <= timeout <= _LONGEST_S and timeout != math.inf:
-        raise ValueError(
-            f"{name}: expected 0 or more seconds, or None to wait for ever, got {timeout!r}"
-        )
-
-
-def check_wait(wait: object) -> float | None:
-    """Check for how long a bus is waited for: as a timeout, and no bool, which says no time."""
-    if isinstance(wait, (bool, np.bool_)):
-        raise TypeError(
-            "wait: expected seconds or None, got bool; None waits for ever, 0 does not wait"
-        )
-    check_timeout(wait, "wait")
-    return None if wait is None else float(wait)  # type: ignore[arg-type]

@@ -141,10 +141,7 @@ def _extension_dtype(name: str) -> np.dtype[Any]:
 
 
 def parse_dtype(what: str, given: object) -> np.dtype[Any]:
-    """Return the dtype that a user means; TypeError, which begins with `what`, for anything else.
-
-    NumPy's words, the names of PyTorch's dtypes, and these dtypes themselves.
-    """
+    """Return the dtype that a user means; TypeError that begins with `what` for anything else."""
     try:
         if type(given) is str:
             dtype = _named_dtype(given)
@@ -183,12 +180,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any, Any]:
-    """Take what exports an array (torch CPU tensor, memoryview, array.array) without a guess.
-
-    One number under a name that is nearly one of put's arguments is refused where no schema
-    declares the field: it is meant for that. A masked array is refused, since only its data would
-    come through.
-    """
+    """Take what exports an array (torch CPU tensor, memoryview, array.array) without a guess."""
     refuse_masked(name, value)
     if isinstance(value, np.generic) or (
         not isinstance(value, (bytes, bytearray, str, list, tuple, dict))
@@ -225,10 +217,10 @@ def refuse_masked(name: str, value: object) -> None:
 
 def unknown_field(name: str, names: tuple[str, ...]) -> TypeError:
     """Say that a schema has no such field, and which it has."""
-    from shmbus._near_names import near_argument, near_field
+    from shmbus._near_names import near, near_argument
 
-    near = near_field(name, names) or near_argument(name)
-    hint = "" if near is None else f"; did you mean {near}=?"
+    found = next(iter(near(name, names)), None) or near_argument(name)
+    hint = "" if found is None else f"; did you mean {found}=?"
     return TypeError(f"{name}: the schema has no such field, only {', '.join(names)}{hint}")
 
 

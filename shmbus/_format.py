@@ -99,10 +99,7 @@ def printable(value: str) -> str:
 
 
 def unprinted(text: str) -> str:
-    """Return what `printable` shows as `text`, each escape a character; `text` where it has none.
-
-    Two texts may look alike, so ask for `text` as it stands first.
-    """
+    """Return what `printable` shows as `text`, each escape a character."""
     found = _ESCAPE.sub(lambda escape: escape[0].encode().decode("unicode_escape"), text)
     return found if printable(found) == text else text
 

@@ -23,19 +23,7 @@ class LoopWaits:
         ] = weakref.WeakKeyDictionary()
 
     async def wait(self, sleep: Callable[[], object], wait_s: float | None) -> None:
-        """Wait until `sleep()` returns, or the call that another task of this loop has under way.
-
-        What it raises is for the caller to look at, who knows it by other means: a task that shares
-        the call could not tell whose it is.
-
-        Parameters
-        ----------
-        sleep : callable
-            Runs in a thread; ends by itself, also after a cancellation of all that wait.
-        wait_s : float, optional
-            Seconds after which not to wait any more for another task's call; None for as long as it
-            lasts. An own call is waited for to its end.
-        """
+        """Wait until `sleep()` returns, or the one that another task of this loop has under way."""
         loop = asyncio.get_running_loop()
         known = self._waiting.get(loop)
         waiting = None if known is None else known()

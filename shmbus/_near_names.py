@@ -7,10 +7,10 @@ and every score would be 0.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-__all__ = ["OPTIONS", "near_argument", "near_field", "near_options", "unknown_option"]
+__all__ = ["OPTIONS", "UnknownNameError", "near", "near_argument", "near_options", "unknown_option"]
 
 #: How much two names have to have in common, from 0 to 1: "timout" and "timeout" have 0.92.
 ALIKE: Final = 0.8
@@ -21,56 +21,40 @@ ARGUMENTS: Final = (
 )  # fmt: skip
 
 #: What other libraries call them.
-SYNONYMS: Final[dict[str, str]] = {
-    **dict.fromkeys(("prompt_id", "group_id", "problem_id", "question_id", "uid"), "instance_id"),
-    **dict.fromkeys(("num_generations", "num_samples", "n_samples", "rollout_n"), "group_size"),
-    **dict.fromkeys(("idx", "sample_index", "sample_idx", "sample_id"), "index"),
-    **dict.fromkeys(("reward", "rewards", "scores", "ret", "return_"), "score"),
+SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("prompt_id", "group_id", "problem_id", "question_id", "uid"), ("instance_id",)
+    ),
+    **dict.fromkeys(("num_generations", "num_samples", "n_samples", "rollout_n"), ("group_size",)),
+    **dict.fromkeys(("idx", "sample_index", "sample_idx", "sample_id"), ("index",)),
+    **dict.fromkeys(("reward", "rewards", "scores", "ret", "return_"), ("score",)),
     **dict.fromkeys(
         ("version", "weight_version", "weights_version", "model_version", "policy_step", "policy"),
-        "policy_version",
+        ("policy_version",),
     ),
-    **dict.fromkeys(("metadata", "extra_info"), "meta"),
+    **dict.fromkeys(("metadata", "extra_info"), ("meta",)),
     # Not put's own: a field of the trainer, with one number a token.
-    **dict.fromkeys(("advantage", "adv"), "advantages"),
+    **dict.fromkeys(("advantage", "adv"), ("advantages",)),
 }
 
 
+def near(
+    name: str,
+    known: Collection[str],
+    synonyms: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    most: int = 1,
+    alike: float = ALIKE,
+) -> tuple[str, ...]:
+    """Return which of the known names one is probably meant for, the nearest first."""
+    if synonyms is not None and name not in known and name.lower() in synonyms:
+        return synonyms[name.lower()]
+    return tuple(difflib.get_close_matches(name, known, n=most, cutoff=alike))
+
+
 def near_argument(name: str) -> str | None:
-    """Return the argument that a name is probably meant for; None where it is like none of them.
-
-    Parameters
-    ----------
-    name : str
-        As it was given to put.
-
-    Returns
-    -------
-    str or None
-    """
-    plain = name.lower()
-    if plain in SYNONYMS:
-        return SYNONYMS[plain]
-    near = difflib.get_close_matches(plain, ARGUMENTS, n=1, cutoff=ALIKE)
-    return near[0] if near else None
-
-
-def near_field(name: str, fields: tuple[str, ...]) -> str | None:
-    """Return the declared field that a name is probably meant for; None where none is like it.
-
-    Parameters
-    ----------
-    name : str
-        As it was given to put.
-    fields : tuple of str
-        The declared ones.
-
-    Returns
-    -------
-    str or None
-    """
-    near = difflib.get_close_matches(name, fields, n=1, cutoff=ALIKE)
-    return near[0] if near else None
+    """Return the argument of put that a name is probably meant for."""
+    return next(iter(near(name.lower(), ARGUMENTS, SYNONYMS)), None)
 
 
 #: What TRL, verl, prime-rl and torch call options of a handle; an empty tuple where a name is none
@@ -113,17 +97,49 @@ OPTIONS: Final[dict[str, tuple[str, ...]]] = {
 
 def near_options(name: str, known: Collection[str]) -> tuple[str, ...]:
     """Return the options that a name is probably meant for, the nearest first, of those known."""
-    plain = name.lower()
-    if plain in OPTIONS and plain not in known:
-        return tuple(option for option in OPTIONS[plain] if option in known)
-    return tuple(difflib.get_close_matches(plain, known, n=2))
+    found = near(name.lower(), known, OPTIONS, most=2, alike=0.6)
+    return tuple(option for option in found if option in known)
 
 
 def unknown_option(what: str, name: str, known: Collection[str], others: str = "") -> TypeError:
     """Say that a constructor has no such option, and the nearest, or else all that it has."""
-    near = near_options(name, known)
-    hint = f"did you mean {' or '.join(map(repr, near))}?"
+    found = near_options(name, known)
+    hint = f"did you mean {' or '.join(map(repr, found))}?"
     return TypeError(
         f"{what} got an unexpected keyword argument {name!r}; "
-        + (hint if near else f"expected one of {others or ', '.join(known)}")
+        + (hint if found else f"expected one of {others or ', '.join(known)}")
     )
+
+
+#: Names like an unknown one that its error shows, and names that it shows where none is like it.
+_NEAR_SHOWN: Final = 3
+_NAMES_SHOWN: Final = 5
+
+
+class UnknownNameError(KeyError):
+    """A name under which nothing is; a KeyError, so that `in` and `get` of a mapping work by it."""
+
+    def __init__(self, what: str, name: object, names: Iterable[str]) -> None:
+        super().__init__(name)
+        self._what = what
+        self._names = list(names)
+
+    def __str__(self) -> str:
+        # Not before it is shown: to compare the names of a large model takes most of a second, and
+        # `get` and `in` show nothing.
+        name = self.args[0]
+        found = near(str(name), self._names, most=_NEAR_SHOWN, alike=0.6)
+        if found:
+            return f"{name!r}: {self._what}: no such name; did you mean {_listed(found)}?"
+        shown = _listed(self._names[:_NAMES_SHOWN]) or "none"
+        more = len(self._names) - _NAMES_SHOWN
+        return f"{name!r}: {self._what}: no such name; there is {shown}" + (
+            f" and {more} more" if more > 0 else ""
+        )
+
+    def __reduce__(self) -> tuple[type[KeyError], tuple[str]]:
+        return KeyError, (str(self),)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -22,18 +22,5 @@ _RUN: Final = (
 
 
 def program(module: str, *words: str) -> list[str]:
-    """Return the command line of a module: that of ``python -m MODULE WORDS``, but for the above.
-
-    Parameters
-    ----------
-    module : str
-        Its name.
-    *words : str
-        Arguments of the program.
-
-    Returns
-    -------
-    list[str]
-        For `subprocess.Popen` and its like.
-    """
+    """Return the command line of a module, as ``python -m MODULE WORDS``, but for the above."""
     return [sys.executable, "-c", _RUN.format(root=_ROOT, module=module), *words]

@@ -49,22 +49,7 @@ def _padded(size: int) -> int:
 def encode_prompt(
     fields: Mapping[str, object], meta: object, declared: _core.DeclaredSchema | None = None
 ) -> bytes:
-    """Encode a prompt.
-
-    Parameters
-    ----------
-    fields : mapping of str to array
-        Any shape, any dtype of fixed size; lists too, where their dtype is known.
-    meta : object
-        What msgspec can encode; None for none.
-    declared : DeclaredSchema, optional
-        The fields that a prompt has.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A value is no array, is none of the schema's, or there are too many; or as for meta.
-    """
+    """Encode a prompt."""
     for name in fields:
         if is_argument(name):
             raise TypeError(
@@ -141,22 +126,14 @@ def _by_schema(
 
 
 class Prompt:
-    """A prompt that was decoded as far as somebody asked. It owns its bytes.
-
-    Parameters
-    ----------
-    raw : bytes
-        What `encode_prompt` made, from `start` on.
-    start : int
-        Where it begins.
-    """
+    """A prompt that was decoded as far as somebody asked. It owns its bytes."""
 
     __slots__ = ("_fields", "_meta", "_raw", "_start")
 
     def __init__(self, raw: bytes, start: int) -> None:
         self._raw = raw
         self._start = start
-        self._fields: dict[str, NDArray[Any]] | None = None
+        self._fields: dict[str, NDArray[Any]] | None = None if raw else {}
         self._meta: bytes | None = None
 
     @property
@@ -210,7 +187,7 @@ class Request:
     split : str
         What the group is for.
     group_size : int
-        Samples of the group.
+        Samples of the group; 0 where that is not known, of a sample that `requests.retries` gave.
     need : int
         How many of them make it complete.
     index : int

@@ -246,26 +246,7 @@ def decode_part(name: str, source: _core.Segment | bytes) -> _core.DeclaredSchem
 def agreed_schema(
     segment: _core.Segment, own: _core.DeclaredSchema | None
 ) -> _core.DeclaredSchema | None:
-    """Return the schema to put by: the segment's, or one's own where that declares none.
-
-    Parameters
-    ----------
-    segment : Segment
-        The bus.
-    own : DeclaredSchema, optional
-        What the caller of a handle gave.
-
-    Returns
-    -------
-    DeclaredSchema or None
-
-    Raises
-    ------
-    ValueError
-        Both are there and differ; the message names a field and what both sides have.
-    LayoutMismatchError
-        The segment's is damaged.
-    """
+    """Return the schema to put by: the segment's, or one's own where that declares none."""
     declared = declared_schema(segment)
     if declared is None or own is None:
         return own if declared is None else declared

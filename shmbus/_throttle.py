@@ -15,13 +15,7 @@ __all__ = ["LimitedLog", "Throttle"]
 
 
 class Throttle:
-    """Decides which events are told in full, and counts the others.
-
-    Parameters
-    ----------
-    interval_s : float
-        Seconds between two lines of one cause.
-    """
+    """Decides which events are told in full, and counts the others."""
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
@@ -40,10 +34,7 @@ class Throttle:
         return True
 
     def sums(self, now_s: float) -> list[tuple[str, int]]:
-        """Return what was counted of each cause whose interval is over, where anything was.
-
-        After an interval without an event, the next one is told in full again.
-        """
+        """Return what was counted of each cause whose interval is over, where anything was."""
         found = []
         for cause, since_s in list(self._since_s.items()):
             if now_s - since_s < self.interval_s:
@@ -59,15 +50,7 @@ class Throttle:
 
 
 class LimitedLog:
-    """Warnings whose number others decide: the first of a cause, then a sum once an interval.
-
-    Parameters
-    ----------
-    logger : Logger
-        Where they go.
-    interval_s : float
-        Seconds between two lines of one cause.
-    """
+    """Warnings whose number others decide: the first of a cause, then a sum once an interval."""
 
     def __init__(self, logger: logging.Logger, interval_s: float) -> None:
         self._logger = logger

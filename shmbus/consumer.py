@@ -1,15 +1,29 @@
 """Consumer: delivers complete groups under lease, from a daemon or straight from the ring.
 
-`take` is C (shmbus_ext/python/read); what it leaves to Python is here, every other verb in a base
-class (shmbus/take).
+`take` is C (shmbus_ext/python/read); what it leaves to Python is here. In an event loop a group is
+leased by the loop's own thread, in a call that does not wait. What waits is one other thread for
+all tasks of the loop; it leases nothing where this process reads the ring itself. Where a daemon
+leases, that thread asks it, and what is granted is ready until a task takes it.
+
+Invariants:
+
+- After an exception in attaching nothing is attached.
+- No variable has groups on their way to the caller, so those that an exception keeps from the
+  caller are ready again. Groups that were granted after the last task has been cancelled go back to
+  the daemon, so no group is leased to nobody.
+- A group is checked (that it is one, is leased, and is this Consumer's) before its source ends the
+  lease, so no source ends a lease twice. The one exception, a list of groups for a daemon, is
+  checked in the same call that ends them (`DaemonClient.end_groups`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Final, Literal, TypeVar
 
 from shmbus import errors, limits
 from shmbus._arguments import (
@@ -19,37 +33,45 @@ from shmbus._arguments import (
     check_count,
     check_flag,
     check_label,
+    check_period,
     check_policy_version,
     check_rank,
-    check_seconds,
     check_split,
     check_timeout,
-    check_wait,
     clamp_request,
     names_options,
 )
+from shmbus._closing import ClosedByWith
 from shmbus._format import show_wait
-from shmbus._schema import Schema
+from shmbus._loop_waits import LoopWaits
+from shmbus._schema import Schema, mapping_of, parse
 from shmbus.client.daemon_client import DaemonClient
-from shmbus.group import Group
-from shmbus.ledger import Ledger
+from shmbus.feeder import Feeder
+from shmbus.group import Group, GroupState
+from shmbus.ledger import Ledger, TrainedBefore
+from shmbus.open_requests import (
+    RequestsState,
+    RestoredRequests,
+    open_keys,
+    requests_state,
+    restore_requests,
+)
 from shmbus.segment.names import check_name
-from shmbus.source import AttachOptions
+from shmbus.source import AttachOptions, Source, attach
 from shmbus.stall import OnStall, Watch
+from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
-from shmbus.take.asynchronous import AsynchronousTakes
-from shmbus.take.attached import seconds_left
-from shmbus.take.ending import LeaseEnds
-from shmbus.take.requests import PromptRequests
-from shmbus.take.steps import StepTakes
 from shmbus_ext import _core
 
 __all__ = ["Consumer"]
 
 _T = TypeVar("_T")
 
+#: What `drop` counts groups as.
+_DROP_REASONS: Final = {"malformed": _core.DROP_MALFORMED, "filtered": _core.DROP_FILTERED}
 
-class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
+
+class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     """Takes complete groups from a bus: from its daemon where there is one, else from the ring.
 
     Without a daemon a bus has one consumer, and a second one gets BusBusyError. With a daemon
@@ -57,7 +79,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
     step is shared out among them. The daemon's options of the stash apply then. Consumers with a
     rank and without one cannot be attached together: who comes later gets BusBusyError.
 
-    With ranks, `take(max_groups)` is `take_step(groups=max_groups, max_wait=0)`: this rank's shard
+    With ranks, `take(max_groups)` is `take_shard(groups=max_groups, max_wait=0)`: this rank's shard
     of the next step, which has at most `max_groups` groups for each rank and is formed as soon as
     each gets one. All ranks have to call it with the same number.
 
@@ -88,8 +110,8 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
     on_overflow : "wait" | "drop" | "partial"
         What happens to the oldest incomplete groups above that.
     sample_retries : int
-        How often a sample is requested again, alone (`Producer.wanted`), after a producer reported
-        that it failed, or when it is missing at its group's deadline.
+        How often a sample is requested again, alone (`Producer.requests`), after a producer
+        reported that it failed, or when it is missing at its group's deadline.
     retry_timeout : float
         Seconds after which a retry request without an answer counts as a failed attempt, and that a
         group with a sample that failed for good waits for its other samples.
@@ -113,7 +135,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         of another split beside ranks. `max_policy_lag` and `skip_zero_variance` are for "train".
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing was committed, acknowledged or dropped on the bus for
-        `stall_timeout` seconds while `take` or `take_step` waits, in one call or in several: a
+        `stall_timeout` seconds while `take` or `take_shard` waits, in one call or in several: a
         warning of the logger ``shmbus.stall``; a StallError; a call with the StallReport, whose
         exceptions end the wait; or nothing.
     stall_timeout : float
@@ -153,6 +175,8 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         consumer.ack(groups)
     """
 
+    # -- attaching ---------------------------------------------------------------------------------
+
     @names_options
     def __init__(
         self,
@@ -185,14 +209,14 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         check_choice("on_failure", on_failure, ("drop", "partial"))
         check_choice("duplicate", duplicate, ("drop", "error"))
         policy = StashPolicy(
-            group_timeout_s=_or_none(check_seconds, "group_timeout", group_timeout),
+            group_timeout_s=_or_none(check_period, "group_timeout", group_timeout),
             on_timeout=on_timeout,
             max_policy_lag=_or_none(check_count, "max_policy_lag", max_policy_lag, 0),
             skip_zero_variance=check_flag("skip_zero_variance", skip_zero_variance),
             max_stash_bytes=_or_none(check_count, "max_stash_bytes", max_stash_bytes, 1),
             on_overflow=on_overflow,
             sample_retries=check_count("sample_retries", sample_retries, 0),
-            retry_timeout_s=check_seconds("retry_timeout", retry_timeout),
+            retry_timeout_s=check_period("retry_timeout", retry_timeout),
             retry_backoff_s=check_backoff("retry_backoff", retry_backoff),
             on_failure=on_failure,
         )
@@ -214,11 +238,20 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
                 "of another split"
             )
         self._options = AttachOptions(
-            self.name, policy, duplicate, label, rank, world_size, daemon, check_wait(wait), split
+            self.name,
+            policy,
+            duplicate,
+            label,
+            rank,
+            world_size,
+            daemon,
+            check_timeout(wait, "wait"),
+            split,
         )
         self._watch = Watch(name, on_stall, stall_timeout)
+        #: In the form that pickles; who made the handle gets an error for a wrong one.
+        self._prompt_schema = None if prompt_schema is None else mapping_of(parse(prompt_schema))
         self._begin()
-        self._begin_requests(prompt_schema)
         try:
             self._require_source()
         except BaseException:
@@ -226,15 +259,65 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
             self.close()
             raise
 
-    # -- taking ---------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        """Set what a new handle begins with, made or unpickled."""
+        self._lock = _core.RecursiveLock()
+        self._source: Collector | DaemonClient | None = None
+        # The last one that this handle set.
+        self._policy_version = 0
+        self._closed = False
+        self._loop_waits = LoopWaits()
+        #: How many groups each task wants that waits.
+        self._tasks: dict[object, int] = {}
+        #: What the thread met that asks the daemon; the next task raises it.
+        self._failure: Exception | None = None
+        self._feeder: Feeder | None = None
+        #: What open requests are of, by their numbers; a prompt is read once.
+        self._request_keys: dict[int, tuple[str, int | None, str]] = {}
+
+    def _require_source(self) -> Collector | DaemonClient:
+        if self._closed:
+            raise errors.BusClosedError(
+                f"bus {self.name!r}: this Consumer is closed; make a new one"
+            )
+        source = self._source
+        if source is None:
+            # An unpickled handle attaches in the first thread that uses it.
+            with self._lock:
+                source = self._source
+                if source is None:
+                    source = self._attach()
+        source.require()
+        return source
+
+    @property
+    def has_daemon(self) -> bool:
+        """Whether it leases from a daemon; False where it reads the ring itself."""
+        return isinstance(self._require_source(), DaemonClient)
+
+    def _attach(self) -> Collector | DaemonClient:
+        """Attach, or, after an exception, leave nothing attached."""
+        opened: list[Collector | DaemonClient] = []
+        try:
+            source = attach(self._options, opened)
+            if isinstance(source, Collector):
+                self._split = _core.split_number(source.segment, self._options.split)
+                self._intake = source.intake(Group, self._watch)
+            self._source = source
+        except BaseException:
+            self._source = self._intake = None
+            for each in opened:
+                each.close()
+            raise
+        return source
+
+    # -- taking ------------------------------------------------------------------------------------
 
     def _take(
         self, max_groups: int = 64, timeout: float | None = 0.1, *, split: str | None = None
     ) -> list[Group]:
-        """Do what `ConsumerBase.take` leaves to Python: with a daemon, or other kinds of numbers.
-
-        `ConsumerBase` is C; it takes plain numbers, from the ring, and documents `take`.
-        """
+        """Do what C leaves of `take` to Python: with a daemon, or other kinds of numbers."""
+        # `ConsumerBase` is C; it takes plain numbers, from the ring, and documents `take`.
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
         split = None if split is None else check_split(split)
@@ -251,7 +334,7 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
                 f"split={split!r}) for it"
             )
         if self._options.world_size > 1:
-            return self.take_step(groups=max_groups, max_wait=0.0, timeout=timeout)
+            return self.take_shard(groups=max_groups, max_wait=0.0, timeout=timeout)
         watch = self._watch
         deadline = None if timeout is None else time.monotonic() + timeout
         if not source.receive(max_groups, watch.first_s(timeout)) and (
@@ -271,6 +354,87 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
 
     # Its errors name what was called.
     _take.__qualname__ = "Consumer.take"
+
+    def take_shard(
+        self,
+        *,
+        groups: int | None = None,
+        tokens: int | None = None,
+        max_wait: float | None = None,
+        field: str = "tokens",
+        timeout: float | None = None,
+        only_full: bool = False,
+    ) -> list[Group]:
+        """Take this rank's shard of its next step, once there are groups for every rank.
+
+        The shards of a step are disjoint, decided once, and balanced by the length of `field`. A
+        rank that died and restarts first gets the groups again that it had not acknowledged. All
+        ranks have to ask for a step with the same numbers. Blocks until then, or for `timeout`.
+
+        Parameters
+        ----------
+        groups : int, optional
+            How many groups each rank gets.
+        tokens : int, optional
+            Instead: as many whole groups as fit into this many elements of `field` for each rank.
+            The only group of a rank may have more.
+        max_wait : float, optional
+            Seconds after the step's first group was complete, after which the step is formed with
+            fewer groups, at least one for each rank. None waits until it is full.
+        field : str
+            The field whose length is the weight of a trajectory.
+        timeout : float, optional
+            Seconds to wait: None waits without limit, 0 does not wait.
+        only_full : bool
+            Never form a step that is not full, whatever `max_wait`: for a caller that prefetches.
+
+        Returns
+        -------
+        list[Group]
+            Leased to the caller. Empty at the timeout; the next call then asks for the same step.
+
+        Raises
+        ------
+        ValueError
+            The ranks ask for one step in different ways, both or neither of groups and tokens are
+            given, or the Consumer has no ranks.
+        StallError
+            Nothing has moved for too long, under ``on_stall="raise"``.
+        DaemonUnavailableError
+            The daemon has not answered for CLIENT_WAIT_S (30 s).
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        if (groups is None) == (tokens is None):
+            raise ValueError(
+                f"take_shard: expected one of groups and tokens, got groups={groups!r} and "
+                f"tokens={tokens!r}"
+            )
+        groups = None if groups is None else clamp_request("groups", groups)
+        tokens = None if tokens is None else clamp_request("tokens", tokens)
+        check_timeout(max_wait)
+        check_timeout(timeout)
+        source = self._require_source()
+        if self._options.world_size == 1 or not isinstance(source, DaemonClient):
+            raise ValueError("take_shard: expected a Consumer of world_size 2 or more; use take")
+
+        step: dict[str, Any] = {
+            "groups": groups, "tokens": tokens, "max_wait": max_wait, "field": field,
+            "only_full": only_full,
+        }  # fmt: skip
+
+        def wait(slice_s: float | None) -> bool:
+            return source.receive_step(timeout=slice_s, **step)
+
+        watch = self._watch
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not wait(watch.first_s(timeout)) and not watch.go_on(
+            wait, source.segment, "this rank's step", timeout
+        ):
+            return []
+        return source.hand_out(Group, self, -1) or self.take_shard(
+            timeout=seconds_left(deadline), **step
+        )
 
     def __iter__(self) -> Iterator[Group]:
         """Yield complete groups one by one; blocks for the next, and ends when it is closed.
@@ -322,7 +486,493 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
                 )
             yield from groups
 
-    # -- state ----------------------------------------------------------------------------------
+    # -- taking in an event loop -------------------------------------------------------------------
+
+    async def atake(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
+        """Take complete groups as `take` does, without blocking the event loop.
+
+        Parameters
+        ----------
+        max_groups : int
+            As for `take`.
+        timeout : float, optional
+            Seconds to wait for the first: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        list[Group]
+            Maybe empty. Each is leased to the caller until it is acknowledged or given back.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `max_groups` is no int of 1 or more, or `timeout` is no time.
+        ProtocolError, StallError, BusBusyError, BusClosedError, BusRemovedError
+            As for `take`.
+        DaemonUnavailableError
+            The daemon has not answered for CLIENT_WAIT_S (30 s).
+        asyncio.CancelledError
+            The task was cancelled during the wait; no group is leased to it.
+        """
+        max_groups = clamp_request("max_groups", max_groups)
+        check_timeout(timeout)
+        deadline = None if timeout is None else time.monotonic() + float(timeout)
+        if self._source is None and not self._closed:
+            await asyncio.to_thread(self._require_source)
+        source = self._require_source()
+        task = object()
+        self._tasks[task] = max_groups
+        try:
+            if isinstance(source, Collector):
+                return await self._atake_here(source, max_groups, deadline)
+            return await self._atake_leased(source, max_groups, deadline)
+        except BaseException:
+            self._tasks.pop(task, None)
+            if isinstance(source, DaemonClient):
+                self._leave_nothing(source)
+            raise
+        finally:
+            self._tasks.pop(task, None)
+
+    async def _atake_here(
+        self, source: Collector, max_groups: int, deadline: float | None
+    ) -> list[Group]:
+        """Take from the ring: the thread sleeps until something is committed, and that is all."""
+        began_s = checked_s = time.monotonic()
+        while True:
+            groups = self.take(max_groups, 0)
+            left_s = seconds_left(deadline)
+            if groups or left_s == 0:
+                return groups
+            source.segment.require_name()
+            now = time.monotonic()
+            sleep_s = min(limits.ASYNC_TAKE_S, source.wait_s(now, left_s))
+            sleep = functools.partial(_sleep, source, sleep_s)
+            await self._loop_waits.wait(sleep, sleep_s)
+            checked_s = await self._check_stall(source, began_s, checked_s)
+
+    async def _atake_leased(
+        self, source: DaemonClient, max_groups: int, deadline: float | None
+    ) -> list[Group]:
+        """Take what the daemon grants: the thread asks it, for all tasks that wait."""
+        began_s = checked_s = time.monotonic()
+        by_step = self._options.world_size > 1
+        asked = False
+        while True:
+            self._raise_failure()
+            groups = source.hand_out(Group, self, -1 if by_step else max_groups)
+            left_s = seconds_left(deadline)
+            if groups or (asked and left_s == 0):
+                return groups
+            slice_s = limits.ASYNC_TAKE_S if left_s is None else min(limits.ASYNC_TAKE_S, left_s)
+            # For all that wait here, in one question. All ranks ask for a step with one number.
+            wanted = max_groups if by_step else sum(list(self._tasks.values()))
+            ask = functools.partial(self._ask, source, wanted, slice_s, by_step)
+            await self._loop_waits.wait(ask, slice_s)
+            asked = True
+            checked_s = await self._check_stall(source, began_s, checked_s)
+
+    def _ask(self, source: DaemonClient, wanted: int, slice_s: float, by_step: bool) -> None:
+        """Ask the daemon for groups, in a thread."""
+        try:
+            if by_step:
+                source.receive_step(
+                    groups=wanted, tokens=None, max_wait=0.0, field="tokens",
+                    timeout=slice_s, only_full=False,
+                )  # fmt: skip
+            else:
+                source.receive(min(wanted, limits.MAX_REQUESTED), slice_s)
+        except Exception as error:
+            self._failure = error
+        if not self._tasks:
+            _give_back_ready(source)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _leave_nothing(self, source: DaemonClient) -> None:
+        """After a task was cancelled: what it was granted is for others, if none waits here."""
+        if not self._tasks and source.leases.ready:
+            with contextlib.suppress(RuntimeError):  # the loop is at its end; `close` gives back
+                asyncio.get_running_loop().run_in_executor(None, _give_back_ready, source)
+
+    async def _check_stall(
+        self, source: Collector | DaemonClient, began_s: float, checked_s: float
+    ) -> float:
+        """Have the watchdog check, in a thread: a report takes longer than a loop may rest."""
+        slice_s = self._watch.slice_s
+        now = time.monotonic()
+        if slice_s is None or now - checked_s < slice_s:
+            return checked_s
+        waited_s = now - began_s
+        await asyncio.to_thread(self._watch.check, source.segment, "a complete group", waited_s)
+        return now
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        """Yield complete groups one by one, as iteration does; ends when this is closed."""
+        return _EachGroup(self)
+
+    # -- the ends of leases ------------------------------------------------------------------------
+
+    def ack(self, groups: Group | Iterable[Group]) -> None:
+        """Acknowledge one group or several: the trainer is done with them, and their space is free.
+
+        Each is atomic: all of its samples are acknowledged, or none, even if this process dies now.
+        Does not wait for an answer.
+
+        Without a daemon the groups are acknowledged when this returns. With one they are on their
+        way to it: they take effect even if this process dies now, and, as long as this process
+        lives, even if the daemon dies, since the next one is told. Only if both die before the
+        daemon has read it is a group delivered again, as one that was never acknowledged.
+
+        Parameters
+        ----------
+        groups : Group or iterable of Group
+            Delivered by this consumer and still leased. A list is fastest.
+
+        Raises
+        ------
+        ProtocolError
+            One of them is not leased any more; those before it are acknowledged.
+        TypeError
+            Something is not a Group; those before it are acknowledged.
+        DaemonUnavailableError
+            The daemon has been unreachable for CLIENT_WAIT_S (30 s). The next one is still told.
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+
+        Examples
+        --------
+        One group, or several::
+
+            groups = consumer.take(64, timeout=1.0)
+            consumer.ack(groups[0])
+            consumer.ack(groups[1:])
+        """
+        self._end("ack", groups, _core.ACKED, "acknowledged")
+
+    def drop(
+        self,
+        groups: Group | Iterable[Group],
+        *,
+        reason: Literal["malformed", "filtered"] = "malformed",
+    ) -> None:
+        """Discard leased groups; the ledger counts their samples as malformed, or as filtered.
+
+        Parameters
+        ----------
+        groups : Group or iterable of Group
+            Delivered by this consumer and still leased.
+        reason : "malformed" | "filtered"
+            What the ledger counts them as; "filtered" where nothing is wrong with them, but there
+            is nothing to learn from them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The reason is another, or something is not a Group; groups before it are dropped.
+        ProtocolError, DaemonUnavailableError, BusClosedError
+            As for `ack`; those before it are dropped.
+        """
+        check_choice("reason", reason, tuple(_DROP_REASONS))
+        self._end("drop", groups, _DROP_REASONS[reason], "dropped")
+
+    def _end(
+        self, verb: str, groups: Group | Iterable[Group], reason: int, state: GroupState
+    ) -> None:
+        source = self._require_source()
+        several = _several(verb, groups)
+        with source.lock:
+            try:
+                # One C call ends all, or stops at the group that raises below.
+                for group in several[source.end_groups(self, several, reason, state) :]:
+                    source.end(self._leased(source, group, verb), reason)
+                    group.state = state
+            finally:
+                source.flush()
+
+    def give_back(self, group: Group) -> None:
+        """End a lease without acknowledging; the group is the next to be delivered.
+
+        With a daemon this may wait up to REPLY_GRACE_S (1 s), for groups that were asked ahead and
+        are given back, too.
+
+        Parameters
+        ----------
+        group : Group
+            Delivered by this consumer and still leased.
+
+        Raises
+        ------
+        ProtocolError, TypeError, DaemonUnavailableError, BusClosedError
+            As for `ack`.
+        """
+        source = self._require_source()
+        source.recall()
+        with source.lock:
+            if not source.give_back_group(self, group, "given_back"):
+                source.give_back(self._leased(source, group, "give back"))
+                group.state = "given_back"
+            source.flush()
+
+    def _leased(self, source: Source, group: Group, verb: str) -> Any:
+        """Return the lease of a group that this Consumer holds."""
+        if not isinstance(group, Group):
+            raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
+        group.require_leased(verb)
+        lease = group._lease
+        if group._consumer is not self or not source.is_leased(lease):
+            raise errors.ProtocolError(
+                f"cannot {verb} group {group.instance_id!r} here, since another Consumer "
+                "delivered it; use that one"
+            )
+        return lease
+
+    # -- what was trained --------------------------------------------------------------------------
+
+    def note_trained(self, groups: Iterable[Group], step: int) -> None:
+        """Say that groups are trained, for the checkpoints of other ranks; without ranks a no-op.
+
+        Does not wait for an answer.
+
+        Parameters
+        ----------
+        groups : iterable of Group
+            Delivered by this consumer and still leased.
+        step : int
+            The trainer's own count of steps, alike on all ranks; -1 where they are not trained.
+
+        Raises
+        ------
+        ProtocolError, DaemonUnavailableError, BusClosedError
+            As for `ack`.
+        """
+        source = self._require_source()
+        leases = [self._leased(source, group, "note") for group in groups]
+        source.note_trained(leases, step)
+
+    def lasting_names(self, groups: Iterable[Group]) -> set[bytes]:
+        """Return what samples are known by for good, for a checkpoint.
+
+        Parameters
+        ----------
+        groups : iterable of Group
+            Delivered by this consumer.
+
+        Returns
+        -------
+        set of bytes
+            One or two a sample, of 32 bytes: the identity of the bus that it was put onto, its
+            producer id and sequence there. It is the same on a bus that is restored from a
+            snapshot; a sample that a relay has brought has that of its source, too.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        self._require_source()
+        return set().union(
+            *(name for group in groups for name in _core.lasting_origins(group.trajectories))
+        )
+
+    def trained_before(self, step: int) -> TrainedBefore:
+        """Return what is trained and may come again, for a checkpoint.
+
+        Parameters
+        ----------
+        step : int
+            What was noted (`note_trained`), on any rank, as of an earlier step is trained.
+
+        Returns
+        -------
+        TrainedBefore
+            Of what was noted, and of what `end_trained` was told. What this consumer has trained
+            and not noted is not in it; without ranks nothing is noted.
+
+        Raises
+        ------
+        DaemonUnavailableError, BusClosedError
+            As for `stats`.
+        """
+        return self._require_source().trained_before(step)
+
+    def end_trained(self, names: Iterable[bytes]) -> None:
+        """Acknowledge samples that a checkpoint counts as trained, now and whenever they come.
+
+        No group has them any more. What comes late of a group with a round that has such a sample
+        is surplus. Groups that this consumer holds stay as they are; give them back first. A second
+        call takes the place of the first.
+
+        Parameters
+        ----------
+        names : iterable of bytes
+            Lasting names, as of `trained_before` and `lasting_names`.
+
+        Raises
+        ------
+        DaemonUnavailableError, BusClosedError
+            As for `stats`.
+        """
+        self._require_source().end_trained({*names})
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    def _feeding(self) -> Feeder:
+        """Return the feeder of this consumer's process, which its first use opens."""
+        self._require_source()
+        with self._lock:
+            if self._feeder is None or self._feeder.closed:
+                on_stall, stall_timeout = self._watch.options
+                self._feeder = Feeder(
+                    self.name,
+                    schema=self._prompt_schema,
+                    on_stall=on_stall,
+                    stall_timeout=stall_timeout,
+                )
+            return self._feeder
+
+    def request(
+        self,
+        instance_id: str | int,
+        *,
+        group_size: int,
+        need: int | None = None,
+        round: int | None = None,
+        split: str = TRAIN,
+        priority: int = 0,
+        meta: Any = None,
+        timeout: float | None = None,
+        **prompt: Any,
+    ) -> int:
+        """Offer one group to the workers; a full lane makes this wait, as a full bus does `put`.
+
+        While this waits nothing is taken: give a `timeout`, or offer fewer groups than the lane has
+        room for, where the same thread takes what makes room. `Feeder` offers from any process.
+
+        Parameters
+        ----------
+        instance_id : str or int
+            The prompt's key, as for `Producer.put`.
+        group_size : int
+            Samples to make, 1 to 16384.
+        need : int, optional
+            How many of them make the group complete; all by default.
+        round : int, optional
+            Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
+        split : str, default "train"
+            What the group is for.
+        priority : int, default 0
+            0 to 7; workers take the highest first, and within it what was offered first.
+        meta : object, optional
+            Whatever msgspec can encode as MessagePack.
+        timeout : float, optional
+            Seconds to wait for room: None waits for ever, 0 does not wait.
+        **prompt : array
+            The prompt, as for `Feeder.request`; by `prompt_schema`, where the Consumer has one.
+
+        Returns
+        -------
+        int
+            The request's number: 1 for the first that was ever offered on the bus.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `Feeder.request`.
+        BusFullError
+            There was no room within the timeout; the message says who serves the lane.
+        BusClosedError, BusRemovedError, StallError
+            As for `take`.
+        """
+        return self._feeding().request(
+            instance_id,
+            group_size=group_size,
+            need=need,
+            round=round,
+            split=split,
+            priority=priority,
+            meta=meta,
+            timeout=timeout,
+            **prompt,
+        )
+
+    def open_requests(self) -> list[tuple[str, int | None, str]]:
+        """Return which requests have not ended: those whose groups are open, or on their way.
+
+        It reads the segment, and asks no daemon: one that has not heard of an acknowledgement yet
+        has the request open still.
+
+        Returns
+        -------
+        list of (str, int | None, str)
+            Instance ids, rounds and splits, oldest request first.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        """
+        self._request_keys = open_keys(self._feeding()._segment, self._request_keys)
+        return list(self._request_keys.values())
+
+    def state_dict(self) -> RequestsState:
+        """Return what was offered and not trained: every request whose group is not acknowledged.
+
+        Save it with the weights, after the acknowledgement of what they were trained on.
+
+        Returns
+        -------
+        RequestsState
+            Plain values, oldest request first; it has the prompts, as large as they are.
+
+        Raises
+        ------
+        BusClosedError
+            The consumer is closed, or was made before a fork.
+        DaemonUnavailableError
+            The daemon does not answer: whether it knows of the last acknowledgements cannot be
+            told. Nothing is lost; call this again once it is back.
+        """
+        segment = self._feeding()._segment
+        if self.has_daemon:
+            # It reads in order: with its answer it has ended the requests that were acknowledged.
+            self._require_source().stats()
+        return requests_state(segment)
+
+    def load_state_dict(
+        self, state: RequestsState, *, timeout: float | None = limits.RETRY_TIMEOUT_S
+    ) -> RestoredRequests:
+        """Offer again what a state has and the bus has not.
+
+        On a bus that lives on, requests that are open still are not offered twice.
+
+        Parameters
+        ----------
+        state : RequestsState
+            What `state_dict` returned.
+        timeout : float, optional
+            Seconds to wait for room for each; None waits for ever.
+
+        Returns
+        -------
+        RestoredRequests
+
+        Raises
+        ------
+        ValueError
+            It is no such state.
+        BusFullError
+            There was no room in time; call this again with the same state.
+        BusClosedError, BusRemovedError, StallError
+            As for `request`.
+        """
+        check_timeout(timeout)
+        return restore_requests(self._feeding(), state, timeout)
+
+    # -- state and end -----------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
@@ -416,32 +1066,10 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
 
     def _leave(self) -> None:
         self._closed = True
-        self._end_feeding()
+        if self._feeder is not None:
+            self._feeder.close()
         if self._source is not None:
             self._source.close()
-
-    def __enter__(self) -> Consumer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Consumer:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # In this thread: it waits for nobody, and no cancellation can come before it.
-        self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Consumer], tuple[Any, ...]]:
         return _rebuild, (type(self), self._options, self._watch.options, self._prompt_schema)
@@ -450,18 +1078,69 @@ class Consumer(AsynchronousTakes, LeaseEnds, StepTakes, PromptRequests):
         return f"<Consumer {self.name!r}{' closed' if self._closed else ''}>"
 
 
+class _EachGroup:
+    """Iterates over complete groups. No group is kept here while a task is suspended."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def __aiter__(self) -> _EachGroup:
+        return self
+
+    async def __anext__(self) -> Group:
+        consumer = self._consumer
+        while not consumer._closed:
+            try:
+                groups = await consumer.atake(1, None)
+            except errors.BusClosedError:
+                if consumer._closed:
+                    break
+                raise
+            if groups:
+                return groups[0]
+        raise StopAsyncIteration
+
+
+def _sleep(source: Collector, sleep_s: float) -> None:
+    with contextlib.suppress(errors.BusClosedError):  # the task finds it closed
+        source.reader.wait(sleep_s)
+
+
+def _give_back_ready(source: DaemonClient) -> None:
+    # Without a daemon they stay ready, for the next take.
+    with contextlib.suppress(errors.DaemonUnavailableError, errors.BusClosedError):
+        source.recall()
+
+
+def _several(verb: str, groups: object) -> list[Any]:
+    if isinstance(groups, list):
+        return groups
+    if isinstance(groups, Group):
+        return [groups]
+    if not isinstance(groups, Iterable):
+        raise TypeError(
+            f"{verb}: expected a Group or an iterable of Groups, got {type(groups).__name__}"
+        )
+    return list(groups)
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """Return the seconds until a time of the monotonic clock, 0 after it; None for none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
 def _rebuild(
     cls: type[Consumer],
     options: AttachOptions,
     stall: tuple[OnStall, float],
-    prompt_schema: Schema | None = None,
+    prompt_schema: dict[str, Any] | None = None,
 ) -> Consumer:
     self = cls.__new__(cls)
     self.name = options.name
     self._options = options
     self._watch = Watch(options.name, *stall)
+    self._prompt_schema = prompt_schema
     self._begin()
-    self._begin_requests(prompt_schema)
     return self
 
 

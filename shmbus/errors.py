@@ -7,7 +7,7 @@
      +-- BusExistsError          create() found one
      +-- BusFullError            no space within the timeout; names the processes that hold it
      +-- BusRemovedError         the bus was removed; says when, and whether it has a successor
-     +-- BusBusyError            a second collector, or no producer slot left; names the holder
+     +-- BusBusyError            a second collector or publisher, or no place left; names the holder
      +-- BusClosedError          a closed handle, one from before a fork, a released trajectory
      +-- LayoutMismatchError     not a segment of this layout, or a damaged one
      +-- CapacityError           does not fit /dev/shm (also a ValueError)
@@ -16,6 +16,12 @@
      +-- DaemonUnavailableError  the daemon that serves the bus does not answer
      +-- UnscoredError           a sample without a score is asked for it (also a ValueError)
      +-- StallError              nothing moves on the bus; its report has leases and producers
+     +-- PeerGoneError           the process at the other side has ended
+     +-- WaitTimeoutError        a deadline passed; names who was waited for (also a TimeoutError)
+     +-- DamagedError            what is read is not what was written, or not all of it
+     +-- DeviceMismatchError     a device that this process does not have
+     +-- WeightsError            base of what only weights raise (`shmbus.weights`)
+     +-- ChannelError            base of what only channels raise (`shmbus.tensors`)
 
 Wrong argument types and values are ``TypeError`` and ``ValueError``. Each message says what failed,
 what was expected, what was given, and what to do next.
@@ -33,13 +39,19 @@ __all__ = [
     "BusNotFoundError",
     "BusRemovedError",
     "CapacityError",
+    "ChannelError",
+    "DamagedError",
     "DaemonUnavailableError",
+    "DeviceMismatchError",
     "LayoutMismatchError",
+    "PeerGoneError",
     "ProtocolError",
     "RecordTooLargeError",
     "ShmbusError",
     "StallError",
     "UnscoredError",
+    "WaitTimeoutError",
+    "WeightsError",
 ]
 
 
@@ -68,7 +80,7 @@ class BusFullError(ShmbusError):
 
 
 class BusBusyError(ShmbusError):
-    """Another process is the collector, or all producer slots are taken."""
+    """Another living process has this part, such as the collector's; or all places are taken."""
 
 
 class BusClosedError(ShmbusError):
@@ -148,3 +160,46 @@ class StallError(ShmbusError):
 
     def __reduce__(self) -> tuple[type[StallError], tuple[Report]]:
         return StallError, (self.report,)
+
+
+class PeerGoneError(ShmbusError):
+    """The process at the other side has ended: the kernel has dropped its lock.
+
+    Attributes
+    ----------
+    rank : int | None
+        Which rank of a publisher.
+    side : str
+        Which side of a channel, "sender" or "receiver".
+    pid : int
+        Of the process that ended; 0 where that is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, side: str = "", pid: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.side = side
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[type[PeerGoneError], tuple[str, int | None, str, int]]:
+        return type(self), (str(self), self.rank, self.side, self.pid)
+
+
+class WaitTimeoutError(ShmbusError, TimeoutError):
+    """What was waited for did not happen by the deadline; the message says what keeps it."""
+
+
+class DamagedError(ShmbusError):
+    """What is read is not what was written, or a model has only some of a version."""
+
+
+class DeviceMismatchError(ShmbusError):
+    """A device that this process does not have."""
+
+
+class WeightsError(ShmbusError):
+    """Base class of what only weights raise; by itself, a version that was given up."""
+
+
+class ChannelError(ShmbusError):
+    """Base class of what only channels raise; by itself, a message that cannot be used so."""

@@ -173,7 +173,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
         How often a deadline or the stash's bound took effect, in this consumer.
     groups_given_up : int
         Groups that this consumer gave up for a failed sample.
-    groups_useless : int
+    groups_dropped : int
         Groups for training that were dropped whole, for any reason, since the bus was created: as
         many more have to be sampled for as many to train on.
     samples_wanted : int
@@ -201,7 +201,7 @@ class Ledger(TrajectoryCounts, frozen=True, kw_only=True):
     groups_timed_out: int = 0
     stash_overflows: int = 0
     groups_given_up: int = 0
-    groups_useless: int = 0
+    groups_dropped: int = 0
     samples_wanted: int = 0
     lane_pause: LanePauseStatus | None = None
     moved: int = 0

@@ -1,38 +1,73 @@
 """Producer: what a rollout worker writes trajectories with.
 
-`put` and `put_many` are C from end to end (shmbus_ext/python). What needs no speed is beside them:
-reservations by field names here, the verbs of the request lane in `ProducerRequests`, every other
-verb in a base class (shmbus/put).
+`put` and `put_many` are C from end to end (shmbus_ext/python). What needs no speed is here; the
+samples that a worker is asked for are a part of its own, `ProducerRequests`.
+
+Invariants:
+
+- A wait that is cancelled has put nothing. A group is in the ring with all of its samples or with
+  none, whatever happens to the process that puts it.
+- Nothing that is given to the core refers to the Producer, which so ends with its last reference.
+- The core checks each record by the schema that was agreed on when the Producer attached. A
+  successor of the bus is gone on in only under that schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 import msgspec
+import numpy as np
 
-from shmbus import limits
+from shmbus import errors, limits
 from shmbus._arguments import (
+    SECONDS,
+    TRAIN,
     check_choice,
+    check_count,
     check_flag,
+    check_instance_id,
     check_int,
     check_label,
-    check_wait,
+    check_round,
+    check_split,
+    check_timeout,
     names_options,
 )
-from shmbus._fields import FieldSpec, check_sizes
-from shmbus._schema import Schema, mapping_of
-from shmbus.put.attached import Attach
-from shmbus.put.groups import GroupPuts
-from shmbus.put.requests import ProducerRequests, RequestState
-from shmbus.put.retries import RetryPuts
+from shmbus._closing import ClosedByWith
+from shmbus._fields import FieldSpec, check_sizes, parse_field
+from shmbus._keys import make_key
+from shmbus._loop_waits import LoopWaits
+from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
+from shmbus.producer_requests import ProducerRequests, RequestState, checked_reason
+from shmbus.segment import lifecycle
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
 
-__all__ = ["Producer", "ProducerStats"]
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from shmbus_ext._values import FieldValue, SupportsItem
+
+__all__ = ["Producer", "ProducerOptions", "ProducerStats"]
+
+#: What a Producer waits for, in a report of a stall.
+_WAITS_FOR_SPACE: Final = "space in the ring"
+#: Seconds between two polls of `aput` for the successor of a removed bus.
+_SUCCESSOR_POLL_S: Final = 0.02
+#: What belongs to the group, and so cannot be a sample's own.
+_OF_THE_GROUP: Final = (
+    "instance_id", "group_size", "index", "round", "split", "need", "timeout",
+)  # fmt: skip
+
+#: What a Producer does once its bus was removed: stay there, or wait for the next of that name.
+Attach: TypeAlias = Literal["same", "successor"]
 
 
 class ProducerStats(msgspec.Struct, frozen=True):
@@ -59,7 +94,18 @@ class ProducerStats(msgspec.Struct, frozen=True):
     full_waits: int
 
 
-class Producer(GroupPuts, RetryPuts):
+class ProducerOptions(TypedDict, total=False):
+    """Keyword arguments of `Producer`, which documents them; each may be left out."""
+
+    checksum: bool
+    label: str | None
+    on_stall: OnStall
+    stall_timeout: float
+    attach: Attach
+    schema: Schema | None
+
+
+class Producer(_core.Writer, ClosedByWith):
     """Writes trajectories into a bus. Safe from several threads; one handle a process.
 
     `put` copies one trajectory, `put_many` a list, `reserve` has its arrays filled in place, `aput`
@@ -106,6 +152,8 @@ class Producer(GroupPuts, RetryPuts):
         The segment is of another layout, or damaged.
     """
 
+    # -- attaching ---------------------------------------------------------------------------------
+
     @names_options
     def __init__(
         self,
@@ -120,18 +168,354 @@ class Producer(GroupPuts, RetryPuts):
         schema: Schema | None = None,
     ) -> None:
         self.name = check_name(name)
-        self._wait = check_wait(wait)
+        self._wait = check_timeout(wait, "wait")
         check_choice("attach", attach, ("same", "successor"))
         self._attach = attach
         self._watch = Watch(name, on_stall, stall_timeout)
         self._checksum = check_flag("checksum", checksum)
         self._label = label
         shown = check_label(label)
-        self._begin_schema(schema)
-        self._begin_retries()
-        self._begin_waits()
+        self._own_schema = None if schema is None else parse(schema)
         self._request_state = RequestState()
+        self._space = LoopWaits()
         self._open(shown, self._checksum)
+
+    @classmethod
+    async def awaited(
+        cls, name: str, *, wait: float | None = 60.0, **options: Unpack[ProducerOptions]
+    ) -> Self:
+        """Make a Producer once there is a bus of that name, without blocking the event loop.
+
+        Parameters
+        ----------
+        name : str
+            The bus.
+        wait : float, optional
+            Seconds to wait for it: None waits for ever, 0 does not wait.
+        **options
+            All others of `Producer`.
+
+        Returns
+        -------
+        Producer
+
+        Raises
+        ------
+        BusNotFoundError, BusBusyError, LayoutMismatchError, TypeError, ValueError
+            As for `Producer`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing is attached.
+        """
+        wait = check_timeout(wait, "wait")
+        for rest_s in lifecycle.until_there(check_name(name), wait):
+            await asyncio.sleep(rest_s)
+        made: Callable[..., Self] = cls
+        return made(name, **options)
+
+    def _open(self, label: str, checksum: bool) -> None:
+        """Attach to the bus of that name, once there is one."""
+        lifecycle.wait_for_bus(self.name, self._wait)
+        segment = lifecycle.open_segment(self.name)
+        try:
+            declared = agreed_schema(segment, self._own_schema)
+            _core.Writer.__init__(self, segment, label, checksum)
+        except BaseException:
+            segment.close()
+            raise
+        self._declare(declared)
+        self._watch_space(segment)
+        if self._attach == "successor":
+            self._follow()
+
+    def _watch_space(self, segment: _core.Segment) -> None:
+        if self._watch.slice_s is not None:
+            check = functools.partial(self._watch.check, segment, _WAITS_FOR_SPACE)
+            self._watch_waits(check, self._watch.slice_s)
+
+    def _successor(self) -> _core.Segment | None:
+        """Open the bus that has taken the place of the removed one; C moves there."""
+        segment = lifecycle.open_if_there(self.name)
+        if segment is not None:
+            try:
+                require_same_schema(segment, self._own_schema, self._declared)
+            except BaseException:
+                segment.close()
+                raise
+            self._watch_space(segment)
+            self._request_state.forget()  # what it took was of the removed bus
+        return segment
+
+    def _here(self) -> _core.Segment:
+        """Return the segment to read: the successor's, where there is one and this may follow."""
+        if self._attach == "successor" and self._segment.removed:
+            with contextlib.suppress(errors.BusRemovedError):
+                self._go_on(0)
+        return self._segment
+
+    @property
+    def schema(self) -> dict[str, tuple[str, Any]] | None:
+        """By name the (dtype, shape) that each `put` is checked by; None without a schema.
+
+        The bus's, or this producer's own; ``Producer(name, schema=...)`` takes it again.
+        """
+        return None if self._declared is None else mapping_of(self._declared)
+
+    # -- putting -----------------------------------------------------------------------------------
+
+    async def aput(
+        self,
+        instance_id: str | int,
+        *,
+        group_size: int,
+        index: int,
+        score: float | SupportsItem | None = 0.0,
+        policy_version: int | tuple[int, int] = 0,
+        round: int | None = None,
+        split: str | None = None,
+        need: int | None = None,
+        meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        **arrays: FieldValue,
+    ) -> None:
+        """Put without blocking the event loop: where the bus is full, other tasks run.
+
+        Parameters
+        ----------
+        instance_id, group_size, index, score, policy_version, round, split, need, meta : object
+            As for `put`.
+        rows, **arrays
+            As for `put`. The arrays must not change before this returns.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `put`.
+        RecordTooLargeError, BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was put.
+        """
+        check_timeout(timeout)
+        put = functools.partial(
+            self.put,
+            instance_id,
+            group_size=group_size,
+            index=index,
+            score=score,
+            policy_version=policy_version,
+            round=round,
+            split=split,
+            need=need,
+            meta=meta,
+            rows=rows,
+            timeout=0,
+            **arrays,
+        )
+        await self._retry(put, timeout)
+
+    async def aput_many(
+        self, items: Iterable[dict[str, Any]], *, timeout: float | None = None
+    ) -> int:
+        """Put a list as `put_many` does, without blocking the event loop.
+
+        Parameters
+        ----------
+        items : iterable of dict
+            As for `put_many`. The arrays must not change before this returns.
+        timeout : float, optional
+            Seconds to wait for space, for all of them together: None waits for ever, 0 does not
+            wait.
+
+        Returns
+        -------
+        int
+            How many were put: all of them.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `put_many`; nothing was put.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put_many`; `accepted` says how many items were committed, from the first on.
+        asyncio.CancelledError
+            The task was cancelled during the wait; it has `accepted`, too.
+        """
+        check_timeout(timeout)
+        if not isinstance(items, Iterable):
+            raise TypeError(f"items: expected an iterable of dicts, got {type(items).__name__}")
+        rest = list(items)
+        accepted = 0
+
+        def put_rest() -> None:
+            nonlocal accepted
+            try:
+                accepted += self.put_many(rest, timeout=0)
+            except BaseException as error:
+                done = getattr(error, "accepted", 0)
+                accepted += done
+                del rest[:done]
+                raise
+
+        try:
+            await self._retry(put_rest, timeout)
+        except BaseException as error:
+            error.accepted = accepted  # type: ignore[attr-defined]
+            raise
+        return accepted
+
+    def put_group(
+        self,
+        instance_id: str | int,
+        samples: Iterable[Mapping[str, Any]],
+        *,
+        meta: object = None,
+        split: str | None = None,
+        round: int | None = None,
+        policy_version: int | tuple[int, int] | None = None,
+        need: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Put all samples of a prompt in one call: all of them are in the ring afterwards, or none.
+
+        That holds against a full bus, an exception, and SIGKILL. The group gets a round of its
+        own, so the same prompt can be put again at any time.
+
+        Parameters
+        ----------
+        instance_id : str or int
+            The prompt's key, as for `put`.
+        samples : iterable of mapping
+            The group, in the order of its indices: of each sample its score, its arrays, and what
+            else of `put` belongs to a sample (meta, policy_version).
+        meta : object, optional
+            The meta of samples that have none of their own, as for `put`.
+        split : str, optional
+            Who the group is for, as for `put`.
+        round : int, optional
+            Which round of the prompt this is; None takes `next_round()`.
+        policy_version : int or tuple of (int, int), optional
+            Of samples that have none of their own, as for `put`.
+        need : int, optional
+            Samples that complete the group, as for `put`.
+        timeout : float, optional
+            Seconds to wait for space for all of them: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        int
+            The group's round.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no sample, one is no mapping, or as for `put`; the message says which sample.
+        RecordTooLargeError
+            Together they are larger than `record_limit`, a quarter of the bus.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`; nothing of the group is in the ring.
+
+        Notes
+        -----
+        While it copies, other threads of this process wait for the interpreter lock; a group of
+        16 MiB takes some milliseconds.
+
+        Examples
+        --------
+        A prompt and its completions::
+
+            producer.put_group("q1", [{"score": 1.0, "tokens": first}, {"tokens": second}])
+        """
+        items, round = self._group_items(
+            instance_id, samples, meta, split, round, policy_version, need
+        )
+        self._put_group(items, timeout)
+        return round
+
+    async def aput_group(
+        self,
+        instance_id: str | int,
+        samples: Iterable[Mapping[str, Any]],
+        *,
+        meta: object = None,
+        split: str | None = None,
+        round: int | None = None,
+        policy_version: int | tuple[int, int] | None = None,
+        need: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Put a whole group as `put_group` does, without blocking the event loop.
+
+        Parameters
+        ----------
+        instance_id, samples, meta, split, round, policy_version, need
+            As for `put_group`. The arrays must not change before this returns.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        int
+            The group's round.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `put_group`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put_group`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing of the group was put.
+        """
+        check_timeout(timeout)
+        items, round = self._group_items(
+            instance_id, samples, meta, split, round, policy_version, need
+        )
+        await self._retry(lambda: self._put_group(items, 0), timeout)
+        return round
+
+    def _group_items(
+        self,
+        instance_id: str | int,
+        samples: Iterable[Mapping[str, Any]],
+        meta: object,
+        split: str | None,
+        round: int | None,
+        policy_version: int | tuple[int, int] | None,
+        need: int | None,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return the arguments of `put` for each sample, and the group's round."""
+        if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
+            raise TypeError(
+                f"samples: expected an iterable of mappings, one a sample, got "
+                f"{type(samples).__name__}"
+            )
+        listed = list(samples)
+        if not listed:
+            raise ValueError("samples: expected at least one, got an empty iterable")
+        if round is None:
+            round = self.next_round()
+        common: dict[str, Any] = {"instance_id": instance_id, "group_size": len(listed)}
+        common |= {"round": round, "split": split, "need": need, "meta": meta}
+        if policy_version is not None:
+            common["policy_version"] = policy_version
+        items = []
+        for index, sample in enumerate(listed):
+            if not isinstance(sample, Mapping):
+                raise TypeError(
+                    f"put_group: sample {index}: expected a mapping of put's arguments, got "
+                    f"{type(sample).__name__}"
+                )
+            own = [name for name in _OF_THE_GROUP if name in sample]
+            if own:
+                raise ValueError(
+                    f"put_group: sample {index}: {own[0]!r} belongs to the group; pass it to "
+                    "put_group, which numbers the samples in their order"
+                )
+            items.append({**common, **sample, "index": index})
+        return items, round
 
     def reserve(
         self,
@@ -230,17 +614,328 @@ class Producer(GroupPuts, RetryPuts):
             meta_room,
         )
 
-    def _successor(self) -> _core.Segment | None:
-        segment = super()._successor()
-        if segment is not None:
-            self._request_state.forget()  # its numbers begin anew
-        return segment
+    def _parse_fields(
+        self, fields: Mapping[str, FieldSpec]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Check the fields of a reservation; the schema has the dtypes that are not given."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(
+                f"fields: expected a mapping of names to (dtype, shape), got "
+                f"{type(fields).__name__}"
+            )
+        return {name: parse_field(name, spec, self._dtype(name)) for name, spec in fields.items()}
+
+    def _dtype(self, name: str) -> np.dtype[Any] | None:
+        if self._declared is not None:
+            return self._declared.dtype(name)
+        return _core.STANDARD_DTYPES.get(name)
+
+    # -- before a sample is made -------------------------------------------------------------------
+
+    def next_round(self) -> int:
+        """Return a number that nobody else gets on this bus, for the `round` of one round.
+
+        Ask once for each time that a prompt is sampled, and pass it as `round=` with all samples of
+        that round: they are a group of their own then, also while another round of the same prompt
+        is under way. Where several workers sample one round, one asks and tells the others.
+
+        Returns
+        -------
+        int
+            Greater than all that were handed out before, in this process or any other, through
+            deaths, snapshots and a bus that takes the place of a removed one. A number of 16
+            digits: the first is the time at which the bus was made, in microseconds.
+
+        Raises
+        ------
+        BusClosedError, BusRemovedError
+            This Producer is closed; or its bus was removed, and it may not go on in a successor.
+
+        Notes
+        -----
+        One atomic addition in shared memory: it waits for nobody.
+        """
+        segment = self._here()
+        segment.require_name()
+        return _core.next_round(segment)
+
+    def begin_sample(
+        self,
+        instance_id: str | int,
+        index: int,
+        *,
+        round: int | None = None,
+        split: str | None = None,
+    ) -> bool:
+        """Say that this producer samples it now, so that others can tell who is missing.
+
+        `shmbus inspect --groups` and the page name the producer then, from the group's first sample
+        on. The note ends by itself when the sample is put or reported as failed, and when this
+        producer closes or dies. A sample that `requests.next` gave needs none.
+
+        Parameters
+        ----------
+        instance_id : str or int
+            The prompt's key, as for `put`.
+        index : int
+            Which sample of its group, from 0.
+        round : int, optional
+            Which round of the prompt, as for `put`.
+        split : str, optional
+            Who the group is for, as for `put`.
+
+        Returns
+        -------
+        bool
+            False where too many samples are noted already (4,096 on a bus): nothing else depends on
+            it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `put`.
+        BusClosedError
+            This Producer is closed, or was made before a fork.
+
+        Notes
+        -----
+        A compare-and-swap in shared memory: it waits for nobody.
+        """
+        return self._begin(*_sample(instance_id, index, round, split))
+
+    def abandon_sample(
+        self,
+        instance_id: str | int,
+        index: int,
+        *,
+        round: int | None = None,
+        split: str | None = None,
+    ) -> bool:
+        """Take back what `begin_sample` said: the sample is not made here any more.
+
+        Where the group still needs it, `fail` is what asks for it again.
+
+        Parameters
+        ----------
+        instance_id, index, round, split : object
+            As for `begin_sample`.
+
+        Returns
+        -------
+        bool
+            Whether it was noted as begun here.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError
+            As for `begin_sample`.
+        """
+        return self._leave_begun(*_sample(instance_id, index, round, split))
+
+    @property
+    def groups_dropped(self) -> int:
+        """Groups for training that were dropped whole, for any reason, since the bus was created.
+
+        A trainer that wants so many groups a step needs as many more as this grows by.
+        """
+        return _core.groups_dropped(self._here())
+
+    # -- samples that are asked for ----------------------------------------------------------------
 
     @property
     def requests(self) -> ProducerRequests:
         """The samples that this worker is asked for: `next`, `answer`, `fail` and `release`."""
         # Made at each use: kept, it and the Producer would hold each other.
         return ProducerRequests(self, self._request_state)
+
+    def fail(
+        self,
+        instance_id: str | int,
+        index: int,
+        reason: str,
+        *,
+        group_size: int | None = None,
+        need: int | None = None,
+        split: str | None = None,
+        round: int | None = None,
+        policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Report that a sample failed: its group need not wait for it in vain.
+
+        The report is a small record of the ring, in order with what this producer puts, and as safe
+        from any death. The consumer asks for the sample again (`requests`) as often as its
+        `sample_retries` says, and then gives its group up, as its `on_failure` says. The ledger
+        counts reports as committed, and in the end as dropped with the reason "failed".
+
+        Parameters
+        ----------
+        instance_id : str or int
+            The prompt's key, as for `put`.
+        index : int
+            Which sample of its group failed, from 0.
+        reason : str
+            What operators and the next producer of the sample are told; its first 500 characters.
+        group_size : int, optional
+            Samples in its group; None where this producer does not know.
+        need : int, optional
+            Samples that complete it, as for `put`.
+        split : str, optional
+            Who the group is for, as for `put`.
+        round : int, optional
+            Which round of the prompt this is, as for `put`.
+        policy_version : int, default 0
+            Version of the policy that was to sample it.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The reason is no str, the index is no int of 0 or more, or as for `put`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`, which also says when this blocks.
+        """
+        reason = checked_reason(reason)
+        index = check_count("index", index, 0)
+        number = _core.SPLIT_TRAIN
+        if split is not None:
+            number = _core.split_number(self._here(), check_split(split))
+        request = self._request_state.taken.get((make_key(str(instance_id), round, number), index))
+        if group_size is None and request is not None and request.group_size:
+            group_size, need = request.group_size, request.need
+        (self._fail_unsized if group_size is None else self._fail)(
+            instance_id,
+            group_size=index + 1 if group_size is None else group_size,
+            need=need,
+            split=split,
+            index=index,
+            score=0.0 if request is None else float(request.attempt),
+            policy_version=policy_version,
+            round=round,
+            meta=reason,
+            timeout=timeout,
+        )
+
+    # -- waiting for space -------------------------------------------------------------------------
+
+    async def _retry(self, attempt: Callable[[], Any], timeout: float | None) -> None:
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
+        ticket: int | None = None
+        while True:
+            try:
+                attempt()
+                return
+            except errors.BusFullError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            except errors.BusRemovedError:
+                if self._attach == "same" or (deadline is not None and time.monotonic() > deadline):
+                    raise
+                await asyncio.sleep(_SUCCESSOR_POLL_S)
+                continue
+            if ticket is None:
+                # Announced first and tried again: what is freed in between is not slept through.
+                ticket = self._want_space()
+                continue
+            await self._space_freed(ticket, deadline)
+            await self._check_stall(began)
+            ticket = None
+
+    async def _space_freed(self, ticket: int, deadline: float | None) -> None:
+        """Wait, with all other tasks of this loop, for one thread that sleeps on the ring."""
+        wait_s = limits.SPACE_WAIT_S
+        if deadline is not None:
+            wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
+        await self._space.wait(functools.partial(self._await_space, ticket, wait_s), wait_s)
+
+    async def _check_stall(self, began: float, waits_for: str = _WAITS_FOR_SPACE) -> None:
+        """Have the watchdog check, in a thread: a report takes longer than a loop may rest."""
+        waited_s = time.monotonic() - began
+        await asyncio.to_thread(self._watch.check, self._segment, waits_for, waited_s)
+
+    def pressure(self) -> float:
+        """How near the bus is to making producers wait: 0 for empty, 1 for full or paused.
+
+        A read of shared memory, a word for each extent: cheap beside a rollout, not beside a put.
+
+        Returns
+        -------
+        float
+            The part of the bus's extents that somebody holds, or 1.0 while the bus is paused, or
+            while no group may begin (`max_lead`).
+        """
+        return self._pressure(None)
+
+    def _pressure(self, group: tuple[str, int | None, int] | None) -> float:
+        segment = self._here()
+        if segment.paused() is not None:
+            return 1.0
+        limit, held, *_ = _core.lead_state(segment)
+        if limit and held >= limit and not (group and _core.lead_knows(segment, *group)):
+            return 1.0
+        return 1.0 - segment.free_extents() / segment.extent_count
+
+    async def wait_ready(
+        self,
+        below: float = limits.READY_PRESSURE,
+        *,
+        timeout: float | None = None,
+        instance_id: str | None = None,
+        round: int | None = None,
+        split: str = TRAIN,
+    ) -> bool:
+        """Wait, with all other tasks of the loop, until the pressure is below a bound.
+
+        Ask before a rollout is started, so that none is made for a bus that is full or paused, or
+        for a group that may not begin yet.
+
+        Parameters
+        ----------
+        below : float
+            Above 0, at most 1.
+        timeout : float, optional
+            Seconds to wait: None waits for ever.
+        instance_id : str, optional
+            The prompt that is to be sampled. Give it where workers share groups: a sample of a
+            group that others have begun need not wait for the bound on groups.
+        round : int, optional
+            Its round, as for `put`.
+        split : str, default "train"
+            Its split, as for `put`.
+
+        Returns
+        -------
+        bool
+            False where the time was over first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `below` is no number, or out of its range; or `timeout` is.
+        StallError
+            As for `put`.
+        """
+        check_timeout(timeout)
+        if isinstance(below, bool) or not isinstance(below, SECONDS):
+            raise TypeError(f"below: expected a number, got {type(below).__name__}")
+        if not 0 < below <= 1:
+            raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
+        began = time.monotonic()
+        deadline = None if timeout is None else began + timeout
+        number = _core.split_number(self._here(), check_split(split))
+        group = None if instance_id is None else (instance_id, round, number)
+        while self._pressure(group) >= below:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            ticket = self._want_space()
+            if self._pressure(group) >= below:
+                await self._space_freed(ticket, deadline)
+                await self._check_stall(began)
+        return True
+
+    # -- state and end -----------------------------------------------------------------------------
 
     @property
     def paused(self) -> str | None:
@@ -269,28 +964,16 @@ class Producer(GroupPuts, RetryPuts):
         """
         return ProducerStats(self.producer_id, *self._counts())
 
-    def __enter__(self) -> Producer:
-        return self
+    def close(self) -> None:
+        """Abort open reservations and leave the bus; what was committed stays."""
+        if not self.closed:
+            self.requests._return_failed()
+        super().close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Producer:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # In this thread: it waits for nobody, and no cancellation can come before it.
-        self.close()
+    def __del__(self) -> None:
+        state = getattr(self, "_request_state", None)
+        if state is not None and state.taken:
+            self.close()
 
     def __reduce__(self) -> tuple[Callable[..., Producer], tuple[Any, ...]]:
         return _rebuild, (
@@ -301,6 +984,22 @@ class Producer(GroupPuts, RetryPuts):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"producer_id={self.producer_id}"
         return f"<Producer {self.name!r} {state}>"
+
+
+def _sample(
+    instance_id: object, index: object, round: object, split: object
+) -> tuple[str, int | None, str | None, int]:
+    """Check the arguments that name a sample."""
+    key = check_instance_id(instance_id)
+    number = check_count("index", index, 0)
+    if number >= _core.MAX_GROUP_SIZE:
+        raise ValueError(f"index: expected less than {_core.MAX_GROUP_SIZE}, got {number}")
+    return (
+        key,
+        check_round(round),
+        None if split is None else check_split(split),
+        number,
+    )
 
 
 def _rebuild(

@@ -46,15 +46,7 @@ class _Fields(Protocol):
 
 
 class Row(Mapping[str, NDArray[Any]]):
-    """One row of a sample: its fields by name, each a part of the sample's array.
-
-    Parameters
-    ----------
-    fields : dict[str, numpy.ndarray]
-        Views, not copies.
-    prefix_length : int
-        How many elements from the first on it shares with another row, as its producer said.
-    """
+    """One row of a sample: its fields by name, each a part of the sample's array."""
 
     __slots__ = ("_fields", "prefix_length")
 
@@ -83,30 +75,7 @@ class Row(Mapping[str, NDArray[Any]]):
 
 
 def join_rows(rows: object, others: tuple[str, ...] = ()) -> list[tuple[str, Any]]:
-    """Make the fields of a record of a sample's rows.
-
-    Parameters
-    ----------
-    rows : list of mapping of str to array or list
-        Each row's fields, and its `prefix_length` where it has one.
-    others : tuple of str
-        Names of the sample's other fields.
-
-    Returns
-    -------
-    list of (str, array or list)
-        The row lengths, int64 [rows, 2]: length and prefix length. Then each field of the rows.
-
-    Raises
-    ------
-    TypeError, ValueError
-        There is no row, one is no mapping, has other fields than the first, or none, or fields that
-        do not fit together; the message says which row and field.
-
-    Notes
-    -----
-    One copy of each array, before the copy into the ring.
-    """
+    """Make the fields of a record of a sample's rows."""
     listed = _listed(rows)
     names = [name for name in listed[0] if name != PREFIX]
     lengths = np.zeros((len(listed), 2), np.int64)
@@ -234,40 +203,14 @@ def _joined(name: str, values: list[Any]) -> Any:
 
 
 def row_fields(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the fields that are of rows, among those of a record.
-
-    Parameters
-    ----------
-    names : tuple of str
-        In the record's order.
-
-    Returns
-    -------
-    tuple of str
-        All, where the record has no row lengths.
-    """
+    """Return the names of the fields that are of rows, among those of a record."""
     if _core.ROW_LENGTHS not in names:
         return names
     return names[names.index(_core.ROW_LENGTHS) + 1 :]
 
 
 def row_lengths(trajectory: _Fields) -> NDArray[np.int64] | None:
-    """Return length and prefix length of each row of a sample, after their check.
-
-    Parameters
-    ----------
-    trajectory : Trajectory or TrajectoryCopy
-
-    Returns
-    -------
-    int64 [rows, 2] or None
-        None for a sample that was put without rows.
-
-    Raises
-    ------
-    ValueError
-        They do not fit the fields: no Producer makes them so.
-    """
+    """Return length and prefix length of each row of a sample, after their check."""
     if _core.ROW_LENGTHS not in trajectory:
         return None
     lengths = trajectory[_core.ROW_LENGTHS]
@@ -299,22 +242,7 @@ def _damaged(trajectory: _Fields, got: str) -> ValueError:
 
 
 def rows_of(trajectory: _Fields) -> list[Row]:
-    """Cut a sample into its rows.
-
-    Parameters
-    ----------
-    trajectory : Trajectory or TrajectoryCopy
-
-    Returns
-    -------
-    list[Row]
-        Of views. One with all fields, for a sample that was put without rows.
-
-    Raises
-    ------
-    ValueError
-        As for `row_lengths`.
-    """
+    """Cut a sample into its rows."""
     lengths = row_lengths(trajectory)
     names = row_fields(trajectory.keys())
     fields = {name: trajectory[name] for name in names}
@@ -329,17 +257,7 @@ def rows_of(trajectory: _Fields) -> list[Row]:
 
 
 def put_rows(trajectory: _Fields) -> dict[str, Any]:
-    """Return the keywords of `put` for a sample's fields.
-
-    Parameters
-    ----------
-    trajectory : TrajectoryCopy
-
-    Returns
-    -------
-    dict
-        Fields of the whole sample by their names, and `rows` where it has them.
-    """
+    """Return the keywords of `put` for a sample's fields."""
     names = trajectory.keys()
     if _core.ROW_LENGTHS not in names:
         return {name: trajectory[name] for name in names}

@@ -55,18 +55,7 @@ def check_stall(on_stall: object, timeout_s: object) -> None:
 
 
 class Watch:
-    """Watches the waits of one handle.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-    on_stall : "log" | "raise" | callable | None
-        Log a warning (``shmbus.stall``), raise StallError, or call it with the StallReport, in the
-        thread that waits; an exception ends the wait. None disables the watch.
-    timeout_s : float
-        Seconds without movement that make a stall.
-    """
+    """Watches the waits of one handle."""
 
     def __init__(self, bus: str, on_stall: OnStall, timeout_s: float) -> None:
         check_stall(on_stall, timeout_s)
@@ -98,10 +87,7 @@ class Watch:
         waits_for: str,
         timeout: float | None,
     ) -> bool:
-        """Go on waiting after a first slice without a result, with a check after each slice.
-
-        `wait` says whether there is a result now; this says the same of the whole wait.
-        """
+        """Go on waiting after a first slice without a result, with a check after each slice."""
         began_s = time.monotonic() - (self.first_s(timeout) or 0.0)
         while True:
             now = time.monotonic()
@@ -113,13 +99,7 @@ class Watch:
                 return True
 
     def check(self, segment: _core.Segment, waits_for: str, waited_s: float) -> None:
-        """Report if nothing has moved for too long; `waited_s` is how long this wait lasts.
-
-        Raises
-        ------
-        StallError
-            Under "raise".
-        """
+        """Report if nothing has moved for too long; `waited_s` is how long this wait lasts."""
         slice_s = self.slice_s
         if slice_s is None:
             return

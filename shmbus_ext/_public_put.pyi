@@ -1,7 +1,7 @@
 """What users meet of the C core when they put, with its docstrings. For type checkers and editors.
 
-There is no module of this name at run time: these are classes of ``shmbus_ext._core``. Each
-docstring here is the one that the C code has.
+There is no module of this name at run time: these are classes of ``shmbus_ext._core``. The build
+takes their ``__doc__`` and signatures from here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter import pad_input, unpad_input
 from trainer_adapter.attention import flash
+from trainer_adapter.compat import pad_input, unpad_input
 
 FLASH = tuple(int(part) for part in version("flash-attn").split(".")[:2])
 #: From here on there are a mask of unused places, and a fifth value.

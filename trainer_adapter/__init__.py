@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trainer_adapter.attention.varlen import varlen_attention
     from trainer_adapter.batches.batch import Batch
     from trainer_adapter.batches.pack import ExtraField, FieldNames, pack
-    from trainer_adapter.compat import pad_input, unpad_input
     from trainer_adapter.handler.handler import OnlineDataHandler
     from trainer_adapter.scored_group import ScoredGroup
 
@@ -29,8 +28,6 @@ __all__ = [
     "ScoredGroup",
     "group_advantages",
     "pack",
-    "pad_input",
-    "unpad_input",
     "varlen_attention",
 ]
 
@@ -42,8 +39,6 @@ _HOMES = {
     "ScoredGroup": "scored_group",
     "group_advantages": "advantages",
     "pack": "batches.pack",
-    "pad_input": "compat",
-    "unpad_input": "compat",
     "varlen_attention": "attention",
 }
 

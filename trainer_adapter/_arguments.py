@@ -6,27 +6,25 @@ Invariant: an error names the argument or the sample, the expected value, and th
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 import os
-from collections.abc import Mapping
-from numbers import Real
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Final
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 from torch.utils.data import default_collate
 
 import shmbus
-from shmbus._checks import check_choice, check_text, checked_int
+from shmbus._arguments import check_choice, check_count, check_int, check_text, check_timeout
 from shmbus._near_names import unknown_option
 from shmbus.batch.gather import FieldNames, GatherThreads
 from trainer_adapter.advantages import MAX_SCORE, check_kind
 
 __all__ = [
+    "ConsumerOptions",
     "check_choices",
     "check_consumer_options",
-    "check_count",
     "check_device",
     "check_fields",
     "check_for_ranks",
@@ -34,7 +32,6 @@ __all__ = [
     "check_loader",
     "check_pack_threads",
     "check_packing",
-    "check_wait",
     "checked_budget",
     "checked_max_wait",
     "checked_pack_threads",
@@ -74,21 +71,6 @@ def score_error(trajectories: list[shmbus.Trajectory]) -> ValueError:
     )
 
 
-def check_wait(name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless it is None or a number of seconds."""
-    if value is None:
-        return
-    # float and int first: the test for Real asks a registry.
-    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
-        raise TypeError(f"{name}: expected a number of seconds, or None, got {value!r}")
-    try:
-        seconds = float(value)
-    except OverflowError:
-        seconds = math.nan  # an int that no float can hold
-    if not seconds >= 0:
-        raise ValueError(f"{name}: expected 0 or more seconds, or None, got {value!r}")
-
-
 def check_device(device: object) -> torch.device:
     """Return a device that torch knows and has; raises TypeError or ValueError for another."""
     if isinstance(device, torch.device) and device.type == "cpu":
@@ -122,13 +104,13 @@ def check_fields(fields: object) -> None:
 
 def check_prefetch(value: object) -> None:
     """Raise TypeError or ValueError unless it is a number of batches, 0 to `MAX_PREFETCH`."""
-    if not 0 <= checked_int("prefetch", value) <= MAX_PREFETCH:
+    if not 0 <= check_int("prefetch", value) <= MAX_PREFETCH:
         raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
 
 
 def check_pack_threads(value: object) -> None:
     """Raise TypeError or ValueError unless it is a number of threads, 1 to `MOST_PACK_THREADS`."""
-    if not 1 <= checked_int("pack_threads", value) <= MOST_PACK_THREADS:
+    if not 1 <= check_int("pack_threads", value) <= MOST_PACK_THREADS:
         raise ValueError(
             f"pack_threads: expected 1 to {MOST_PACK_THREADS} threads, got {value}; a few use all "
             "of a machine's memory bandwidth"
@@ -136,10 +118,8 @@ def check_pack_threads(value: object) -> None:
 
 
 def checked_pack_threads(value: int | None, world_size: int) -> int:
-    """Return `pack_threads`, or without it a fourth of a rank's share of the processors, up to 4.
-
-    Threads take processors from inference and environments, and memory bandwidth ends at a few.
-    """
+    """Return `pack_threads`, or without it a fourth of a rank's share of processors, up to 4."""
+    # Threads take processors from inference and environments, and memory bandwidth ends at a few.
     if value is None:
         share = len(os.sched_getaffinity(0)) // (4 * world_size)
         return max(1, min(share, USUAL_PACK_THREADS))
@@ -158,31 +138,28 @@ def check_packing(
     return found
 
 
-def check_count(name: str, value: int | None) -> None:
-    """Raise TypeError or ValueError unless it is None or an int of 1 or more."""
-    if value is not None and checked_int(name, value) < 1:
-        raise ValueError(f"{name}: expected 1 or more, got {value}")
-
-
 def checked_budget(tokens_per_batch: int | None, groups_per_batch: int | None) -> int | None:
     """Return the tokens of a batch, None for a number of groups; raises as `check_count`."""
     if tokens_per_batch is not None and groups_per_batch is not None:
         raise ValueError(
             "expected one of tokens_per_batch and groups_per_batch, got both; drop one"
         )
-    check_count("tokens_per_batch", tokens_per_batch)
-    check_count("groups_per_batch", groups_per_batch)
+    for name, value in (
+        ("tokens_per_batch", tokens_per_batch),
+        ("groups_per_batch", groups_per_batch),
+    ):
+        if value is not None:
+            check_count(name, value)
     if groups_per_batch is None and tokens_per_batch is None:
         return DEFAULT_TOKENS_PER_BATCH
     return tokens_per_batch
 
 
 def checked_max_wait(max_wait: float | str | None, tokens_per_batch: int | None) -> float | None:
-    """Return `max_wait` with "auto" resolved: a number of groups is waited for; as `check_wait`."""
+    """Return `max_wait` with "auto" resolved: a number of groups is waited for."""
     if isinstance(max_wait, str) and max_wait == "auto":
         return None if tokens_per_batch is None else DEFAULT_MAX_WAIT_S
-    check_wait("max_wait", max_wait)
-    return None if max_wait is None else float(max_wait)
+    return check_timeout(max_wait, "max_wait")
 
 
 def check_choices(**given: object) -> None:
@@ -199,15 +176,7 @@ _CHOICES: Final = {
 
 
 def check_consumer_options(options: Mapping[str, object], handler: type) -> None:
-    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest.
-
-    Parameters
-    ----------
-    options : mapping
-        What was given to the handler beside its own.
-    handler : type
-        Has the others, as parameters.
-    """
+    """Raise TypeError for an option that neither handler nor Consumer has; it names the nearest."""
     bus = inspect.signature(shmbus.Consumer).parameters.keys() - {"name", "rank", "world_size"}
     for name in options.keys() - bus:
         own = [
@@ -221,7 +190,7 @@ def check_consumer_options(options: Mapping[str, object], handler: type) -> None
 
 def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) -> None:
     """Raise ValueError for an option that would give several ranks different numbers of steps."""
-    if checked_int("world_size", world_size) < 1:
+    if check_int("world_size", world_size) < 1:
         raise ValueError(f"world_size: expected 1 or more, got {world_size}")
     if keep_group is not None and not callable(keep_group):
         raise TypeError(f"keep_group: expected a callable, got {keep_group!r}")
@@ -238,13 +207,7 @@ def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) 
 
 
 def check_loader(caller: FrameType) -> None:
-    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate.
-
-    Parameters
-    ----------
-    caller : frame
-        That asks for the iterator.
-    """
+    """Raise TypeError if a torch DataLoader that would collate batches is about to iterate."""
     fetcher = caller.f_locals.get("self")
     if (
         getattr(fetcher, "auto_collation", False)
@@ -255,3 +218,26 @@ def check_loader(caller: FrameType) -> None:
             "batches already, got one that collates items; pass DataLoader(handler, "
             "batch_size=None)"
         )
+
+
+class ConsumerOptions(TypedDict, total=False):
+    """Keyword arguments of `shmbus.Consumer`, which documents them; each may be left out."""
+
+    group_timeout: float | None
+    on_timeout: Literal["wait", "drop", "partial"]
+    max_policy_lag: int | None
+    skip_zero_variance: bool
+    duplicate: Literal["drop", "error"]
+    max_stash_bytes: int | None
+    on_overflow: Literal["wait", "drop", "partial"]
+    sample_retries: int
+    retry_timeout: float
+    retry_backoff: tuple[float, float]
+    on_failure: Literal["drop", "partial"]
+    label: str | None
+    daemon: bool | None
+    split: str
+    on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
+    stall_timeout: float
+    wait: float | None
+    prompt_schema: Mapping[str, Any] | None

@@ -52,10 +52,8 @@ def spread(values: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def sequence_of_tokens(row: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
-    """Return the sequence of each token of a packed row, and the number of sequences plus one.
-
-    The last number is of the tokens behind the last border, which belong to no sequence.
-    """
+    """Return the sequence of each token of a packed row, and the number of sequences plus one."""
+    # The last number is of the tokens behind the last border, which belong to no sequence.
     if cu_seqlens is None:
         raise ValueError(
             "cu_seqlens: expected the borders of the sequences, since packed rows are taken by "

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbus._checks import check_choice
+from shmbus._arguments import check_choice
 from shmbus.batch.baseline import (
     DEVIATION,
     LEAVE_ONE_OUT,
@@ -32,7 +32,7 @@ from shmbus.batch.baseline import (
 )
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
-__all__ = ["advantages_for_groups", "check_kind", "group_advantages", "baseline_of"]
+__all__ = ["group_advantages"]
 
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
@@ -166,28 +166,7 @@ def advantages_for_groups(
     eps: float = DEFAULT_EPS,
     groups: Callable[[], Sequence[ScoredGroup]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Turn the scores of a ragged batch into advantages, all groups at once.
-
-    Parameters
-    ----------
-    scores : [S], real
-        Scores of all samples, group after group.
-    sizes : [G], integers
-        Samples of each group, S in all; 0 is allowed.
-    kind, std, eps
-        As for `group_advantages`.
-    groups : callable, optional
-        Makes the groups for a callable that sees more than their scores.
-
-    Returns
-    -------
-    float32 [S]
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `group_advantages`.
-    """
+    """Turn the scores of a ragged batch into advantages, all groups at once."""
     baseline = baseline_of(kind, std, eps)
     if baseline is not None and _is_row(scores, np.float64) and _is_row(sizes, np.int64):
         compared = relative_scores(scores, sizes, baseline)
@@ -201,19 +180,7 @@ def advantages_for_groups(
 
 
 def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Baseline | None:
-    """Return the baseline that the C core can compute for each group.
-
-    Parameters
-    ----------
-    kind, std, eps
-        As for `group_advantages`.
-
-    Returns
-    -------
-    Baseline or None
-        None where the C core cannot: a callable, "batch" and "batch_std", which compare samples of
-        several groups, and values that `group_advantages` refuses.
-    """
+    """Return the baseline that the C core can compute for each group."""
     formula = _BASELINES.get(kind) if isinstance(kind, str) else None
     if formula is None or std not in ("bessel", "biased") or not isinstance(eps, (int, float)):
         return None
@@ -221,20 +188,7 @@ def baseline_of(kind: Kind, std: Std = "bessel", eps: float = DEFAULT_EPS) -> Ba
 
 
 def check_kind(name: str, kind: object) -> None:
-    """Raise ValueError unless it is a kind of advantages.
-
-    Parameters
-    ----------
-    name : str
-        Name of the argument, for the message.
-    kind : object
-        One of the names of `group_advantages`, or a callable, which is not called.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
+    """Raise ValueError unless it is a kind of advantages."""
     if not (callable(kind) or (isinstance(kind, str) and kind in _KINDS)):
         raise ValueError(
             f"{name}: expected {', '.join(map(repr, _KINDS))} or a callable, got {kind!r}; "

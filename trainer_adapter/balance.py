@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Final
 
-from shmbus._checks import checked_int
+from shmbus._arguments import check_int
 
 __all__ = ["balance", "by_budget"]
 
@@ -58,7 +58,7 @@ def balance(lengths: Sequence[int], parts: int, *, fill_all: bool = True) -> Par
     (Karmarkar and Karp 1982, UCB/CSD 82/113), which is closer to the best where items are few; the
     better one is taken.
     """
-    parts = checked_int("parts", parts)
+    parts = check_int("parts", parts)
     if parts < 1:
         raise ValueError(f"parts: expected 1 or more, got {parts}")
     if any(length < 0 for length in lengths):
@@ -98,7 +98,7 @@ def by_budget(lengths: Sequence[int], budget: int) -> Parts:
     TypeError, ValueError
         An item above the budget; the message names it. Or a budget that is no int.
     """
-    budget = checked_int("budget", budget)
+    budget = check_int("budget", budget)
     for position, length in enumerate(lengths):
         if length > budget:
             raise ValueError(

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_adapter._arguments import check_count
+from shmbus._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.tensors import TensorHolder, indexable
@@ -125,8 +125,10 @@ def micro_batches(
         raise ValueError(
             f"micro_batches: expected one of max_tokens and count, got {max_tokens} and {count}"
         )
-    check_count("max_tokens", max_tokens)
-    check_count("count", count)
+    if max_tokens is None:
+        check_count("count", count)
+    else:
+        check_count("max_tokens", max_tokens)
     lengths = batch.lengths
     if max_tokens is not None and max(lengths) > max_tokens:
         longest = lengths.index(max(lengths))
@@ -220,18 +222,7 @@ def _take(
 
 
 def select(values: Tensor, positions: Tensor) -> Tensor:
-    """Return rows by their positions, of any dtype that torch stores.
-
-    Parameters
-    ----------
-    values : Tensor [n, ...]
-    positions : int64 [m] tensor
-        On the same device.
-
-    Returns
-    -------
-    Tensor [m, ...]
-    """
+    """Return rows by their positions, of any dtype that torch stores."""
     return indexable(values).index_select(0, positions).view(values.dtype)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import shmbus
 
-__all__ = ["TRUNCATED_REASONS", "ScoredGroup", "groups_of", "meta_value", "sight_of"]
+__all__ = ["ScoredGroup"]
 
 TRUNCATED_REASONS: Final = frozenset({"length", "max_tokens", "abort"})
 """Values of ``meta["finish_reason"]`` of a truncated sample: servers say "length" or "max_tokens"
@@ -219,21 +219,7 @@ class ScoredGroup:
 def groups_of(
     trajectories: Sequence[shmbus.Trajectory], lengths: Sequence[int], sizes: Sequence[int]
 ) -> list[ScoredGroup]:
-    """Lay leased trajectories out as groups.
-
-    Parameters
-    ----------
-    trajectories : sequence of shmbus.Trajectory
-        Group after group.
-    lengths : sequence of int
-        Tokens of each.
-    sizes : sequence of int
-        Trajectories of each group.
-
-    Returns
-    -------
-    list[ScoredGroup]
-    """
+    """Lay leased trajectories out as groups."""
     groups = []
     end = 0
     for size in sizes:
@@ -245,19 +231,7 @@ def groups_of(
 
 
 def sight_of(function: Callable[..., Any]) -> Sight:
-    """Find out what a callable for advantages wants to see, by its signature.
-
-    Parameters
-    ----------
-    function : callable
-
-    Returns
-    -------
-    "scores" | "group" | "both"
-        "both" for a callable that cannot be called with one positional argument, but with two: the
-        scores, and the group. "group" for one whose first parameter is annotated as a ScoredGroup.
-        "scores" for every other one.
-    """
+    """Find out what a callable for advantages wants to see, by its signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "ring/attach.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/intent_log.h"
 #include "ring/reader.h"
@@ -33,9 +33,9 @@ static inline void make_segments(struct segment *segment, struct segment *own, u
     char path[64];
     int fd = memfd_create("shmbus-bench", MFD_CLOEXEC);
     require(segment_plan(capacity, PRODUCERS, 0, &plan), "segment_plan");
-    require(segment_create(segment, fd, &plan) == SEGMENT_OK, "segment_create");
+    require(segment_create(segment, fd, &plan) == SHARED_OK, "segment_create");
     snprintf(path, sizeof path, "/proc/self/fd/%d", segment->fd);
-    require(segment_open(own, open(path, O_RDWR | O_CLOEXEC), false) == SEGMENT_OK, "segment_open");
+    require(segment_open(own, open(path, O_RDWR | O_CLOEXEC), false) == SHARED_OK, "segment_open");
 }
 
 struct sample {

@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 
 from shmbus_ext import _core
 
-__all__ = [
-    "DEVIATION",
-    "MEAN",
-    "MAX_SCORE_MAGNITUDE",
-    "LEAVE_ONE_OUT",
-    "Baseline",
-    "relative_scores",
-]
+__all__ = ["DEVIATION", "LEAVE_ONE_OUT", "MEAN", "Baseline"]
 
 MEAN: Final[int] = _core.BASELINE_MEAN
 """The score minus the mean of its group."""

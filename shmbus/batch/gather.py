@@ -18,16 +18,7 @@ from shmbus.batch.field_names import FieldNames
 from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
 
-__all__ = [
-    "FieldNames",
-    "PackedBatch",
-    "Measured",
-    "describe",
-    "gather",
-    "measure",
-    "members",
-    "packed_bytes",
-]
+__all__ = ["FieldNames", "PackedBatch", "gather", "packed_bytes"]
 
 Array: TypeAlias = NDArray[Any]
 GatherThreads: TypeAlias = _core.GatherThreads

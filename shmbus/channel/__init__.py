@@ -11,38 +11,25 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.channel.endpoint import Endpoint
 from shmbus.channel.errors import (
-    ChannelBusyError,
     ChannelClosedError,
-    ChannelDamagedError,
-    ChannelError,
-    ChannelTimeoutError,
-    PeerGoneError,
     StepFailedError,
     StepOrderError,
     StepSkippedError,
 )
-from shmbus.channel.lifecycle import living_statement, unlink_channel
+from shmbus.channel.lifecycle import unlink_channel
 from shmbus.channel.receiver import ChannelReceiver, Message
-from shmbus.channel.sender import DEFAULT_MAX_BYTES, DEFAULT_TIMEOUT_S, ChannelSender
+from shmbus.channel.sender import ChannelSender
+from shmbus.errors import ChannelError
 
 __all__ = [
-    "DEFAULT_MAX_BYTES",
-    "DEFAULT_TIMEOUT_S",
-    "ChannelBusyError",
     "ChannelClosedError",
-    "ChannelDamagedError",
     "ChannelError",
     "ChannelReceiver",
     "ChannelSender",
-    "ChannelTimeoutError",
-    "Endpoint",
     "Message",
-    "PeerGoneError",
     "StepFailedError",
     "StepOrderError",
     "StepSkippedError",
-    "living_statement",
     "unlink_channel",
 ]

@@ -20,23 +20,17 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from shmbus import errors
 from shmbus._arguments import check_timeout, process_label
 from shmbus._format import printable, show_wait
-from shmbus.channel.errors import (
-    ChannelClosedError,
-    ChannelDamagedError,
-    ChannelTimeoutError,
-    PeerGoneError,
-)
+from shmbus.channel.errors import ChannelClosedError
 from shmbus.channel.lifecycle import channel_path
+from shmbus.errors import DamagedError, PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import leads_to, remove_dead_socket
+from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["SIDES", "Endpoint", "fit_text", "own_label"]
-
-#: Seconds that one sleep lasts at most: deaths ring no bell.
-SLICE_S: Final = 0.05
 
 #: The two sides, by their number in the segment.
 SIDES: Final = ("sender", "receiver")
@@ -155,7 +149,7 @@ class Endpoint:
 
         Raises
         ------
-        ChannelDamagedError
+        DamagedError
             It does not match its checksum.
         """
         found = self._handle.statement(SIDES.index(side))
@@ -232,8 +226,8 @@ class Endpoint:
             return found
         raise self._damaged()
 
-    def _damaged(self) -> ChannelDamagedError:
-        return ChannelDamagedError(
+    def _damaged(self) -> DamagedError:
+        return DamagedError(
             f"channel {self.name!r}: what its segment says of a message is not true; it is not "
             "usable any more: look for a process that writes where it should not, remove it with "
             f"shmbus.channel.unlink_channel({self.name!r}), and resume both sides from a checkpoint"
@@ -260,36 +254,32 @@ class Endpoint:
         """Call `ready` until it has something; `what` says for a message what that would be."""
         if timeout is not None:
             self.require_timeout(timeout)
-        self.on_wake()
-        got = ready()
-        if got is not None:
-            return got
         # A clock says more than a number of NumPy's with few bits can have.
         limit = float(self.timeout if timeout is None else timeout)
-        deadline = time.monotonic() + limit
-        while True:
-            ticket = self._handle.announce(self.OTHER)
+
+        def woken() -> _T | None:
             self.on_wake()
-            got = ready()
-            if got is not None:
-                return got
-            end = self._end_of_other()
-            if end is not None:
-                # It may have done its last deed between the two looks.
-                self.on_wake()
-                got = ready()
-                if got is not None:
-                    return got
-                raise end
-            if not leads_to(self._path, self._identity):
-                raise errors.BusRemovedError(
-                    f"channel {self.name!r} was removed while this process waited for {what()}; "
-                    "create it again, and resume both sides"
-                )
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ChannelTimeoutError(self._stall(limit, what()))
-            self._handle.wait(self.OTHER, ticket, min(left, SLICE_S))
+            return ready()
+
+        got = woken()
+        if got is not None:
+            return got
+        return wait_for(
+            woken,
+            announce=lambda: self._handle.announce(self.OTHER),
+            sleep=lambda ticket, left: self._handle.wait(self.OTHER, ticket, left),
+            gone=lambda: self._end_of_other() or self._removal(what),
+            late=lambda: WaitTimeoutError(self._stall(limit, what())),
+            deadline=time.monotonic() + limit,
+        )
+
+    def _removal(self, what: Callable[[], str]) -> errors.BusRemovedError | None:
+        if leads_to(self._path, self._identity):
+            return None
+        return errors.BusRemovedError(
+            f"channel {self.name!r} was removed while this process waited for {what()}; create it "
+            "again, and resume both sides"
+        )
 
     def _end_of_other(self) -> Exception | None:
         life, pid, claims, label, reason = self._handle.look(self.OTHER)
@@ -309,8 +299,8 @@ class Endpoint:
             f"channel {self.name!r}: the {who} has died; sent up to step {self.sent_step}, "
             f"acknowledged up to step {self.acked_step}. Nothing is lost: start it again, and call "
             "again here to go on with its successor",
-            other,
-            pid,
+            side=other,
+            pid=pid,
         )
 
     def _is_final(self, claims: int) -> bool:

@@ -1,53 +1,19 @@
-"""What can go wrong with a channel.
+"""What only a channel raises, beside the errors of `shmbus.errors`.
 
 ::
 
-    ShmbusError
-     +-- ChannelError               base; the message says whether the channel stays usable
-          +-- ChannelBusyError      another living process is this side
-          +-- ChannelTimeoutError   a deadline passed; names step, slot and side; a TimeoutError too
-          +-- ChannelDamagedError   what the segment says of a message is not true
-          +-- ChannelClosedError    the other side has closed the channel, with its reason
-          +-- StepOrderError        a step sent or acknowledged already, or after a gap
-          +-- StepSkippedError      the sender has no tensors for this step, and says why
-          +-- StepFailedError       the sender could not make this step, and says why
-          +-- PeerGoneError         the other side has died
-
-A channel that is not there, was removed, has another layout or does not fit raises what a bus
-raises: BusNotFoundError, BusRemovedError, LayoutMismatchError, CapacityError.
+    ChannelError
+     +-- ChannelClosedError    the other side has closed the channel, with its reason
+     +-- StepOrderError        a step sent or acknowledged already, or after a gap
+     +-- StepSkippedError      the sender has no tensors for this step, and says why
+     +-- StepFailedError       the sender could not make this step, and says why
 """
 
 from __future__ import annotations
 
-from shmbus.errors import ShmbusError
+from shmbus.errors import ChannelError
 
-__all__ = [
-    "ChannelBusyError",
-    "ChannelClosedError",
-    "ChannelDamagedError",
-    "ChannelError",
-    "ChannelTimeoutError",
-    "PeerGoneError",
-    "StepFailedError",
-    "StepOrderError",
-    "StepSkippedError",
-]
-
-
-class ChannelError(ShmbusError):
-    """Base class of a channel's errors."""
-
-
-class ChannelBusyError(ChannelError):
-    """Another living process is this side of the channel."""
-
-
-class ChannelTimeoutError(ChannelError, TimeoutError):
-    """What was waited for did not happen by the deadline; the message says what keeps it."""
-
-
-class ChannelDamagedError(ChannelError):
-    """What the segment says of a message is not what was sent."""
+__all__ = ["ChannelClosedError", "StepFailedError", "StepOrderError", "StepSkippedError"]
 
 
 class ChannelClosedError(ChannelError):
@@ -84,25 +50,3 @@ class StepSkippedError(_StepError):
 
 class StepFailedError(_StepError):
     """The sender could not make a step; it counts as acknowledged."""
-
-
-class PeerGoneError(ChannelError):
-    """The other side has died: the kernel has dropped its lock.
-
-    It is raised once a death. Whoever calls again waits for the successor.
-
-    Attributes
-    ----------
-    side : str
-        "sender" or "receiver".
-    pid : int
-        Of the process that died.
-    """
-
-    def __init__(self, message: str, side: str, pid: int) -> None:
-        super().__init__(message)
-        self.side = side
-        self.pid = pid
-
-    def __reduce__(self) -> tuple[type[PeerGoneError], tuple[str, str, int]]:
-        return type(self), (str(self), self.side, self.pid)

@@ -16,14 +16,10 @@ import msgspec
 
 from shmbus._arguments import check_int64
 from shmbus.channel.endpoint import Endpoint, check_deadline, own_label
-from shmbus.channel.errors import (
-    ChannelBusyError,
-    StepFailedError,
-    StepOrderError,
-    StepSkippedError,
-)
-from shmbus.channel.lifecycle import open_handle
+from shmbus.channel.errors import StepFailedError, StepOrderError, StepSkippedError
+from shmbus.channel.lifecycle import companion_of
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
+from shmbus.errors import BusBusyError
 from shmbus_ext import _core
 
 __all__ = ["ChannelReceiver", "Message"]
@@ -68,7 +64,7 @@ class ChannelReceiver(Endpoint):
     ------
     BusNotFoundError
         There is none.
-    ChannelBusyError
+    BusBusyError
         Another living process receives.
     LayoutMismatchError
         What is there is no channel of this version.
@@ -88,13 +84,14 @@ class ChannelReceiver(Endpoint):
         check_deadline("timeout", timeout)
         check_deadline("wait", wait)
         label = own_label(label)
-        handle = open_handle(name, deadline=time.monotonic() + float(wait))
+        deadline = time.monotonic() + float(wait)
+        handle = companion_of(name).open(name, deadline=deadline, awaited=True)
         super().__init__(name, handle, timeout)
         self._resumed: int | None = None
         if not handle.claim(self.SIDE, label):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
-            raise ChannelBusyError(
+            raise BusBusyError(
                 f"channel {name!r} has a living receiver, {other!r} (pid {pid}); a channel has "
                 "one: end that process, or make a channel for each receiver"
             )
@@ -125,9 +122,9 @@ class ChannelReceiver(Endpoint):
             The step comes without bytes; it is acknowledged, and the next call has the next step.
         StepOrderError
             `step` was acknowledged already or is not the next one; or steps would be left out.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             Nothing came, and why.
-        ChannelDamagedError
+        DamagedError
             What came is not what was sent.
         """
         with self._lock:

@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from shmbus._arguments import check_int, check_int64, parse_size
+from shmbus._arguments import check_bytes, check_int, check_int64
 from shmbus.channel.endpoint import Endpoint, check_deadline, fit_text, own_label
-from shmbus.channel.errors import ChannelBusyError, ChannelError, StepOrderError
-from shmbus.channel.lifecycle import create_handle, no_space, open_handle
-from shmbus.errors import CapacityError
+from shmbus.channel.errors import StepOrderError
+from shmbus.channel.lifecycle import companion_of
+from shmbus.errors import BusBusyError, BusExistsError, CapacityError, ChannelError
 from shmbus.pool import copy_bytes
 from shmbus_ext import _core
 
 __all__ = ["DEFAULT_MAX_BYTES", "DEFAULT_TIMEOUT_S", "ChannelSender"]
+
+#: Of the layout; C would cut what has more bits.
+_MOST_SLOTS = 8
+_MOST_BYTES = 1 << 44
 
 #: Bytes that a step may have: address space of a sparse file, and no memory before it is used.
 DEFAULT_MAX_BYTES = 16 << 30
@@ -53,7 +57,7 @@ class ChannelSender(Endpoint):
     ------
     TypeError, ValueError
         A name or size is none, or the channel is there with others.
-    ChannelBusyError
+    BusBusyError
         Another living process sends.
     LayoutMismatchError
         What is there is no channel of this version.
@@ -73,15 +77,16 @@ class ChannelSender(Endpoint):
         timeout: float = DEFAULT_TIMEOUT_S,
         label: str = "",
     ) -> None:
-        slots = check_int("slots", slots)
-        text = isinstance(max_bytes, str)
-        most = parse_size(max_bytes, "max_bytes") if text else check_int("max_bytes", max_bytes)
+        slots = check_int("slots", slots, 1, _MOST_SLOTS)
+        most = check_int("max_bytes", check_bytes("max_bytes", max_bytes), 1, _MOST_BYTES)
         check_deadline("timeout", timeout)
         label = own_label(label)
+        companion = companion_of(name)
         try:
-            handle = create_handle(name, slots, most)
-        except FileExistsError:
-            handle = open_handle(name, deadline=time.monotonic() + _CREATION_S)
+            handle = companion.create(name, 0, slots, most)
+        except BusExistsError:
+            deadline = time.monotonic() + _CREATION_S
+            handle = companion.open(name, deadline=deadline, awaited=True)
             if (handle.slots, handle.max_bytes) != (slots, most):
                 found = (handle.slots, handle.max_bytes)
                 handle.close()
@@ -94,7 +99,7 @@ class ChannelSender(Endpoint):
         if not handle.claim(self.SIDE, label):
             _, pid, _, other, _ = handle.look(self.SIDE)
             handle.close()
-            raise ChannelBusyError(
+            raise BusBusyError(
                 f"channel {name!r} has a living sender, {other!r} (pid {pid}); a channel has one: "
                 "end that process, or choose another name"
             )
@@ -154,7 +159,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         CapacityError
             /dev/shm is full, or the step is larger than `max_bytes`.
@@ -185,7 +190,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         """
         self._await_acked(step - self.slots, timeout, lambda: self._slot_for(step))
@@ -216,7 +221,10 @@ class ChannelSender(Endpoint):
     def _begin(self, step: int, size: int, meta_size: int) -> _core.ChannelMemory | None:
         got = _core.channel_begin(self._handle, size, meta_size)
         if got == _core.CHANNEL_NO_SPACE:
-            raise no_space(self.name, f"step {step} of {size + meta_size} bytes")
+            raise CapacityError(
+                f"{companion_of(self.name).no_space(size + meta_size)}. Step {step} was not sent, "
+                "and the channel stays usable"
+            )
         if isinstance(got, int):
             raise self._damaged()
         return got
@@ -265,7 +273,7 @@ class ChannelSender(Endpoint):
         ------
         StepOrderError
             Another step is next.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError, CapacityError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError, CapacityError
             As for `begin`.
         """
         with self._lock:
@@ -322,7 +330,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             It did not, and why.
         """
         self._await_acked(step, timeout, lambda: f"the acknowledgement of step {step}")
@@ -343,7 +351,7 @@ class ChannelSender(Endpoint):
 
         Raises
         ------
-        ChannelDamagedError
+        DamagedError
             The segment is damaged.
         """
         with self._lock:

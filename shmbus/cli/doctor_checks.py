@@ -333,7 +333,7 @@ def _version(package: str) -> str | None:
 
 
 def _check_packages() -> Iterator[Finding]:
-    for package in ("numpy", "msgspec", "posix_ipc", "uvloop"):
+    for package in ("numpy", "msgspec", "uvloop"):
         version = _version(package)
         if version is None:
             yield Finding(package, "fail", NOT_INSTALLED, f"pip install {package}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,8 @@ def _remove(name: str, *, force: bool) -> str:
             + ("End these processes first, or add --force" if ours else "Who owns it can remove it")
         )
     for leftover in found:
-        leftovers.remove(leftover, force=force)
+        with contextlib.suppress(FileNotFoundError):  # a dead daemon's socket goes with the segment
+            leftovers.remove(leftover, force=force)
     lost = sum(leftover.undelivered or 0 for leftover in found)
     also = [each for each in found if each.kind != "segment"]
     return (

@@ -20,20 +20,7 @@ _STATUS_WAIT_S = 1.0
 
 
 def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.StatusReply | str | None:
-    """Ask the daemon of a bus for its status.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    oldest : int
-        Incomplete groups to name.
-
-    Returns
-    -------
-    StatusReply, str or None
-        None where no daemon serves the bus; a str says why a daemon gave no status.
-    """
+    """Ask the daemon of a bus for its status."""
     reply = _look(name, messages.GetStatus(id=1, oldest=oldest), "status")
     assert reply is None or isinstance(reply, (messages.StatusReply, str))
     return reply
@@ -42,22 +29,7 @@ def ask_status(name: str, oldest: int = limits.STATUS_GROUPS) -> messages.Status
 def ask_groups(
     name: str, groups: int, cells: int = limits.MAX_CELLS_SHOWN
 ) -> messages.GroupsReply | str | None:
-    """Ask the daemon of a bus for its oldest incomplete groups, sample by sample.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    groups : int
-        How many at most, up to `limits.MAX_GROUPS_SHOWN`.
-    cells : int
-        Samples of each to show at most, up to `limits.MAX_CELLS_SHOWN`.
-
-    Returns
-    -------
-    GroupsReply, str or None
-        As for `ask_status`; a daemon of an earlier version says that it does not know the request.
-    """
+    """Ask the daemon of a bus for its oldest incomplete groups, sample by sample."""
     reply = _look(name, messages.GetGroups(id=1, groups=groups, cells=cells), "groups")
     assert reply is None or isinstance(reply, (messages.GroupsReply, str))
     return reply
@@ -66,20 +38,7 @@ def ask_groups(
 def ask_group(
     name: str, instance_id: str, round: int | None, split: str
 ) -> messages.GroupReply | str | None:
-    """Ask the daemon of a bus where a group is, and what happened to it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    instance_id, round, split : str, int | None, str
-        The group.
-
-    Returns
-    -------
-    GroupReply, str or None
-        As for `ask_groups`.
-    """
+    """Ask the daemon of a bus where a group is, and what happened to it."""
     request = messages.GetGroup(id=1, instance_id=instance_id, round=round, split=split)
     reply = _look(name, request, "group")
     assert reply is None or isinstance(reply, (messages.GroupReply, str))
@@ -89,24 +48,7 @@ def ask_group(
 def ask_events(
     name: str, after: int, limit: int, *, groups: bool = True
 ) -> messages.EventsReply | str | None:
-    """Ask the daemon of a bus what has happened.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    after : int
-        The number of the last event that is known; 0 for none.
-    limit : int
-        How many at most, up to `limits.MAX_EVENTS_SHOWN`.
-    groups : bool
-        Whether those of groups and samples are among them.
-
-    Returns
-    -------
-    EventsReply, str or None
-        As for `ask_groups`.
-    """
+    """Ask the daemon of a bus what has happened."""
     request = messages.GetEvents(id=1, after=after, limit=limit, groups=groups)
     reply = _look(name, request, "events")
     assert reply is None or isinstance(reply, (messages.EventsReply, str))
@@ -133,27 +75,7 @@ def _look(name: str, request: messages.Request, what: str) -> messages.Reply | s
 
 
 def ask_snapshot(name: str, directory: str) -> bytes | None:
-    """Have the daemon of a bus write everything undelivered to a new directory.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    directory : str
-        As for `shmbus.store.snapshot.take`; the daemon writes it.
-
-    Returns
-    -------
-    bytes or None
-        The manifest as JSON (`store.snapshot.Manifest`); None where no daemon serves the bus.
-
-    Raises
-    ------
-    RuntimeError
-        It could not be written, or the daemon ended; nothing is left behind.
-    BusBusyError
-        The daemon is taking one already, or is still recovering.
-    """
+    """Have the daemon of a bus write everything undelivered to a new directory."""
     try:
         wire = Wire(name)
     except (DaemonUnreachable, ValueError, PermissionError):

@@ -54,8 +54,8 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 class Hello(_Message):
     """The first message. `policy` holds the options that the client requires, by name.
 
-    `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step.
-    An observer takes no leases. `split` is whose groups it takes.
+    `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step,
+    0 where it has taken none. An observer takes no leases. `split` is whose groups it takes.
     """
 
     version: int
@@ -378,13 +378,7 @@ _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
 def frame(message: _Message) -> bytes:
-    """Encode one message with its length before it.
-
-    Raises
-    ------
-    ProtocolError
-        It is larger than a frame may be.
-    """
+    """Encode one message with its length before it."""
     body = _encoder.encode(message)
     if len(body) > limits.MAX_MESSAGE_BYTES:
         raise errors.ProtocolError(
@@ -427,13 +421,7 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """Add received bytes; return the bodies that are complete.
-
-        Raises
-        ------
-        ProtocolError
-            A frame says that it is larger than any may be.
-        """
+        """Add received bytes; return the bodies that are complete."""
         kept = self._bytes
         if kept:
             kept += data

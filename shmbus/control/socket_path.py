@@ -21,10 +21,7 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 def obstacle(name: str) -> str | None:
-    """Say what lies in the place of a bus's socket and cannot be a daemon's; None otherwise.
-
-    /dev/shm is shared: another user may have left anything there.
-    """
+    """Say what lies in the place of a bus's socket and cannot be a daemon's; None otherwise."""
     path = socket_path(name)
     try:
         found = os.lstat(path)
@@ -36,13 +33,7 @@ def obstacle(name: str) -> str | None:
 
 
 def require_place(name: str) -> None:
-    """Check that a daemon can put its socket in place.
-
-    Raises
-    ------
-    DaemonUnavailableError
-        Something else is there: whose it is, and what to do.
-    """
+    """Check that a daemon can put its socket in place."""
     path = socket_path(name)
     what = obstacle(name)
     try:

@@ -53,30 +53,14 @@ def refusal(reply: messages.Refused) -> Exception:
 
 
 class _Socket(socket.socket):
-    """A socket that closes with its last reference, and runs no Python code for that.
-
-    An exception of a signal's handler would be swallowed in there.
-    """
+    """A socket that closes with its last reference, and runs no Python code for that."""
 
     __slots__ = ()
     __del__ = socket.SocketType.close
 
 
 class Wire:
-    """One connection to a daemon.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Raises
-    ------
-    DaemonUnreachable
-        There is no socket, no daemon listens at it, or something else is in its place.
-    PermissionError
-        The process that listens belongs to another user.
-    """
+    """One connection to a daemon."""
 
     def __init__(self, name: str) -> None:
         what = socket_path.obstacle(name)

@@ -277,11 +277,11 @@ def _delivered(status: BusStatus) -> Iterator[Metric]:
         )
         yield family
     useless = CounterMetricFamily(
-        "shmbus_groups_useless",
+        "shmbus_groups_dropped",
         "Groups for training that were dropped whole, for any reason.",
         labels=["bus"],
     )
-    useless.add_metric([status.name], status.groups_useless)
+    useless.add_metric([status.name], status.groups_dropped)
     yield useless
 
 

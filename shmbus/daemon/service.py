@@ -267,7 +267,7 @@ class Service:
         self.history.joined(session)
         if session.rank >= 0:
             assert self._planner is not None
-            self._planner.join(session.rank, hello.next_step, returns=hello.client >= 0)
+            self._planner.join(session.rank, hello.next_step)
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
@@ -498,6 +498,8 @@ class Service:
                     leases = self._lease(request.max_groups, waiting.split)
             elif session.rank not in self._in_doubt.ranks():
                 assert self._planner is not None
+                if len(self._planner.next_steps) < self._planner.size:
+                    self._planner.begin(self._held())
                 wrong = self._planner.disagreement(session.rank, request)
                 if wrong is not None:
                     session.send(messages.Refused(kind="value", message=wrong, id=request.id))

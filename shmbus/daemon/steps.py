@@ -90,11 +90,12 @@ class StepPlanner:
         #: Groups that each rank had and did not finish.
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
-    def join(self, rank: int, next_step: int, *, returns: bool) -> None:
-        """Admit a rank."""
-        # One that `returns` was attached before, maybe to the previous daemon: it knows its next
-        # step. A new process continues its predecessor's steps, or begins with the slowest rank's.
-        if not returns:
+    def join(self, rank: int, next_step: int) -> None:
+        """Admit a rank; its process knows its next step, or 0 where it has taken none.
+
+        One that has taken none continues its predecessor's steps, or begins as `begin` says.
+        """
+        if not next_step:
             return
         if rank in self._provisional:
             self._provisional.discard(rank)
@@ -103,6 +104,21 @@ class StepPlanner:
             step = max(next_step, self.next_steps.get(rank, 0))
             self.next_steps[rank] = step
             self._next_formed[rank] = max(step, self._next_formed.get(rank, 0))
+
+    def begin(self, held: Iterable[Lease]) -> None:
+        """Have ranks whose step is unknown begin with the oldest that another rank has to do.
+
+        Ranks train in step: what one of them holds is not done by the others either.
+        """
+        known = list(self.next_steps.values())
+        if not known:
+            return
+        known += [lease.step for lease in held if lease.step >= 0]
+        known += [lease.step for returned in self._returned.values() for lease in returned]
+        for rank in range(self.size):
+            if rank not in self.next_steps:
+                self._provisional.add(rank)
+                self.next_steps[rank] = self._next_formed[rank] = min(known)
 
     def _renumber(self, rank: int, first: int) -> None:
         """Make the shards that wait for a rank those of its steps from `first` on."""

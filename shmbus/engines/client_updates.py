@@ -19,7 +19,7 @@ import time
 from typing import Any, Final, Protocol
 
 from shmbus import Bus, BusNotFoundError
-from shmbus._checks import check_int64, check_seconds
+from shmbus._arguments import check_int64, check_seconds
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import POLL_S, Missing, RankRows
 

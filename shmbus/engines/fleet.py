@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import shmbus
-from shmbus._checks import check_choice, check_flag, check_int
+from shmbus._arguments import check_choice, check_flag, check_int
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.engines.report import ServerReport, UpdateReport
@@ -47,9 +47,9 @@ from shmbus.engines.server import (
     checked_timeout,
 )
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
+from shmbus.errors import DamagedError
 from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
-from shmbus.weights.errors import TornWeightsError, WeightsError
 from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
 
@@ -270,7 +270,7 @@ class EngineFleet:
         ------
         EngineError
             A server could not be paused, and nothing was changed; or it could not be resumed.
-        TornWeightsError
+        DamagedError
             The action failed, from its error: the servers stay paused, since the model is a mix.
             Load whole weights with another step, and heal=True.
         BlockingIOError
@@ -528,7 +528,10 @@ class EngineFleet:
         report, pairs = self._begin_recovery(left)
         try:
             newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
-        except (OSError, WeightsError) as error:  # they stay paused, until they get other weights
+        except (
+            OSError,
+            shmbus.ShmbusError,
+        ) as error:  # they stay paused, until they get other weights
             for _, each in pairs:
                 each.error = str(error)
             return report
@@ -569,7 +572,7 @@ class EngineFleet:
                     await self._each(pairs, self._resume)
                     self._clear(note, report)
                     raise
-                raise TornWeightsError(
+                raise DamagedError(
                     f"the step to version {version} failed, so the model is a mix; "
                     f"{', '.join(server.address for server in self.servers)} stay paused: load "
                     "whole weights in a step with heal=True"

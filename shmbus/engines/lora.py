@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import shmbus
-from shmbus._checks import check_int
+from shmbus._arguments import check_int
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout

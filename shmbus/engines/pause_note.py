@@ -8,17 +8,15 @@ died, or could not resume all, and `EngineFleet.recover` ends what it says.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Collection
 from types import TracebackType
 
 import msgspec
 
 from shmbus import LayoutMismatchError
+from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from shmbus.segment.own_file import open_own
 
 __all__ = ["PauseNote", "PauseNotice", "paused_by"]
 
@@ -29,7 +27,23 @@ ASKED_S = 0.1
 
 
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
-    """What the note says."""
+    """What the note says.
+
+    Attributes
+    ----------
+    pid : int
+        Who paused, as numbered in its own pid namespace.
+    servers : list[tuple[str, str]]
+        Kind and address of each, such as ("vllm", "http://127.0.0.1:8000").
+    version : int
+        What they are to run.
+    previous : int or None
+        What they ran.
+    shared : bool
+        Whether they and the trainer have one copy of the model, which a step was to change.
+    directory : str
+        Where the checkpoint lies that they were to read; empty where they take other weights.
+    """
 
     pid: int
     servers: list[tuple[str, str]]
@@ -40,16 +54,33 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class PauseNote:
-    """The note of one bus, held by this process, for a ``with`` block."""
+    """The note of one bus, held by this process, for a ``with`` block.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+
+    Raises
+    ------
+    BlockingIOError
+        Another living process has servers of this bus paused.
+    """
 
     def __init__(self, bus: str) -> None:
         self._path = SHM_DIRECTORY + companion_name(KIND, bus)
-        self._file = _locked(self._path, bus)
-        self._pid = os.getpid()
+        self._file = LockedFile()
         try:
-            self.left: PauseNotice | None = _read(self._file)
+            taken = self._file.take(self._path, _title(bus), ASKED_S)
+            self.left: PauseNotice | None = _read(self._file.fd)
+            if not taken:
+                who = "another process" if self.left is None else f"pid {self.left.pid}"
+                raise BlockingIOError(
+                    f"bus {bus!r}: {who} is updating its inference servers now; wait for its "
+                    "update, or end that process: what it leaves paused is recovered then"
+                )
         except BaseException:
-            os.close(self._file)  # and with it the lock
+            self._file.close()
             raise
 
     def write(self, notice: PauseNotice) -> None:
@@ -62,8 +93,8 @@ class PauseNote:
     def _write(self, notice: PauseNotice) -> None:
         encoded = msgspec.msgpack.encode(notice)
         # One write into an empty file: a process that dies here leaves nothing, or all.
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, encoded, 0)
+        os.ftruncate(self._file.fd, 0)
+        os.pwrite(self._file.fd, encoded, 0)
         self.left = notice
 
     def named(self) -> list[tuple[str, str]]:
@@ -76,18 +107,15 @@ class PauseNote:
         if self.left is not None and others:
             self._write(msgspec.structs.replace(self.left, servers=others))
             return
-        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file.fd, 0)
         self.left = None
 
     def close(self) -> None:
         """Let go of the lock; an empty note is removed. May be called twice."""
-        file, self._file = self._file, -1
-        if file < 0:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            if self.left is None and os.getpid() == self._pid:
+        if self._file.fd >= 0 and self.left is None:
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-        os.close(file)
+        self._file.close()
 
     def __enter__(self) -> PauseNote:
         return self
@@ -102,63 +130,31 @@ class PauseNote:
 
 
 def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
-    """Return what a bus's note says, and whether its process lives; None without a pause."""
-    try:
-        file = open_own(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR, _title(bus))
-    except FileNotFoundError:
-        return None
-    try:
-        notice = _read(file)
-        if notice is None:
-            return None
+    """Return what a bus's note says, and whether its process lives; None where nothing is paused.
+
+    Parameters
+    ----------
+    bus : str
+        The bus.
+
+    Raises
+    ------
+    LayoutMismatchError
+        The note is none of this version.
+    PermissionError
+        It belongs to another user.
+    """
+    with LockedFile() as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return notice, True
-        return notice, False
-    finally:
-        os.close(file)
+            file.open(SHM_DIRECTORY + companion_name(KIND, bus), os.O_RDWR, _title(bus))
+        except FileNotFoundError:
+            return None
+        notice = _read(file.fd)
+        return None if notice is None else (notice, not file.lock())
 
 
 def _title(bus: str) -> str:
     return f"the note of bus {bus!r} about its inference servers"
-
-
-def _locked(path: str, bus: str) -> int:
-    while True:
-        file = open_own(path, os.O_RDWR | os.O_CREAT, _title(bus))
-        try:
-            found = os.fstat(file)
-            try:
-                _lock(file)
-            except BlockingIOError as error:
-                notice = _read(file)
-                who = "another process" if notice is None else f"pid {notice.pid}"
-                raise BlockingIOError(
-                    f"bus {bus!r}: {who} is updating its inference servers now; wait for its "
-                    "update, or end that process: what it leaves paused is recovered then"
-                ) from error
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(path), found):
-                    return file
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # it was removed between opening and locking
-
-
-def _lock(file: int) -> None:
-    """Take the lock; who only asks whether it is free holds it for an instant."""
-    deadline = time.monotonic() + ASKED_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(ASKED_S / 10)
-        else:
-            return
 
 
 def _read(file: int) -> PauseNotice | None:

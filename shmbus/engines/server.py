@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 import msgspec
 
-from shmbus._checks import check_seconds
+from shmbus._arguments import check_seconds
 from shmbus.engines.errors import SHOWN_BODY, EngineError
 
 __all__ = [

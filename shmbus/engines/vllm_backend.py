@@ -31,7 +31,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from shmbus.weights import ManifestError, Weights, WeightsError, WeightSubscriber
+from shmbus.errors import ShmbusError
+from shmbus.weights import ManifestError, Weights, WeightSubscriber
 from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         # A manifest that cannot be used is in the row by then, where the trainer reads it.
         try:
             self._subscriber.latest(timeout=ATTACH_TIMEOUT_S).close()
-        except WeightsError as error:
+        except ShmbusError as error:
             logger.error("shmbus: %s", error)
 
     def start_weight_update(self) -> None:
@@ -162,7 +163,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         try:
             with self._subscriber.latest(timeout=0) as newest:
                 what(newest)
-        except WeightsError as error:
+        except ShmbusError as error:
             logger.warning("shmbus: %s", error)
 
     def _tensors(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,13 +8,15 @@ Invariants:
   longest, or itself where all are being answered.
 - An answer that somebody follows ends once: delivered, or lost. It is delivered when all of it was
   written, and the client then asked again or closed in order; it is lost when the connection ended
-  before that, or was reset, as the kernel does for a client that dies without reading.
+  before that, or was reset, as the kernel does for a client that dies without reading. Where the
+  server ends first, neither is said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -93,6 +95,16 @@ class Connection(web.RequestHandler):
         self._flushed = True
         super().resume_writing()
 
+    def eof_received(self) -> None:
+        """Note whether the client closed before it had the answer.
+
+        The kernel says the end that was sent before the reset: what it keeps of that is its error.
+        """
+        wire = None if self._wire is None else self._wire.get_extra_info("socket")
+        if wire is not None and wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._flushed = False
+        super().eof_received()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """End: what was not written whole, or was reset, is lost."""
         self._wire = None
@@ -115,6 +127,12 @@ class Connection(web.RequestHandler):
         self._flushed = False
         if self._wire is not None:
             self._wire.abort()
+
+    def end(self) -> None:
+        """End the connection with the server: whether its last answer arrived stays unknown."""
+        if self._flushed:
+            self._answers.clear()
+        self.abort()
 
     async def deliver(
         self,
@@ -218,7 +236,7 @@ class HttpServer:
         if self._sweeping is not None:
             self._sweeping.cancel()
         for connection in list(self._open):
-            connection.abort()
+            connection.end()
         # One turn of the loop, in which they end.
         await asyncio.sleep(0)
         await self._inner.shutdown(timeout=1.0)

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import pwd
 import socket
@@ -26,6 +25,7 @@ from shmbus._format import printable, several
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import status_of
 from shmbus.segment.lifecycle import unlink
+from shmbus.segment.locked_file import try_lock
 from shmbus.segment.names import (
     PREFIX,
     SHM_DIRECTORY,
@@ -202,7 +202,8 @@ def _check_companion(found: Leftover) -> Leftover:
     except PermissionError:
         return msgspec.structs.replace(found, reason=_UNREADABLE)
     try:
-        if not _lock_companion(fd):
+        # Against new users, until it is closed.
+        if not try_lock(fd):
             return msgspec.structs.replace(
                 found, verdict="in_use", reason="a living process has it open"
             )
@@ -217,15 +218,6 @@ def _check_companion(found: Leftover) -> Leftover:
 
 def _open_again(found: Leftover, flags: int = os.O_RDONLY) -> int:
     return os.open(found.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _lock_companion(fd: int) -> bool:
-    """Lock a companion against new users, if it has none now; closing the file ends that."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _check_segment(found: Leftover) -> Leftover:
@@ -306,7 +298,7 @@ def remove(found: Leftover, *, force: bool = False) -> None:
         _unlink(found)
         return
     fd = _open_again(found, os.O_RDWR)
-    lock = _lock_companion if found.kind == "companion" else _core.lock_all
+    lock = try_lock if found.kind == "companion" else _core.lock_all
     try:
         if not _same(found, os.fstat(fd)) or not lock(fd):
             raise errors.BusBusyError(

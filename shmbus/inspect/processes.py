@@ -10,14 +10,13 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import os
 from typing import Final
 
 from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from shmbus.segment.own_file import open_own
 
 __all__ = ["ProducerChecks", "is_stopped", "servers_left"]
 
@@ -107,18 +106,10 @@ def servers_left(name: str) -> bool:
 
     It keeps a note of them from before it pauses the first, and the note's lock while it lives.
     """
-    try:
-        file = open_own(
-            SHM_DIRECTORY + companion_name("fleet", name), os.O_RDONLY, "the note of paused servers"
-        )
-    except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
-        return False
-    try:
-        if os.fstat(file).st_size == 0:
+    with LockedFile() as file:
+        try:
+            path = SHM_DIRECTORY + companion_name("fleet", name)
+            file.open(path, os.O_RDONLY, "the note of paused servers")
+        except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
             return False
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-    return True
+        return os.fstat(file.fd).st_size > 0 and file.lock(shared=True)

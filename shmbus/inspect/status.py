@@ -234,7 +234,7 @@ def status_of(
         lead=read_lead(file),
         requests=read_requests(file),
         relay=read_relay(file),
-        groups_useless=useless,
+        groups_dropped=useless,
         delivered=histograms,
         waited=waited,
         servers_left=servers_left(file.name),

@@ -532,7 +532,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
         Samples that were requested, where any was.
     relay : RelayStatus | None
         The relay that carries records to or from this bus, where one has.
-    groups_useless : int
+    groups_dropped : int
         Groups for training that were dropped whole, for any reason, since the bus was created.
     delivered : list[Histogram]
         Policy lag, age, length, score and solved part of what was delivered, since the bus was
@@ -580,7 +580,7 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     lead: LeadStatus | None = None
     requests: RequestsStatus | None = None
     relay: RelayStatus | None = None
-    groups_useless: int = 0
+    groups_dropped: int = 0
     delivered: list[Histogram] = []
     waited: WaitedStatus = WaitedStatus()
     servers_left: bool = False

@@ -42,20 +42,7 @@ class Waiting(NamedTuple):
 
 
 def fitting(sizes: Sequence[int], target: int) -> list[int]:
-    """Return the indices of items whose sizes have a sum, the earlier ones first.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        In the order of arrival, each 1 or more.
-    target : int
-        The sum.
-
-    Returns
-    -------
-    list of int
-        Ascending; empty where no items have that sum.
-    """
+    """Return the indices of items whose sizes have a sum, the earlier ones first."""
     total, chosen = 0, []
     for at, size in enumerate(sizes):
         if total + size <= target:
@@ -92,20 +79,7 @@ def _packs(waiting: Iterable[Waiting], largest: int) -> list[Waiting]:
 
 
 def choose(waiting: Sequence[Waiting], batch_size: int) -> list[Waiting] | None:
-    """Choose groups for one batch, the oldest packs first.
-
-    Parameters
-    ----------
-    waiting : sequence of Waiting
-        In the order of arrival.
-    batch_size : int
-        Sequences of the batch.
-
-    Returns
-    -------
-    list of Waiting, or None
-        Together they have exactly so many sequences; None where that cannot be yet.
-    """
+    """Choose groups for one batch, the oldest packs first."""
     if sum(each.size for each in waiting) < batch_size or not waiting or batch_size < 1:
         return None
     chosen, total = [], 0
@@ -136,23 +110,7 @@ def _quotas(
 def choose_with_minimums(
     waiting: Sequence[Waiting], batch_size: int, minimums: Mapping[int, float]
 ) -> list[Waiting] | None:
-    """Choose groups for one batch in which some environments have a share.
-
-    Parameters
-    ----------
-    waiting : sequence of Waiting
-        In the order of arrival. Groups of no environment are not chosen.
-    batch_size : int
-        Sequences of the batch.
-    minimums : mapping of int to float
-        The least share of the batch, 0 to 1, by environment. Shares of more than 1 together are
-        scaled down.
-
-    Returns
-    -------
-    list of Waiting, or None
-        As for `choose`; None also while an environment with a share has no pack.
-    """
+    """Choose groups for one batch in which some environments have a share."""
     if not minimums:
         return choose(waiting, batch_size)
     if not waiting or batch_size < 1:
@@ -203,15 +161,7 @@ class GroupQueue:
         return len(self._waiting)
 
     def add(self, waiting: Waiting, expected_size: int | None) -> None:
-        """Add a group.
-
-        Parameters
-        ----------
-        waiting : Waiting
-            The group.
-        expected_size : int, optional
-            The group size of its environment; None where that is not registered.
-        """
+        """Add a group."""
         env = waiting.env_id
         if env is None or expected_size is None or waiting.size == expected_size:
             self._append(waiting)
@@ -232,34 +182,11 @@ class GroupQueue:
         self.changes += 1
 
     def buffered(self, env_id: int) -> int:
-        """Return how many sequences of an environment wait for others of it.
-
-        Parameters
-        ----------
-        env_id : int
-            The environment.
-
-        Returns
-        -------
-        int
-        """
+        """Return how many sequences of an environment wait for others of it."""
         return sum(each.size for each in self._buffers.get(env_id, ()))
 
     def take(self, batch_size: int, minimums: Mapping[int, float]) -> list[Waiting] | None:
-        """Take the groups of the next batch out of the queue.
-
-        Parameters
-        ----------
-        batch_size : int
-            Sequences of the batch.
-        minimums : mapping of int to float
-            As for `choose_with_minimums`.
-
-        Returns
-        -------
-        list of Waiting, or None
-            None where no batch can be made yet.
-        """
+        """Take the groups of the next batch out of the queue."""
         chosen = choose_with_minimums(list(self._waiting.values()), batch_size, minimums)
         self.changes += chosen is not None
         for each in chosen or ():
@@ -271,13 +198,7 @@ class GroupQueue:
         return chosen
 
     def put_back(self, chosen: list[Waiting]) -> None:
-        """Have groups that were taken wait again, before all others.
-
-        Parameters
-        ----------
-        chosen : list of Waiting
-            Of `take`.
-        """
+        """Have groups that were taken wait again, before all others."""
         others, self._waiting = self._waiting, {}
         for each in chosen:
             self._append(each)
@@ -285,13 +206,7 @@ class GroupQueue:
         self.changes += 1
 
     def clear(self) -> list[Waiting]:
-        """Forget all groups, and return them.
-
-        Returns
-        -------
-        list of Waiting
-            The buffered ones too.
-        """
+        """Forget all groups, and return them."""
         found = [*self._waiting.values()]
         for buffer in self._buffers.values():
             found += buffer
@@ -303,15 +218,7 @@ class GroupQueue:
 
 
 class Availability:
-    """What environments are told of one state of the queue.
-
-    Parameters
-    ----------
-    counts : mapping
-        How many groups wait, by (env_id, size).
-    quotas : mapping of int to int
-        Sequences of each batch that environments with a minimum share get.
-    """
+    """What environments are told of one state of the queue."""
 
     def __init__(
         self, counts: Mapping[tuple[int | None, int], int], quotas: Mapping[int, int]
@@ -333,20 +240,7 @@ class Availability:
         self._all_packed = sum(self._packed.values())
 
     def of(self, env_id: int, group_size: int) -> tuple[int, int, int]:
-        """Return what one environment is told: queue, its own part, its group size.
-
-        Parameters
-        ----------
-        env_id, group_size : int
-            The environment, and the group size that it registered.
-
-        Returns
-        -------
-        tuple of int
-            The queue in groups of the environment's size: its own, and of the others what is in
-            whole packs above their quotas. Then the same of its own alone; and its group size,
-            which the largest group that it sent may have raised.
-        """
+        """Return what one environment is told: queue, its own part, its group size."""
         size = max(group_size, self._own_largest.get(env_id, 0))
         own = self._sequences.get(env_id, 0)
         others = self._all_packed - self._packed.get(env_id, 0)

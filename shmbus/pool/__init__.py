@@ -14,13 +14,6 @@ Invariants:
 from __future__ import annotations
 
 from shmbus.pool.copying import copy_bytes
-from shmbus.pool.errors import (
-    PeerGoneError,
-    PoolBusyError,
-    PoolDamagedError,
-    PoolError,
-    PoolTimeoutError,
-)
 from shmbus.pool.lifecycle import PoolSpec, create_pool, unlink_pool
 from shmbus.pool.patches import PatchRun, Piece, VersionPatch, has_patch, put_piece, same_bytes
 from shmbus.pool.publisher import PoolPublisher, VersionWrite, WhenHeld
@@ -29,16 +22,11 @@ from shmbus.pool.status import PoolStatus, RankStatus, ReaderStatus, SlotStatus,
 
 __all__ = [
     "PatchRun",
-    "PeerGoneError",
     "Piece",
-    "PoolBusyError",
-    "PoolDamagedError",
-    "PoolError",
     "PoolPublisher",
     "PoolReader",
     "PoolSpec",
     "PoolStatus",
-    "PoolTimeoutError",
     "RankStatus",
     "ReaderStatus",
     "SlotStatus",

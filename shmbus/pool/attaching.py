@@ -8,57 +8,29 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Final
 
 from shmbus import errors
+from shmbus._arguments import check_bytes
 from shmbus._format import show_wait
-from shmbus.pool.errors import PoolBusyError, PoolTimeoutError
+from shmbus.errors import BusBusyError, WaitTimeoutError
 from shmbus.pool.lifecycle import (
     PoolSpec,
-    bytes_of,
     create_handle,
     open_pool,
     pool_path,
     unlink_pool,
 )
 from shmbus.pool.status import status_of_pool
+from shmbus.segment.peer_wait import SLICE_S
 from shmbus_ext import _core
 
-__all__ = ["SLICE_S", "attach", "fit"]
-
-#: Seconds that one sleep lasts at most: deaths ring no bell.
-SLICE_S: Final = 0.05
+__all__ = ["attach", "fit"]
 
 
 def attach(
     bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
 ) -> tuple[_core.SlotPool, bool]:
-    """Open a pool, or make it; say whether it was made.
-
-    Parameters
-    ----------
-    bus, kind : str
-        The pool.
-    rank : int
-        Of the publisher; 0 makes it.
-    spec : PoolSpec, optional
-        What rank 0 makes; one that is there is taken if its slots are large enough.
-    timeout : float
-        Seconds that other ranks wait for it.
-
-    Returns
-    -------
-    SlotPool, bool
-
-    Raises
-    ------
-    PoolTimeoutError
-        Rank 0 did not create it.
-    PoolBusyError
-        It is too small, and in use.
-    BusNotFoundError
-        It is not there, and there is no spec.
-    """
+    """Open a pool, or make it; say whether it was made."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -70,7 +42,7 @@ def attach(
                 with contextlib.suppress(errors.BusExistsError):  # another was faster
                     return create_handle(bus, kind, spec), True
             if time.monotonic() > deadline:
-                raise PoolTimeoutError(
+                raise WaitTimeoutError(
                     f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
                     f"{show_wait(timeout)} ({pool_path(bus, kind)} does not exist)"
                 ) from None
@@ -84,9 +56,9 @@ def attach(
 def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
     most = spec.slots if spec.max_slots is None else spec.max_slots
     return (
-        pool.slot_bytes >= bytes_of(spec.slot_bytes, "slot_bytes")
-        and pool.meta_bytes >= bytes_of(spec.meta_bytes, "meta_bytes")
-        and pool.patch_bytes >= bytes_of(spec.patch_bytes, "patch_bytes")
+        pool.slot_bytes >= check_bytes("slot_bytes", spec.slot_bytes)
+        and pool.meta_bytes >= check_bytes("meta_bytes", spec.meta_bytes)
+        and pool.patch_bytes >= check_bytes("patch_bytes", spec.patch_bytes)
         and pool.max_slots >= most
     )
 
@@ -99,7 +71,7 @@ def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> 
     slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
     pool.close()
     if users:
-        raise PoolBusyError(
+        raise BusBusyError(
             f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
             f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
             "those, or publish under another name"

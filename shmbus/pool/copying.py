@@ -10,22 +10,7 @@ __all__ = ["copy_bytes"]
 
 
 def copy_bytes(target: Any, source: Any) -> None:
-    """Copy one buffer into another, by non-temporal stores where they are worth it.
-
-    Parameters
-    ----------
-    target : object
-        With a writable, contiguous buffer of bytes.
-    source : object
-        With a contiguous buffer of as many bytes, none of which `target` has.
-
-    Raises
-    ------
-    ValueError
-        The lengths differ.
-    TypeError
-        One is no such buffer.
-    """
+    """Copy one buffer into another, by non-temporal stores where they are worth it."""
     if memoryview(target).nbytes != memoryview(source).nbytes:
         raise ValueError(
             f"copy_bytes: expected two buffers of one length, got {memoryview(target).nbytes} and "

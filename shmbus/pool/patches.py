@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from shmbus.pool.errors import PoolDamagedError
+from shmbus.errors import DamagedError
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -75,17 +75,7 @@ class PatchRun(msgspec.Struct, frozen=True):
 
 
 class VersionPatch:
-    """What leads from one version to another.
-
-    Parameters
-    ----------
-    lease : PoolLease
-        Of the newer one.
-    base_sequence, base_version : int
-        The older one.
-    runs : list of PatchRun
-        What changed, a piece each.
-    """
+    """What leads from one version to another."""
 
     def __init__(
         self, lease: _core.PoolLease, base_sequence: int, base_version: int, runs: list[PatchRun]
@@ -98,44 +88,17 @@ class VersionPatch:
         self.size: Final = sum(run.size for run in runs)
 
     def apply(self, run: PatchRun, target: Any, offset: int = 0) -> bool:
-        """Apply what changed in one piece.
-
-        Parameters
-        ----------
-        run : PatchRun
-            Of this patch.
-        target : object
-            With a writable, contiguous buffer of bytes: the base's, from `offset` of it on.
-        offset : int
-            Where the target begins in the version's bytes.
-
-        Returns
-        -------
-        bool
-            Whether the elements that were replaced were the base's. If not, some of the target may
-            be changed, and all of it has to be copied from the version.
-
-        Raises
-        ------
-        ValueError
-            The run is not inside the target, or none of this patch.
-        """
+        """Apply what changed in one piece."""
         return _core.pool_patch_apply(self._lease, run.rank, run.place, target, offset)
 
 
 def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
-    """Read the patch of a leased version, checked against its checksums; None where there is none.
-
-    Raises
-    ------
-    PoolDamagedError
-        It is not what was made.
-    """
+    """Read the patch of a leased version, checked against its checksums, where it has one."""
     found = _core.pool_patch_runs(lease)
     if found is None:
         return None
     if not isinstance(found, tuple):
-        raise PoolDamagedError(
+        raise DamagedError(
             f"version {lease.version}: its patch does not match its checksum; nothing was read of "
             "it: load the whole version, and look for a process that writes where it should not"
         )
@@ -148,30 +111,7 @@ def find_patch(lease: _core.PoolLease) -> VersionPatch | None:
 
 
 def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
-    """Write a piece of a version, and pack what differs from the version before.
-
-    Parameters
-    ----------
-    write : VersionWrite
-        Begun with ``patch=True``.
-    piece : Piece
-        Its place; the pieces of a version do not overlap.
-    source : object
-        With a contiguous buffer of its bytes, row after row.
-
-    Returns
-    -------
-    int | None
-        Elements that changed; None where the version has no patch, or not any more: there is
-        nothing to compare with, or the patch is full. The piece is written in each case.
-
-    Raises
-    ------
-    ValueError
-        It is not inside the version.
-    BufferError
-        The version has ended, or another thread writes a piece of it.
-    """
+    """Write a piece of a version, and pack what differs from the version before."""
     return _core.pool_patch_put(
         write.buffer,
         piece.offset,
@@ -184,31 +124,10 @@ def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
 
 
 def has_patch(write: VersionWrite) -> bool:
-    """Whether a version gets a patch, as far as it is written; after its end, whether it has one.
-
-    Parameters
-    ----------
-    write : VersionWrite
-        Begun with ``patch=True``.
-
-    Returns
-    -------
-    bool
-        In ranks above 0, after the end: whether this rank has made its part.
-    """
+    """Whether a version gets a patch, as far as it is written, or has one after its end."""
     return _core.pool_patch_is_made(write.buffer)
 
 
 def same_bytes(one: Any, other: Any) -> bool:
-    """Compare two contiguous buffers, bit for bit.
-
-    Parameters
-    ----------
-    one, other : object
-        With a contiguous buffer.
-
-    Returns
-    -------
-    bool
-    """
+    """Compare two contiguous buffers, bit for bit."""
     return _core.pool_same(one, other)

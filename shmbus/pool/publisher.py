@@ -11,26 +11,37 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_flag, check_int, check_int64, check_timeout
+from shmbus._arguments import (
+    check_bytes,
+    check_choice,
+    check_flag,
+    check_int,
+    check_int64,
+    check_timeout,
+)
 from shmbus._format import printable, show_wait
-from shmbus.pool.attaching import SLICE_S, attach, fit, identity_of
-from shmbus.pool.errors import PeerGoneError, PoolBusyError, PoolError, PoolTimeoutError
-from shmbus.pool.lifecycle import PoolSpec, bytes_of, pool_path, unlink_pool
+from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
+from shmbus.pool.attaching import attach, fit, identity_of
+from shmbus.pool.lifecycle import PoolSpec, pool_path, unlink_pool
 from shmbus.pool.status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
+from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["PoolPublisher", "VersionWrite", "WhenHeld"]
+
+_T = TypeVar("_T")
 
 WhenHeld: TypeAlias = Literal["wait", "skip", "grow"]
 
@@ -42,37 +53,7 @@ _FINAL: Final = (_core.PIECE_DEAD, _core.PIECE_FAILED)
 
 
 class PoolPublisher:
-    """Rank 0 publishes; other ranks write pieces of the same versions.
-
-    Parameters
-    ----------
-    bus, kind : str
-        The pool; see `create_pool`.
-    rank, world_size : int
-        This process among those that write a version together; rank 0 is the publisher.
-    spec : PoolSpec, optional
-        For rank 0: creates the pool where there is none. One that is there is taken over if its
-        slots are large enough; one that is too small is replaced if no living process has it open.
-    label : str
-        What others are told of this process.
-    when_held : "wait" | "skip" | "grow"
-        What happens where readers hold every slot but the newest: wait for them to the deadline,
-        count the version as skipped and go on, or take memory for another slot, up to `max_slots`,
-        and then wait.
-    timeout : float
-        Seconds for each wait.
-
-    Raises
-    ------
-    PoolBusyError
-        A living process is this rank.
-    PoolTimeoutError
-        The pool is not there: rank 0 has not created it.
-    TypeError, ValueError
-        A rank, policy, label or timeout is none.
-    BusNotFoundError, LayoutMismatchError, CapacityError
-        There is no pool that can be used, and none can be made.
-    """
+    """Rank 0 publishes; other ranks write pieces of the same versions."""
 
     def __init__(
         self,
@@ -120,7 +101,7 @@ class PoolPublisher:
                 ". That is this process: where a notebook's cell makes its publisher again, have "
                 "its first line close() the one before"
             )
-            raise PoolBusyError(
+            raise BusBusyError(
                 f"pool {kind!r} of bus {bus!r}: {holder} is rank {rank} already; a pool has one "
                 "process a rank: close that one first, or publish under another name"
                 + (again if pid == os.getpid() else "")
@@ -146,42 +127,8 @@ class PoolPublisher:
         text: str = "",
         patch: bool = False,
     ) -> VersionWrite | None:
-        """Begin to write a version; ranks above 0 join the one that rank 0 has begun.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number, an int64.
-        size : int
-            Bytes of payload, the same in every rank.
-        meta : bytes | None
-            What the version says of itself, the same in every rank. None, in ranks above 0, takes
-            what rank 0 says, for the caller to check (`VersionWrite.meta`).
-        text : str
-            A name for it.
-        patch : bool
-            In rank 0: whether ranks may make a patch from the newest version, if that has the same
-            size and meta; see `shmbus.pool.patches`.
-
-        Returns
-        -------
-        VersionWrite | None
-            None where it was skipped (``when_held="skip"``).
-
-        Raises
-        ------
-        PoolTimeoutError
-            No slot became free, or rank 0 began nothing; names who holds what.
-        PeerGoneError
-            Rank 0 has ended.
-        PoolError
-            Rank 0 publishes another version, size or meta than this rank.
-        BusRemovedError
-            The pool was removed.
-        TypeError, ValueError
-            It does not fit a slot; or a number or a text is none.
-        """
-        version, size = check_int64("version", version), bytes_of(size, "size")
+        """Begin to write a version; ranks above 0 join the one that rank 0 has begun."""
+        version, size = check_int64("version", version), check_bytes("size", size)
         if meta is not None and not isinstance(meta, bytes):
             raise TypeError(f"meta: expected bytes or None, got {type(meta).__name__}")
         patch = check_flag("patch", patch)
@@ -199,7 +146,7 @@ class PoolPublisher:
                 )
                 said += "" if same else ", with another manifest"
                 write.give_up(fit("reason", said, _core.POOL_ERROR_BYTES))
-                raise PoolError(
+                raise WeightsError(
                     f"pool {self.kind!r} of bus {self.bus!r}: {said}; let every rank publish the "
                     "same"
                 )
@@ -218,27 +165,47 @@ class PoolPublisher:
     def _begin(
         self, version: int, size: int, meta: bytes, text: str, patch: bool
     ) -> _core.PoolWrite | None:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            ticket = self._pool.announce(_core.POOL_BELL_SPACE)
-            got = _core.pool_begin(self._pool, version, size, meta, text, self.world_size, patch)
-            if isinstance(got, _core.PoolWrite):
-                return got
-            if self.when_held == "skip":
-                self._pool.count_skipped()
-                return None
-            if self.when_held == "grow" and self._grow():
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0:
-                status = status_of_pool(self.bus, self.kind, self._pool)
-                raise PoolTimeoutError(
-                    f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
-                    f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
-                    f"Version {status.version} stays the newest; let readers close what they "
-                    "leased, or choose more slots, when_held='skip' or when_held='grow'"
+        def ready() -> _core.PoolWrite | Literal[False] | None:
+            while True:
+                got = _core.pool_begin(
+                    self._pool, version, size, meta, text, self.world_size, patch
                 )
-            self._pool.wait(_core.POOL_BELL_SPACE, ticket, min(left, SLICE_S))
+                if isinstance(got, _core.PoolWrite):
+                    return got
+                if self.when_held == "skip":
+                    self._pool.count_skipped()
+                    return False
+                if self.when_held != "grow" or not self._grow():
+                    return None
+
+        def late() -> Exception:
+            status = status_of_pool(self.bus, self.kind, self._pool)
+            return WaitTimeoutError(
+                f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
+                f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
+                f"Version {status.version} stays the newest; let readers close what they "
+                "leased, or choose more slots, when_held='skip' or when_held='grow'"
+            )
+
+        got = self.wait(_core.POOL_BELL_SPACE, ready, late)
+        return got if isinstance(got, _core.PoolWrite) else None
+
+    def wait(
+        self,
+        bell: int,
+        ready: Callable[[], _T | None],
+        late: Callable[[], Exception],
+        gone: Callable[[], Exception | None] = lambda: None,
+    ) -> _T:
+        """Wait by a bell of the pool, for as long as the publisher's timeout."""
+        return wait_for(
+            ready,
+            announce=lambda: self._pool.announce(bell),
+            sleep=lambda ticket, seconds: self._pool.wait(bell, ticket, seconds),
+            gone=gone,
+            late=late,
+            deadline=time.monotonic() + self.timeout,
+        )
 
     def _grow(self) -> bool:
         try:
@@ -251,23 +218,24 @@ class PoolPublisher:
             ) from error
 
     def _join(self) -> _core.PoolWrite:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            ticket = self._pool.announce(_core.POOL_BELL_RANKS)
+        def ready() -> _core.PoolWrite | None:
             got = _core.pool_join(self._pool)
-            if isinstance(got, _core.PoolWrite):
-                self._seen.add(0)
-                return got
-            self._check_leader("before it began a version")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise PoolTimeoutError(
-                    f"pool {self.kind!r} of bus {self.bus!r}: rank 0 began no version in "
-                    f"{show_wait(self.timeout)}; every rank publishes each version"
-                )
-            self._pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+            return got if isinstance(got, _core.PoolWrite) else None
 
-    def _check_leader(self, when: str) -> None:
+        def late() -> Exception:
+            return WaitTimeoutError(
+                f"pool {self.kind!r} of bus {self.bus!r}: rank 0 began no version in "
+                f"{show_wait(self.timeout)}; every rank publishes each version"
+            )
+
+        def gone() -> Exception | None:
+            return self._leader_gone("before it began a version")
+
+        got = self.wait(_core.POOL_BELL_RANKS, ready, late, gone)
+        self._seen.add(0)
+        return got
+
+    def _leader_gone(self, when: str) -> PeerGoneError | None:
         rows = {row["rank"]: row for row in _core.pool_rows(self._pool)["ranks"]}
         row = rows.get(0)
         if row is not None and row["life"] == _core.ROW_ALIVE:
@@ -275,20 +243,15 @@ class PoolPublisher:
         elif 0 in self._seen:
             self._seen.discard(0)
             who = f" (pid {row['pid']}, {printable(row['label'])})" if row else ""
-            raise PeerGoneError(
+            return PeerGoneError(
                 f"pool {self.kind!r} of bus {self.bus!r}: rank 0{who} has ended {when}; the newest "
                 "whole version stays",
                 0,
             )
+        return None
 
     def close(self, *, remove: bool = False) -> None:
-        """Leave the pool.
-
-        Parameters
-        ----------
-        remove : bool
-            Whether its name is removed too; who has it open keeps what it has.
-        """
+        """Leave the pool."""
         if self._pool.closed:
             return
         # While the rank is this process's, so that no successor has taken the pool over; a forked
@@ -311,10 +274,7 @@ class PoolPublisher:
 
 
 class VersionWrite:
-    """A version while it is written: in a ``with`` block, whose end publishes it.
-
-    An exception in the block gives the version up, in this rank and so in all.
-    """
+    """A version while it is written: in a ``with`` block, whose end publishes it."""
 
     def __init__(self, publisher: PoolPublisher, write: _core.PoolWrite) -> None:
         self._publisher = publisher
@@ -330,40 +290,15 @@ class VersionWrite:
 
     @property
     def buffer(self) -> _core.PoolWrite:
-        """Return the payload as an object with a writable buffer.
-
-        Arrays of it have to be gone when the version is finished.
-        """
+        """Return the payload as an object with a writable buffer."""
         return self._write
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """View the payload as an array of bytes, to write into.
-
-        Returns
-        -------
-        uint8 [size]
-        """
+        """View the payload as an array of bytes, to write into."""
         return np.frombuffer(memoryview(self._write), np.uint8)
 
     def finish(self, *, digests: bool = False) -> None:
-        """Publish it; returns when every rank's piece is there and readers get it.
-
-        Parameters
-        ----------
-        digests : bool
-            In rank 0: compute the digest of each block, at the speed of memory.
-
-        Raises
-        ------
-        PeerGoneError
-            A rank has ended.
-        PoolTimeoutError
-            A rank did not finish in time.
-        PoolError
-            A rank could not write its piece.
-        BufferError
-            Arrays of the buffer are still there.
-        """
+        """Publish it; returns when every rank's piece is there and readers get it."""
         if self._publisher.rank == 0:
             self.await_ranks()
             self._write.finish(digests)
@@ -372,23 +307,11 @@ class VersionWrite:
             self._await_outcome()
 
     def give_up(self, reason: str = "") -> None:
-        """Leave what was newest in force.
-
-        Parameters
-        ----------
-        reason : str
-            What the other ranks are told.
-        """
+        """Leave what was newest in force."""
         self._write.give_up(fit("reason", reason, _core.POOL_ERROR_BYTES))
 
     def await_ranks(self) -> None:
-        """In rank 0: wait until the pieces of all other ranks are there, as `finish` does.
-
-        Raises
-        ------
-        PeerGoneError, PoolTimeoutError, PoolError
-            As for `finish`; the version was given up.
-        """
+        """In rank 0: wait until the pieces of all other ranks are there, as `finish` does."""
         try:
             self._await_pieces()
         except BaseException:
@@ -397,60 +320,65 @@ class VersionWrite:
 
     def _await_pieces(self) -> None:
         publisher, pool = self._publisher, self._publisher.pool
-        deadline = time.monotonic() + publisher.timeout
         waiting = list(range(1, publisher.world_size))
-        while waiting:
-            ticket = pool.announce(_core.POOL_BELL_RANKS)
+        states: dict[int, int] = {}
+
+        def ready() -> bool | None:
+            nonlocal states, waiting
             states = {rank: pool.piece_state(self.sequence, rank) for rank in waiting}
             waiting = [rank for rank, state in states.items() if state != _core.PIECE_DONE]
-            for rank, state in states.items():
-                known = rank in publisher._seen
-                if state in _FINAL or (known and state == _core.PIECE_ABSENT):
-                    publisher._seen.discard(rank)  # the next version may wait for a successor
-                    raise self._piece_error(rank, state)
-                if state != _core.PIECE_ABSENT:
-                    publisher._seen.add(rank)
-            left = deadline - time.monotonic()
-            if waiting and left <= 0:
-                raise PoolTimeoutError(
-                    f"{self._name()}: ranks {waiting} did not write their pieces in "
-                    f"{show_wait(publisher.timeout)}; the version before it stays the newest"
-                )
-            if waiting:
-                pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+            away = {_core.PIECE_ABSENT, *_FINAL}
+            publisher._seen.update(rank for rank, state in states.items() if state not in away)
+            return None if waiting else True
 
-    def _piece_error(self, rank: int, state: int) -> PoolError:
+        def gone() -> Exception | None:
+            for rank in waiting:
+                state = states[rank]
+                if state in _FINAL or (state == _core.PIECE_ABSENT and rank in publisher._seen):
+                    publisher._seen.discard(rank)  # the next version may wait for a successor
+                    return self._piece_error(rank, state)
+            return None
+
+        def late() -> Exception:
+            return WaitTimeoutError(
+                f"{self._name()}: ranks {waiting} did not write their pieces in "
+                f"{show_wait(publisher.timeout)}; the version before it stays the newest"
+            )
+
+        publisher.wait(_core.POOL_BELL_RANKS, ready, late, gone)
+
+    def _piece_error(self, rank: int, state: int) -> errors.ShmbusError:
         rows = _core.pool_rows(self._publisher.pool)["ranks"]
         row = next((row for row in rows if row["rank"] == rank), None)
         who = f"rank {rank}" + (f" (pid {row['pid']}, {printable(row['label'])})" if row else "")
         stays = "; the version before it stays the newest"
         if state == _core.PIECE_FAILED:
             reason = printable(row["error"]) if row else ""
-            return PoolError(f"{self._name()}: {who} could not write its piece: {reason}{stays}")
+            return WeightsError(f"{self._name()}: {who} could not write its piece: {reason}{stays}")
         return PeerGoneError(
             f"{self._name()}: {who} has ended before its piece was written{stays}", rank
         )
 
     def _await_outcome(self) -> None:
         publisher, pool = self._publisher, self._publisher.pool
-        deadline = time.monotonic() + publisher.timeout
-        while True:
-            ticket = pool.announce(_core.POOL_BELL_RANKS)
-            outcome = pool.outcome(self.sequence)
-            if outcome:
-                return
-            if outcome is False:
-                publisher._seen.add(0)
-                publisher._check_leader("before the version was whole")
-                raise PoolError(
-                    f"{self._name()}: rank 0 gave it up; the version before it stays the newest"
-                )
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise PoolTimeoutError(
-                    f"{self._name()}: rank 0 did not finish it in {show_wait(publisher.timeout)}"
-                )
-            pool.wait(_core.POOL_BELL_RANKS, ticket, min(left, SLICE_S))
+
+        def ready() -> bool | None:
+            return pool.outcome(self.sequence) or None
+
+        def gone() -> Exception | None:
+            if pool.outcome(self.sequence) is None:
+                return None
+            publisher._seen.add(0)
+            return publisher._leader_gone("before the version was whole") or WeightsError(
+                f"{self._name()}: rank 0 gave it up; the version before it stays the newest"
+            )
+
+        def late() -> Exception:
+            return WaitTimeoutError(
+                f"{self._name()}: rank 0 did not finish it in {show_wait(publisher.timeout)}"
+            )
+
+        publisher.wait(_core.POOL_BELL_RANKS, ready, late, gone)
 
     def _name(self) -> str:
         return (

@@ -19,12 +19,13 @@ import numpy.typing as npt
 from shmbus import errors
 from shmbus._arguments import check_int64, check_timeout
 from shmbus._format import show_wait
-from shmbus.pool.attaching import SLICE_S, fit, identity_of
-from shmbus.pool.errors import PoolBusyError, PoolDamagedError, PoolTimeoutError
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
+from shmbus.pool.attaching import fit, identity_of
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
 from shmbus.pool.status import status_of_pool
 from shmbus.segment.names import leads_to
+from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -37,24 +38,7 @@ _SLEEP_S: Final = 10 * SLICE_S
 
 
 class PoolReader:
-    """Leases versions of a pool, and says in its row what it runs.
-
-    Parameters
-    ----------
-    bus, kind : str
-        The pool; see `create_pool`.
-    label : str
-        What others are told of this process.
-    device : str
-        Where it puts what it reads, such as a device's UUID.
-
-    Raises
-    ------
-    PoolBusyError
-        All rows are taken.
-    BusNotFoundError, LayoutMismatchError
-        There is no such pool.
-    """
+    """Leases versions of a pool, and says in its row what it runs."""
 
     def __init__(self, bus: str, kind: str, *, label: str = "", device: str = "") -> None:
         label = fit("label", label, _core.POOL_LABEL_BYTES) or f"reader of pid {os.getpid()}"
@@ -71,7 +55,7 @@ class PoolReader:
             raise
         if not claimed:
             self._pool.close()
-            raise PoolBusyError(
+            raise BusBusyError(
                 f"pool {kind!r} of bus {bus!r}: all {_core.POOL_MAX_READERS} rows of readers are "
                 "taken by living processes; share one reader among the threads of a process"
             )
@@ -92,94 +76,55 @@ class PoolReader:
         return self._pool.newest()
 
     def latest(self, *, after: int = 0, timeout: float | None = None) -> VersionLease:
-        """Lease the newest version.
-
-        Parameters
-        ----------
-        after : int
-            A sequence; what is not newer does not count.
-        timeout : float, optional
-            Seconds to wait for one; None waits for ever.
-
-        Returns
-        -------
-        VersionLease
-
-        Raises
-        ------
-        PoolTimeoutError
-            None came by then.
-        PoolDamagedError
-            The newest version's row is not what was published.
-        BusRemovedError
-            The pool was removed, and a version that is newer will not come.
-        BusClosedError
-            This handle is closed, or from before a fork.
-        """
+        """Lease the newest version."""
         check_timeout(timeout)
         after = check_int64("after", after)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            ticket = self._pool.announce(_core.POOL_BELL_VERSION)
+
+        def ready() -> VersionLease | None:
             got = _core.pool_lease(self._pool, after)
             if isinstance(got, _core.PoolLease):
                 return VersionLease(self, got)
             if got == _core.POOL_DAMAGED:
-                raise PoolDamagedError(
+                raise DamagedError(
                     f"pool {self.kind!r} of bus {self.bus!r}: the newest version's row is damaged; "
                     "publish again, and look for a process that writes where it should not"
                 )
-            left = _SLEEP_S if deadline is None else deadline - time.monotonic()
-            self._check_name()
-            if left <= 0:
-                raise PoolTimeoutError(self._nothing_came(after, timeout or 0.0))
-            self._pool.wait(_core.POOL_BELL_VERSION, ticket, min(left, _SLEEP_S))
+            return None
+
+        return wait_for(
+            ready,
+            announce=lambda: self._pool.announce(_core.POOL_BELL_VERSION),
+            sleep=lambda ticket, left: self._pool.wait(_core.POOL_BELL_VERSION, ticket, left),
+            gone=self._removed,
+            late=lambda: WaitTimeoutError(self._nothing_came(after, timeout or 0.0)),
+            deadline=None if timeout is None else time.monotonic() + timeout,
+            slice_s=_SLEEP_S,
+        )
 
     def at(self, version: int) -> VersionLease:
-        """Lease a version that need not be the newest; it is there while somebody keeps it.
-
-        Parameters
-        ----------
-        version : int
-            The publisher's number of it.
-
-        Returns
-        -------
-        VersionLease
-
-        Raises
-        ------
-        PoolTimeoutError
-            No slot has it any more, or yet.
-        BusClosedError
-            This handle is closed, or from before a fork.
-        """
+        """Lease a version that need not be the newest; it is there while somebody keeps it."""
         got = _core.pool_lease_version(self._pool, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
         status = status_of_pool(self.bus, self.kind, self._pool)
         there = [str(slot.version) for slot in status.slots if slot.state == "ready"]
-        raise PoolTimeoutError(
+        raise WaitTimeoutError(
             f"pool {self.kind!r} of bus {self.bus!r}: no slot has version {version}; there are: "
             f"{', '.join(there) or 'none'}. A version stays while a reader leases it: take the "
             "newest, or publish it again"
         )
 
     def is_removed(self) -> bool:
-        """Whether the pool has lost its name, so that nothing more is published into it.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether the pool has lost its name, so that nothing more is published into it."""
         return self._identity is None or not leads_to(self._path, self._identity)
 
-    def _check_name(self) -> None:
-        if self.is_removed():
-            raise errors.BusRemovedError(
-                f"pool {self.kind!r} of bus {self.bus!r} was removed: no version follows. What is "
-                "leased stays readable; make a new reader once it is published again"
-            )
+    def _removed(self) -> errors.BusRemovedError | None:
+        if not self.is_removed():
+            return None
+        return errors.BusRemovedError(
+            f"pool {self.kind!r} of bus {self.bus!r} was removed: no version follows. What is "
+            "leased stays readable; make a new reader once it is published again"
+        )
 
     def _nothing_came(self, after: int, timeout: float) -> str:
         status = status_of_pool(self.bus, self.kind, self._pool)
@@ -197,46 +142,20 @@ class PoolReader:
         )
 
     def applied(self, lease: VersionLease) -> None:
-        """Say that this process runs a version, and nothing of another.
-
-        Parameters
-        ----------
-        lease : VersionLease
-            Of that version.
-        """
+        """Say that this process runs a version, and nothing of another."""
         self._pool.applied(lease.sequence, lease.version)
         if self._said_refused:  # of a newer version, where this one is the way back
             self._said_refused = False
             self._pool.refused(0, 0, 0, "")
 
     def loading(self, lease: VersionLease, code: int) -> None:
-        """Say that this process has begun to load a version, and runs no whole one until `applied`.
-
-        Who dies in between, or is left there by the one who told it to load, is known by its row.
-
-        Parameters
-        ----------
-        lease : VersionLease
-            Of that version.
-        code : int
-            For programs.
-        """
+        """Say that this process began to load a version, and runs no whole one until `applied`."""
         self.refused(lease, code, "it is being loaded")
         # What it ran is no more, also where that was this version, or a newer one.
         self._pool.applied(0, 0)
 
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
-        """Say that this process could not take a version; what it runs stays.
-
-        Parameters
-        ----------
-        lease : VersionLease
-            Of that version.
-        code : int
-            For programs.
-        reason : str
-            For people; its first 119 bytes are kept.
-        """
+        """Say that this process could not take a version; what it runs stays."""
         self._said_refused = True
         text = fit("reason", reason, _core.POOL_ERROR_BYTES)
         self._pool.refused(lease.sequence, lease.version, code, text)
@@ -272,13 +191,7 @@ class VersionLease(_core.ClosedByBlock):
 
     @property
     def buffer(self) -> _core.PoolLease:
-        """Return the payload as an object with a read-only buffer.
-
-        Raises
-        ------
-        BusClosedError
-            The lease is closed.
-        """
+        """Return the payload as an object with a read-only buffer."""
         if self._lease is None:
             raise errors.BusClosedError(
                 f"the lease of version {self.version} is closed; take the latest again"
@@ -286,64 +199,32 @@ class VersionLease(_core.ClosedByBlock):
         return self._lease
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """View the payload as a read-only array of bytes.
-
-        Returns
-        -------
-        uint8 [size]
-        """
+        """View the payload as a read-only array of bytes."""
         return np.frombuffer(memoryview(self.buffer), np.uint8)
 
     def meta(self) -> bytes:
-        """Return what the version says of itself, copied and checked.
-
-        Raises
-        ------
-        PoolDamagedError
-            It does not match its checksum.
-        """
+        """Return what the version says of itself, copied and checked."""
         found = self.buffer.meta()
         if found is None:
-            raise PoolDamagedError(
+            raise DamagedError(
                 f"version {self.version}: what it says of itself does not match its checksum; "
                 "nothing was read of it: publish again"
             )
         return found
 
     def check(self, first: int = 0, count: int = 1 << 31) -> None:
-        """Compare blocks with their digests; nothing to compare where there are none.
-
-        Parameters
-        ----------
-        first, count : int
-            Which blocks; all by default.
-
-        Raises
-        ------
-        PoolDamagedError
-            A block differs; the message has its place.
-        """
+        """Compare blocks with their digests; nothing to compare where there are none."""
         wrong = self.buffer.check(first, count)
         if wrong is not None:
             block = self._reader.pool.block_bytes
-            raise PoolDamagedError(
+            raise DamagedError(
                 f"version {self.version}: bytes {wrong * block} to "
                 f"{min(self.size, (wrong + 1) * block)} do not match their digest; do not load "
                 "it: publish again, and look for a process that writes where it should not"
             )
 
     def patch(self) -> VersionPatch | None:
-        """Return what changed since the version before, where the publisher has made that.
-
-        Returns
-        -------
-        VersionPatch | None
-
-        Raises
-        ------
-        PoolDamagedError
-            It is not what was made; the version itself may still be whole.
-        """
+        """Return what changed since the version before, where the publisher has made that."""
         return find_patch(self.buffer)
 
     def close(self) -> None:

@@ -167,22 +167,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_pool(bus: str, kind: str) -> PoolStatus:
-    """Read the status of a pool.
-
-    Parameters
-    ----------
-    bus, kind : str
-        As for `create_pool`.
-
-    Returns
-    -------
-    PoolStatus
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError, PermissionError
-        There is none that can be read.
-    """
+    """Read the status of a pool."""
     pool = open_pool(bus, kind, read_only=True, wait_s=0)
     try:
         return status_of_pool(bus, kind, pool)

@@ -20,18 +20,7 @@ _MAGIC: Final = b"SHBPOOL1"
 
 
 def find_pools(bus: str | None = None) -> list[tuple[str, str]]:
-    """Find pools by their names and first bytes.
-
-    Parameters
-    ----------
-    bus : str, optional
-        Only those of this bus.
-
-    Returns
-    -------
-    list of (str, str)
-        Bus and kind, sorted.
-    """
+    """Find pools by their names and first bytes."""
     found = []
     for entry in os.scandir(SHM_DIRECTORY):
         named = parse_companion(entry.name)
@@ -56,17 +45,7 @@ def _first_bytes(path: str) -> bytes:
 
 
 def read_pools(bus: str | None = None) -> list[PoolStatus]:
-    """Read the status of each pool that can be read.
-
-    Parameters
-    ----------
-    bus : str, optional
-        Only those of this bus.
-
-    Returns
-    -------
-    list of PoolStatus
-    """
+    """Read the status of each pool that can be read."""
     found = []
     for name, kind in find_pools(bus):
         try:
@@ -77,16 +56,7 @@ def read_pools(bus: str | None = None) -> list[PoolStatus]:
 
 
 def describe_pool(status: PoolStatus) -> str:
-    """Say in a line what a pool holds, who publishes it, and who does not run its newest version.
-
-    Parameters
-    ----------
-    status : PoolStatus
-
-    Returns
-    -------
-    str
-    """
+    """Say in a line what a pool holds, who publishes it, and who runs an older version."""
     newest = "no version yet" if status.version is None else f"version {status.version}"
     publisher = next((rank for rank in status.ranks if rank.rank == 0), None)
     who = "no publisher"

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_backoff, check_choice, check_count, check_flag, check_seconds
+from shmbus._arguments import check_backoff, check_choice, check_count, check_flag, check_period
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.messages import Envelope, Message, pack
@@ -205,11 +205,11 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
     for name, value in options.items():
         match name:
             case "group_timeout":
-                seconds = None if value is None else check_seconds(name, value)
+                seconds = None if value is None else check_period(name, value)
                 given["group_timeout_s"] = None if seconds == math.inf else seconds
             case "retry_timeout":
                 # JSON has no infinite number.
-                given["retry_timeout_s"] = min(check_seconds(name, value), _LONGEST_S)
+                given["retry_timeout_s"] = min(check_period(name, value), _LONGEST_S)
             case "retry_backoff":
                 given["retry_backoff_s"] = check_backoff(name, value)
             case "max_policy_lag":

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from shmbus import errors
-from shmbus._arguments import check_choice, check_seconds
+from shmbus._arguments import check_choice, check_period
 from shmbus.relay.coordinator_party import RelayNote
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan, check_specs, make_policy
@@ -285,7 +285,7 @@ def find(name: str, address: str | None = None) -> Relay:
 
 def _answer_s(timeout: float) -> float:
     """Check seconds for an answer; Ray takes no infinite number of them."""
-    return min(check_seconds("timeout", timeout), _LONGEST_ANSWER_S)
+    return min(check_period("timeout", timeout), _LONGEST_ANSWER_S)
 
 
 class Relay:

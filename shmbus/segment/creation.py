@@ -15,9 +15,7 @@ import errno
 import logging
 import os
 import time
-from typing import Any, Final
-
-import posix_ipc
+from typing import Final
 
 from shmbus import errors, limits
 from shmbus._arguments import LARGEST_SIZE, check_int, parse_size
@@ -32,15 +30,14 @@ from shmbus.segment.lifecycle import (
     open_once,
     open_segment,
 )
-from shmbus.segment.made_or_removed import made_or_removed
 from shmbus.segment.names import (
-    PREFIX,
     SHM_DIRECTORY,
     check_name,
     identity,
     is_named,
     shm_path,
 )
+from shmbus.segment.shared_file import create_file, free_and_total, remove_file
 from shmbus_ext import _core
 
 __all__ = ["create_segment", "ensure_segment", "remove_made", "remove_unfinished"]
@@ -65,25 +62,7 @@ def create_segment(
     crowded: bool = False,
     bounds: Bounds = NO_BOUNDS,
 ) -> _core.Segment:
-    """Create, allocate and touch the whole segment; it is ready when this returns.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    capacity : int or str, optional
-        Bytes for records; None chooses by what /dev/shm has free.
-    max_producers : int, optional
-        How many may be attached at once; None for as many as have room, 64 at most.
-    extent_bytes : int
-        What a producer leases at a time; 0 chooses.
-    schema : DeclaredSchema, optional
-        The fields of its samples.
-    crowded : bool
-        Whether there may be fewer extents than producers, as older versions allowed.
-    bounds : Bounds
-        Room for requests, and how far producers may be ahead.
-    """
+    """Create, allocate and touch the whole segment; it is ready when this returns."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     if os.path.lexists(shm_path(name)):
@@ -94,13 +73,13 @@ def create_segment(
     _check_room(name, size)
     declared = b"" if schema is None else schema.encoded
 
-    def remove(made: tuple[_core.Segment, os.stat_result]) -> None:
-        made[0].close()
-        _unlink(name, made[1])
+    def create(fd: int) -> _core.Segment:
+        return _core.Segment.create(fd, name, size, max_producers, extent_bytes, *bounds, declared)
 
-    return made_or_removed(
-        _create_into, remove, name, size, max_producers, extent_bytes, *bounds, declared
-    )[0]
+    try:
+        return create_file(shm_path(name), f"bus {name!r}", create)
+    except FileExistsError as error:
+        raise _exists(name) from error
 
 
 def remove_made(segment: _core.Segment) -> None:
@@ -108,43 +87,7 @@ def remove_made(segment: _core.Segment) -> None:
     made = identity(segment.name)
     segment.close()
     if made is not None:
-        _unlink(segment.name, made)
-
-
-def _unlink(name: str, known: os.stat_result) -> None:
-    """Remove this file of a bus; another process may have removed it, and made another."""
-    if is_named(name, known):
-        with contextlib.suppress(posix_ipc.ExistentialError):
-            posix_ipc.unlink_shared_memory(PREFIX + name)
-
-
-def _create_into(made: list[tuple[_core.Segment, os.stat_result]], name: str, *sizes: Any) -> None:
-    """Create the file and the segment in it, for `create_segment`; where that fails, neither."""
-    try:
-        shm = posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600)
-    except posix_ipc.ExistentialError as error:
-        raise _exists(name) from error
-    except posix_ipc.PermissionsError as error:
-        raise PermissionError(
-            f"bus {name!r}: may not create {shm_path(name)}; it belongs to another user, or "
-            f"{SHM_DIRECTORY} is not writable for uid {os.geteuid()}"
-        ) from error
-    known = os.fstat(shm.fd)
-    try:
-        segment = _core.Segment.create(shm.fd, name, *sizes)
-    except BaseException as error:
-        os.close(shm.fd)
-        # Another process may hold the lock to remove it.
-        if not (isinstance(error, OSError) and error.errno == errno.EBUSY):
-            _unlink(name, known)
-        raise
-    if not is_named(name, known):
-        segment.close()
-        raise errors.BusNotFoundError(
-            f"bus {name!r}: another process removed {shm_path(name)} while it was being created; "
-            "create it again"
-        )
-    made.append((segment, known))
+        remove_file(shm_path(segment.name), made)
 
 
 def _check_sizes(
@@ -166,7 +109,7 @@ def _check_sizes(
 def _default_capacity(name: str) -> int:
     """Choose 256 MiB, or half of what is free where that is less: others need the rest."""
     most = parse_size(limits.DEFAULT_CAPACITY)
-    free = _free_bytes()
+    free = free_and_total()[0]
     size = min(most, free // 2 // _MIB * _MIB)
     if size < limits.SMALLEST_DEFAULT_CAPACITY:
         raise no_default_error(name)
@@ -208,14 +151,9 @@ def _exists(name: str) -> errors.BusExistsError:
     )
 
 
-def _free_bytes() -> int:
-    room = os.statvfs(SHM_DIRECTORY)
-    return room.f_bavail * room.f_frsize
-
-
 def _check_room(name: str, size: int) -> None:
     """Refuse a size that cannot fit before the kernel fills its memory to find out."""
-    if size > _free_bytes():
+    if size > free_and_total()[0]:
         raise space_error(name, size)
 
 
@@ -231,16 +169,7 @@ def ensure_segment(
     bounds: Bounds = NO_BOUNDS,
     schema: _core.DeclaredSchema | None = None,
 ) -> _core.Segment:
-    """Open a segment that fits, or create it where there is none; any number of processes at once.
-
-    One that another process is making is waited for, up to ATTACH_WAIT_S; one whose creator died is
-    made again.
-
-    Raises
-    ------
-    BusExistsError
-        There is one that does not fit; the message says in what.
-    """
+    """Open a segment that fits, or create it where there is none; by any number of processes."""
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
@@ -332,21 +261,7 @@ def _require_fit(
 
 
 def remove_unfinished(name: str) -> bool:
-    """Remove an unfinished segment whose creator died.
-
-    A slow creator holds a lock on the file, except for its first instant; so this checks twice. A
-    creator that was stopped in that instant finds the file gone, and reports it.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Returns
-    -------
-    bool
-        Whether there was such a file.
-    """
+    """Remove an unfinished segment whose creator died."""
     found = _unfinished(name)
     if found is None:
         return False

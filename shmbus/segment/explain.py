@@ -15,6 +15,7 @@ from shmbus import errors, limits
 from shmbus._format import printable, several, show_duration, show_size, show_wait
 from shmbus._version import VERSION
 from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
+from shmbus.segment.shared_file import free_and_total
 from shmbus_ext import _core
 
 __all__ = [
@@ -291,8 +292,7 @@ def _version_beside(core: str) -> str:
 
 def no_default_error(name: str) -> errors.CapacityError:
     """Say that /dev/shm has too little for a bus whose capacity nobody gave."""
-    room = os.statvfs(SHM_DIRECTORY)
-    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    free, total = free_and_total()
     least = show_size(limits.SMALLEST_DEFAULT_CAPACITY)
     return errors.CapacityError(
         f"bus {name!r}: {SHM_DIRECTORY} has {show_size(free)} free of {show_size(total)}, and a "
@@ -304,8 +304,7 @@ def no_default_error(name: str) -> errors.CapacityError:
 
 def space_error(name: str, size: int) -> errors.CapacityError:
     """Say how large the segment was to be and how much there is."""
-    room = os.statvfs(SHM_DIRECTORY)
-    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    free, total = free_and_total()
     return errors.CapacityError(
         f"bus {name!r}: {show_size(size)} do not fit into {SHM_DIRECTORY}, which has "
         f"{show_size(free)} free of {show_size(total)}; choose a smaller capacity, remove old "

@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 
 from shmbus import errors
+from shmbus.segment import shared_file
 from shmbus.segment.explain import UnfinishedError, layout_error, not_found_error
-from shmbus.segment.names import check_name, is_named, remove_daemon_socket, shm_path
+from shmbus.segment.names import check_name, remove_daemon_socket, shm_path
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
@@ -40,20 +41,7 @@ _LAST_LOOK_S = 0.1
 
 
 def until_there(name: str, wait_s: float | None) -> Iterator[float]:
-    """Yield seconds to sleep until there is a bus of that name, finished; the caller sleeps them.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    wait_s : float, optional
-        Seconds after which to give up: None never does, 0 does not look.
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is none after that time, or one that was never finished.
-    """
+    """Yield seconds for the caller to sleep until there is a finished bus of that name."""
     if wait_s == 0:
         return
     began = time.monotonic()
@@ -123,19 +111,15 @@ def open_if_there(name: str) -> _core.Segment | None:
 
 def open_once(name: str, read_only: bool) -> _core.Segment:
     """Map a segment that is finished; UnfinishedError for one that is not."""
-    fd = open_file(name, os.O_RDONLY if read_only else os.O_RDWR)
+    path = shm_path(name)
     try:
-        identity = os.fstat(fd)
-        segment = _core.Segment.open(fd, name, read_only)
-    except BaseException:
-        os.close(fd)
-        raise
-    if not is_named(name, identity):
-        # Removed between opening and locking: a segment without a name is no bus any more.
-        segment.close()
-        raise UnfinishedError(
-            f"bus {name!r}: {shm_path(name)} was removed while it was being opened"
+        segment = shared_file.open_once(
+            path, f"bus {name!r}", read_only, lambda fd: _core.Segment.open(fd, name, read_only)
         )
+    except FileNotFoundError as error:
+        raise not_found_error(name) from error
+    if segment is None:
+        raise UnfinishedError(f"bus {name!r}: {path} was removed while it was being opened")
     return segment
 
 

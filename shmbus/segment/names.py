@@ -95,20 +95,7 @@ def bus_names() -> list[str]:
 
 
 def companion_name(kind: str, bus: str) -> str:
-    """Name a companion of a bus as ``shm_open`` takes it.
-
-    Parameters
-    ----------
-    kind : str
-        What it holds, in lower-case letters, such as "weights".
-    bus : str
-        The bus.
-
-    Raises
-    ------
-    TypeError, ValueError
-        No bus can be called so, or its companion would be called like another bus's socket.
-    """
+    """Name a companion of a bus as ``shm_open`` takes it."""
     name = f"/shmbus-{kind}.{check_name(bus)}"
     if len(name.encode("utf-8", "surrogatepass")) > MAX_FILE_NAME_BYTES + 1:
         raise ValueError(
@@ -124,19 +111,7 @@ def companion_name(kind: str, bus: str) -> str:
 
 
 def memory_socket(kind: str, bus: str) -> str:
-    """Return where the owner of the memory of a companion listens, which is not in /dev/shm.
-
-    Parameters
-    ----------
-    kind, bus : str
-        Of the companion, such as "channel" and "run1.hidden".
-
-    Returns
-    -------
-    str
-        A file that `shmbus gc` knows as a socket; of fixed length, since names of sockets are
-        short.
-    """
+    """Return where the owner of the memory of a companion listens, which is not in /dev/shm."""
     digest = hashlib.sha256(os.fsencode("memory of " + companion_name(kind, bus))).hexdigest()
     return f"{SHM_DIRECTORY}/shmbus+{digest[:40]}{SOCKET_SUFFIX}"
 

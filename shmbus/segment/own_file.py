@@ -16,31 +16,7 @@ __all__ = ["check_own", "open_own"]
 
 
 def open_own(path: str, flags: int, what: str) -> int:
-    """Open a file that has to be this user's own.
-
-    Parameters
-    ----------
-    path : str
-        The file, made with mode 0600 where the flags say so.
-    flags : int
-        Of ``os.open``. O_TRUNC is not among them: what to cut is known only after the checks.
-    what : str
-        Whose file it is, for messages, such as ``bus 'run1'``.
-
-    Returns
-    -------
-    int
-        The descriptor.
-
-    Raises
-    ------
-    FileNotFoundError, FileExistsError
-        By the flags.
-    PermissionError
-        It belongs to another user, or may not be opened.
-    LayoutMismatchError
-        It is no regular file, or, where it could be made here, has a second name.
-    """
+    """Open a file that has to be this user's own."""
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)

@@ -501,7 +501,7 @@ class Collector:
                 groups_leased=stash.leased_groups,
                 groups_timed_out=stash.timeouts,
                 groups_given_up=stash.given_up,
-                groups_useless=_core.groups_useless(segment),
+                groups_dropped=_core.groups_dropped(segment),
                 samples_wanted=len(stash.failures.requests),
                 lane_pause=self.lane_pause,
                 stash_overflows=stash.overflows,

@@ -156,34 +156,7 @@ def record(
     records: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Capture:
-    """Record the trajectories that producers commit from now on.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    directory : path
-        Where to; must not exist, or be empty.
-    seconds : float, optional
-        How long at the most.
-    records : int, optional
-        How many trajectories at the least, then it ends.
-    stop : callable
-        Called several times a second; True ends the recording.
-
-    Returns
-    -------
-    Capture
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it cannot be read.
-    OSError
-        The disk is full or not writable; nothing is left behind.
-    RuntimeError
-        safetensors is not installed.
-    """
+    """Record the trajectories that producers commit from now on."""
     check_name(name)
 
     def write(path: Path) -> Capture:
@@ -219,24 +192,7 @@ def record(
 
 
 def read_capture(directory: str | os.PathLike[str]) -> list[Part]:
-    """Name the parts of a capture, or of a snapshot.
-
-    Parameters
-    ----------
-    directory : path
-        Either.
-
-    Returns
-    -------
-    list[Part]
-
-    Raises
-    ------
-    FileNotFoundError
-        There is neither.
-    LayoutMismatchError
-        It is damaged, or of another version.
-    """
+    """Name the parts of a capture, or of a snapshot."""
     path = Path(directory) / MANIFEST
     try:
         capture = msgspec.json.decode(path.read_bytes(), type=Capture)
@@ -271,30 +227,7 @@ def replay(
     speed: float | None = 1.0,
     timeout: float | None = None,
 ) -> Replayed:
-    """Put the trajectories of a capture or snapshot onto a bus, in their order and at their pace.
-
-    Parameters
-    ----------
-    directory : path
-        The capture or snapshot.
-    name : str
-        A bus that exists. Its producer gives new numbers: the trajectories are new ones.
-    speed : float, optional
-        2 is twice as fast as it was; None as fast as the bus takes them.
-    timeout : float, optional
-        Seconds to wait for space: None waits for ever.
-
-    Returns
-    -------
-    Replayed
-
-    Raises
-    ------
-    BusNotFoundError, BusFullError
-        There is no such bus, or it had no space within the timeout.
-    FileNotFoundError, LayoutMismatchError
-        There is no capture, or it is damaged.
-    """
+    """Put the trajectories of a capture or snapshot onto a bus, in order and at their pace."""
     if speed is not None and not 0 < speed < float("inf"):
         raise ValueError(f"speed: expected more than 0, or None for no pace, got {speed}")
     directory = Path(os.path.abspath(directory))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from shmbus._format import show_size
+from shmbus.segment.locked_file import LockedFile
 from shmbus.store.parts import write_file
 
 __all__ = ["MANIFEST", "sync", "write_directory"]
@@ -56,7 +56,7 @@ def write_directory(target: Path, write: Callable[[Path], ManifestType]) -> Mani
     try:
         return _fill_partial(partial, target, write)
     finally:
-        os.close(lock)
+        lock.close()
 
 
 def _fill_partial(
@@ -77,20 +77,22 @@ def _fill_partial(
     return manifest
 
 
-def _begin_partial(target: Path) -> tuple[Path, int]:
+def _begin_partial(target: Path) -> tuple[Path, LockedFile]:
     """Make a directory beside the target; its lock says that its writer lives."""
     while True:
         partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
         partial.mkdir(mode=0o700)
+        lock = LockedFile()
         try:
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock.open(str(partial), os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue  # another writer removed it before it was locked
         with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not lock.lock():
+                continue  # another writer is about to remove it
         if partial.exists():
             return partial, lock
-        os.close(lock)
+        lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -100,13 +102,13 @@ def _remove_abandoned(parent: Path) -> None:
     except OSError:
         return  # not there, or not ours to list; the next mkdir says so
     for partial in beside:
+        lock = LockedFile()
         try:
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock.open(str(partial), os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             continue  # no directory, or another user's
         try:
-            if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock.fd).st_uid == os.geteuid() and lock.lock():
                 size = sum(path.stat().st_size for path in partial.iterdir())
                 shutil.rmtree(partial)
                 logger.warning(
@@ -115,9 +117,9 @@ def _remove_abandoned(parent: Path) -> None:
                     show_size(size),
                 )
         except OSError:
-            pass  # its writer lives, or nothing proves that it died
+            pass  # nothing proves that its writer died
         finally:
-            os.close(lock)
+            lock.close()
 
 
 def _no_room(target: Path, written: int) -> OSError:

@@ -153,13 +153,7 @@ def _safetensors() -> Any:
 
 
 class PartWriter:
-    """Collects records by schema, and writes a part whenever there are enough of one schema.
-
-    Parameters
-    ----------
-    directory : Path
-        Where the files go.
-    """
+    """Collects records by schema, and writes a part whenever there are enough of one schema."""
 
     def __init__(self, directory: Path) -> None:
         _safetensors()  # before anything is written
@@ -268,17 +262,7 @@ def damaged(path: Path, what: str) -> errors.LayoutMismatchError:
 
 
 def read_part(directory: Path, part: Part) -> Iterator[Record]:
-    """Read a part, after checking its digest.
-
-    Yields
-    ------
-    Record
-
-    Raises
-    ------
-    LayoutMismatchError
-        The file is missing, of another digest, or holds other tensors than a part does.
-    """
+    """Read a part, after checking its digest."""
     path = directory / part.file
     if path.parent != directory:
         raise damaged(path, "the manifest names a file outside its directory")

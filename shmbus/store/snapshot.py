@@ -118,37 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take(name: str, directory: str | os.PathLike[str], *, collecting: bool = False) -> Manifest:
-    """Write everything undelivered on a bus to a directory.
-
-    The bus stays as it is, and goes on afterwards.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    directory : path
-        Where to; must not exist, or be empty.
-    collecting : bool
-        Whether the caller is the bus's collector, and releases nothing until this returns. If not,
-        this becomes the collector while it works.
-
-    Returns
-    -------
-    Manifest
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError
-        There is no such bus, or it cannot be read.
-    BusBusyError
-        Another process is the collector.
-    FileExistsError
-        The directory holds something.
-    OSError
-        The disk is full or not writable; nothing is left behind.
-    RuntimeError
-        safetensors is not installed.
-    """
+    """Write everything undelivered on a bus to a directory."""
     check_name(name)
     with contextlib.ExitStack() as stack:
         if not collecting:
@@ -247,24 +217,7 @@ def _slots(file: SegmentFile, committed: tuple[int, ...]) -> list[ProducerSlot]:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Read and check a snapshot's manifest; the parts are checked when they are read.
-
-    Parameters
-    ----------
-    directory : path
-        The snapshot.
-
-    Returns
-    -------
-    Manifest
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no snapshot.
-    LayoutMismatchError
-        It is damaged, or of another version.
-    """
+    """Read and check a snapshot's manifest; the parts are checked when they are read."""
     path = Path(directory) / MANIFEST
     try:
         raw = path.read_bytes()
@@ -303,34 +256,7 @@ def restore(
     capacity: int | str | None = None,
     again: bool = False,
 ) -> Manifest:
-    """Make a bus of a snapshot: its records, its ledger, its producers' numbers.
-
-    Parameters
-    ----------
-    directory : path
-        The snapshot.
-    name : str, optional
-        The bus; the one that the snapshot is of by default.
-    capacity : int or str, optional
-        Bytes for records; as it was by default.
-    again : bool
-        Also a snapshot that was restored before, so that its trajectories exist twice.
-
-    Returns
-    -------
-    Manifest
-
-    Raises
-    ------
-    BusExistsError
-        There is a bus of that name; nothing is changed.
-    ProtocolError
-        The snapshot was restored before; no bus is made.
-    FileNotFoundError, LayoutMismatchError
-        There is no snapshot, or it is damaged; no bus is made.
-    CapacityError
-        The bus does not fit into /dev/shm, or the records into the bus; no bus is made.
-    """
+    """Make a bus of a snapshot: its records, its ledger, its producers' numbers."""
     directory = Path(os.path.abspath(directory))
     manifest = read_manifest(directory)
     name = check_name(manifest.bus if name is None else name)
@@ -360,17 +286,7 @@ def restore(
 
 
 def restored_as(directory: str | os.PathLike[str]) -> str | None:
-    """Name the bus that a snapshot was restored as; None where it was not yet.
-
-    Parameters
-    ----------
-    directory : path
-        The snapshot.
-
-    Returns
-    -------
-    str | None
-    """
+    """Name the bus that a snapshot was restored as; None where it was not yet."""
     try:
         raw = (Path(directory) / _RESTORED).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -418,11 +334,7 @@ def _restore_as(
 
 
 def _fill(segment: _core.Segment, manifest: Manifest, directory: Path, *, by_runs: bool) -> bool:
-    """Write all records and counts; False where there is no space.
-
-    By runs, what lay in one run lies in one of that length again, so it takes no more extents than
-    before. The order of producers' commits is kept within each producer only.
-    """
+    """Write all records and counts; False where there is no space."""
     restorer = _core.Restorer(segment)
     seen: set[tuple[int, int]] = set()
     for record in read_parts(directory, manifest.parts):

@@ -7,12 +7,8 @@ sides expect of the tensors is stated in the segment, so that a difference is an
 from __future__ import annotations
 
 from shmbus.channel import (
-    ChannelBusyError,
     ChannelClosedError,
-    ChannelDamagedError,
     ChannelError,
-    ChannelTimeoutError,
-    PeerGoneError,
     StepFailedError,
     StepOrderError,
     StepSkippedError,
@@ -20,21 +16,15 @@ from shmbus.channel import (
 from shmbus.tensors.agreement import SpecMismatchError
 from shmbus.tensors.channel import TensorChannel
 from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
-from shmbus.tensors.device.handles import DeviceMismatchError
 from shmbus.tensors.receiver import StepItem, TensorReceiver
 from shmbus.tensors.sender import TensorSender
 
 __all__ = [
-    "ChannelBusyError",
     "ChannelClosedError",
-    "ChannelDamagedError",
     "ChannelError",
-    "ChannelTimeoutError",
     "CudaCarrier",
-    "DeviceMismatchError",
     "HostCarrier",
     "MemfdCarrier",
-    "PeerGoneError",
     "SpecMismatchError",
     "StepFailedError",
     "StepItem",

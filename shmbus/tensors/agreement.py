@@ -15,8 +15,10 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._checks import check_int, is_text
-from shmbus.channel import ChannelDamagedError, ChannelError, Endpoint
+from shmbus._arguments import check_int, is_text
+from shmbus.channel import ChannelError
+from shmbus.channel.endpoint import Endpoint
+from shmbus.errors import DamagedError
 from shmbus.tensors.views import DTYPE_BYTES, has_memory
 
 __all__ = [
@@ -260,7 +262,7 @@ class Agreement:
             try:
                 self.other = msgspec.msgpack.decode(data, type=Statement)
             except msgspec.MsgspecError as error:
-                raise ChannelDamagedError(
+                raise DamagedError(
                     f"channel {self._endpoint.name!r}: the {self._other}'s specs are none ({error})"
                 ) from error
             self._seen = version

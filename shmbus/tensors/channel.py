@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shmbus._checks import check_flag, known_device
-from shmbus.channel import DEFAULT_TIMEOUT_S
+from shmbus._arguments import check_flag, known_device
+from shmbus.channel.sender import DEFAULT_TIMEOUT_S
 from shmbus.tensors.config import Carrier, choose_carrier
 from shmbus.tensors.receiver import TensorReceiver
 from shmbus.tensors.sender import TensorSender
@@ -60,7 +60,7 @@ class TensorChannel:
             An argument is none, or belongs to another carrier.
         DeviceMismatchError
             This process does not see the device.
-        ChannelBusyError
+        BusBusyError
             Another living process sends.
         LayoutMismatchError
             What is there is no channel of this version.
@@ -111,7 +111,7 @@ class TensorChannel:
             An argument is none.
         BusNotFoundError
             There is no such channel.
-        ChannelBusyError
+        BusBusyError
             Another living process receives.
         LayoutMismatchError
             What is there is no channel of this version.

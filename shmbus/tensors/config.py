@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 import torch
 
-from shmbus._checks import check_choice, check_flag, check_int, known_device
-from shmbus.channel import DEFAULT_MAX_BYTES
-from shmbus.tensors.device.handles import DeviceMismatchError
+from shmbus._arguments import check_choice, check_flag, check_int, known_device
+from shmbus.channel.sender import DEFAULT_MAX_BYTES
+from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device.memory import refusals
 
 __all__ = ["Carrier", "CudaCarrier", "HostCarrier", "MemfdCarrier", "choose_carrier"]

@@ -7,16 +7,17 @@ pure. Where there is no Triton, nothing is cut, and tensors are copied as torch 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from shmbus.tensors.device.kernels import import_kernels
 
 __all__ = [
     "LARGE_BYTES",
@@ -25,6 +26,7 @@ __all__ = [
     "Cut",
     "Pair",
     "cut",
+    "import_kernels",
     "is_alike",
     "may_cut",
     "prepare_copies",
@@ -76,6 +78,20 @@ def _table(to: Table, of: Table, count: Table) -> Table:
 def may_cut() -> bool:
     """Whether there is what the kernel needs."""
     return importlib.util.find_spec("triton") is not None
+
+
+def import_kernels(module: str) -> None:
+    """Import a module of kernels, in a thread without signals; nothing without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=run, name="shmbus-kernels")
+    thread.start()
+    thread.join()
 
 
 def prepare_copies(device: torch.device) -> None:

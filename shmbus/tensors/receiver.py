@@ -13,18 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from shmbus._checks import UnknownNameError
-from shmbus.channel import (
-    ChannelError,
-    ChannelReceiver,
-    ChannelTimeoutError,
-    Message,
-    StepFailedError,
-)
+from shmbus._near_names import UnknownNameError
+from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
+from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.agreement import Agreement, Statement, TensorSpec, acked_step_of, parse_specs
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
-from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.step_table import Places, check_places, decode_meta, decode_places, head_of
 from shmbus.tensors.views import payload_tensor, tensor_at
 
@@ -77,9 +71,9 @@ class StepReader:
         assert places.buffer is not None
         try:
             return self._buffers.memory(places.buffer)
-        except OwnerGoneError as error:
+        except PeerGoneError as error:
             if self._channel.is_other_alive():
-                raise ChannelTimeoutError(
+                raise WaitTimeoutError(
                     f"{what}: the sender lives, and does not give its memory: {error}. It is slow "
                     "or stopped; nothing is lost: call again"
                 ) from error
@@ -352,9 +346,9 @@ class TensorReceiver:
             The tensors are on a device that this process does not see, or cannot read.
         StepOrderError
             `step` was acknowledged already, or is not the next.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             Nothing came, and why.
-        ChannelDamagedError
+        DamagedError
             What came is not what was sent.
         """
         if self._item is not None:

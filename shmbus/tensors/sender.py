@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from shmbus import BusClosedError, BusRemovedError, CapacityError
-from shmbus._checks import check_int64, is_text
-from shmbus.channel import ChannelError, ChannelSender
+from shmbus import CapacityError
+from shmbus._arguments import check_bytes, check_int64, is_text
+from shmbus.channel import ChannelSender
+from shmbus.errors import ShmbusError
 from shmbus.pool.copying import copy_bytes
-from shmbus.pool.lifecycle import bytes_of
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.agreement import (
     Agreement,
@@ -78,7 +78,7 @@ def open_writer(
         channel.withdraw()
         index = carrier.index if isinstance(carrier, CudaCarrier) else 0
         device = torch.device("cpu") if kind == "memfd" else torch.device("cuda", index)
-        size = bytes_of(most, "max_bytes")
+        size = check_bytes("max_bytes", most)
         return channel, ExportedWriter(channel, device, allocator(kind, index), size)
     except BaseException:
         channel.close()
@@ -282,7 +282,7 @@ class ExportedWriter:
             self._completion.close()
             if drain:
                 # Its end, or none by the deadline: what it has not opened is lost to it then.
-                with contextlib.suppress(ChannelError, BusClosedError, BusRemovedError):
+                with contextlib.suppress(ShmbusError):
                     self._channel.wait_acked(self._channel.sent_step)
         finally:
             self._targets.clear()
@@ -380,7 +380,7 @@ class TensorSender:
             The step is not what was agreed, or the receiver expects something else.
         StepOrderError
             Another step is next.
-        ChannelTimeoutError, PeerGoneError, ChannelClosedError
+        WaitTimeoutError, PeerGoneError, ChannelClosedError
             No slot became free, and why.
         CapacityError
             The memory is full, or the step is larger than `max_bytes`.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shmbus.channel import ChannelDamagedError
+from shmbus.errors import DamagedError
 from shmbus.tensors.agreement import TensorSpec, size_of
 from shmbus.tensors.device.arena import BufferName
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
@@ -99,7 +99,7 @@ def decode_places(head: bytes, what: str) -> Places:
     try:
         return msgspec.msgpack.decode(head[_LENGTH_BYTES:], type=Places)
     except msgspec.MsgspecError as error:
-        raise ChannelDamagedError(f"{what}: its table of tensors is none ({error})") from error
+        raise DamagedError(f"{what}: its table of tensors is none ({error})") from error
 
 
 def decode_meta(data: bytes, what: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def decode_meta(data: bytes, what: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ChannelDamagedError(f"{what}: its meta is none ({error})") from error
+        raise DamagedError(f"{what}: its meta is none ({error})") from error
 
 
 def check_places(places: Places, size: int, what: str) -> None:
@@ -122,4 +122,4 @@ def check_places(places: Places, size: int, what: str) -> None:
             or size_of(TensorSpec(place.dtype, place.shape)) != place.size
             or place.offset + place.size > size
         ):
-            raise ChannelDamagedError(f"{what}: tensor {place.name!r} does not lie in its payload")
+            raise DamagedError(f"{what}: tensor {place.name!r} does not lie in its payload")

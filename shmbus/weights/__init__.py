@@ -16,16 +16,11 @@ Invariants:
 
 from __future__ import annotations
 
+from shmbus.errors import WeightsError
 from shmbus.weights.errors import (
-    DeviceMismatchError,
     ManifestError,
     PatchBaseError,
-    PeerGoneError,
-    TornWeightsError,
     VersionOrderError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
 from shmbus.weights.lora import (
@@ -42,7 +37,6 @@ from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 
 __all__ = [
-    "DeviceMismatchError",
     "Fp8BlockSource",
     "LocalPiece",
     "LoraFiles",
@@ -51,20 +45,16 @@ __all__ = [
     "ModuleSource",
     "ParamMeta",
     "PatchBaseError",
-    "PeerGoneError",
     "Publication",
     "Published",
     "SharedModel",
     "Slice",
-    "TornWeightsError",
     "VersionOrderError",
     "WeightPublisher",
     "WeightSource",
     "WeightSubscriber",
     "Weights",
-    "WeightsBusyError",
     "WeightsError",
-    "WeightsTimeoutError",
     "attach_model",
     "lora_source",
     "lora_state",

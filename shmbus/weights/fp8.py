@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from shmbus.weights.errors import WeightsError
+from shmbus.errors import WeightsError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.source import LocalPiece, WeightSource, require_source
 

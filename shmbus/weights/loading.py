@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmbus.errors import DamagedError
 from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded
-from shmbus.weights.errors import ManifestError, TornWeightsError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
 from shmbus.weights.source import dtype_name, local_part
 
@@ -116,7 +117,7 @@ class Loading:
         try:
             self._plan.copy()
         except (RuntimeError, OSError, CudaDriverError) as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"version {version}: copying it failed: {error}. The model is torn: load a whole "
                 "version before it is used"
             ) from error

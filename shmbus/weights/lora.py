@@ -14,7 +14,6 @@ adapter_model.safetensors).
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -25,9 +24,10 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus._checks import check_int64, check_text
-from shmbus.weights.errors import ManifestError, WeightsError
-from shmbus.weights.file_form import faults_in_file
+from shmbus._arguments import check_int64, check_text
+from shmbus.errors import WeightsError
+from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.source import ModuleSource
 
 __all__ = ["LoraFiles", "LoraVersion", "lora_source", "lora_state", "past_keeping"]
@@ -164,7 +164,7 @@ class LoraFiles:
             save_file(tensors, fresh / _TENSORS, {"format": "pt"})
             (fresh / _CONFIG).write_bytes(self._config)
             for each in (fresh / _TENSORS, fresh / _CONFIG, fresh):
-                _sync(each)
+                sync_path(each)
             fresh.rename(target)
         except BaseException as error:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -305,14 +305,6 @@ def _plain(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(getattr(value, "value", value))
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _require_tensors(state: object) -> None:

@@ -17,7 +17,8 @@ from typing import Final
 import msgspec
 import torch
 
-from shmbus._checks import UnknownNameError, check_text
+from shmbus._arguments import check_text
+from shmbus._near_names import UnknownNameError
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
 

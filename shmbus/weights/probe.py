@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from shmbus._checks import check_choice, check_int64, check_path, known_device
+from shmbus._arguments import check_choice, check_int64, check_path, known_device
+from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.weights.carriers import CARRIERS, carrier_class
-from shmbus.weights.errors import DeviceMismatchError, WeightsError
 
 __all__ = ["Choice", "checked_device", "choose", "probe_carriers"]
 

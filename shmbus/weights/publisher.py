@@ -22,12 +22,20 @@ import msgspec
 import torch
 
 from shmbus import BusClosedError
-from shmbus._checks import check_flag, check_int64, check_seconds, check_text, checked_int
+from shmbus._arguments import (
+    check_flag,
+    check_int,
+    check_int64,
+    check_seconds,
+    check_text,
+    check_timeout,
+)
+from shmbus.errors import WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.tensors.copy_table import prepare_copies
 from shmbus.weights.carriers import carrier_class
 from shmbus.weights.carriers.base import DEFAULT_SLOTS, VersionSink, WriterCarrier, WriterOptions
-from shmbus.weights.errors import ManifestError, VersionOrderError, WeightsTimeoutError
+from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import patch_share
 from shmbus.weights.probe import choose
@@ -40,7 +48,6 @@ __all__ = ["Publication", "Published", "WeightPublisher"]
 
 #: Default for `timeout`, in seconds: ranks and readers that need longer for a copy have stopped.
 PUBLISH_TIMEOUT_S: Final = 60.0
-_TO_THE_END: Final = "waits for the end"
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +104,12 @@ class Publication:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             They are still being copied.
         """
-        check_seconds("timeout", timeout, none=_TO_THE_END)
+        check_timeout(timeout, "timeout")
         if not self._copied.wait(timeout):
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"version {self.version}: still being copied after {timeout:g} s; do not change "
                 "the parameters before wait_copied() returns"
             )
@@ -123,14 +130,14 @@ class Publication:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             It is still under way; it goes on.
         WeightsError
             It failed; what was newest stays in force.
         """
-        check_seconds("timeout", timeout, none=_TO_THE_END)
+        check_timeout(timeout, "timeout")
         if not self._ended.wait(timeout):
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"version {self.version}: still being published after {timeout:g} s; it goes on"
             )
         if self._error is not None:
@@ -184,7 +191,7 @@ class WeightPublisher:
     ------
     ManifestError
         The source contradicts itself.
-    WeightsBusyError
+    BusBusyError
         Another process publishes these weights.
     WeightsError
         The carrier cannot serve here.
@@ -227,7 +234,7 @@ class WeightPublisher:
         check_flag("digests", digests)
         check_flag("keep", keep)
         self.bus: Final = bus
-        rank, world_size = checked_int("rank", rank), checked_int("world_size", world_size)
+        rank, world_size = check_int("rank", rank), check_int("world_size", world_size)
         self.rank, self.world_size = rank, world_size
         self._source = source
         self._keep = keep
@@ -240,13 +247,14 @@ class WeightPublisher:
         )
         self._whole = sum(tensor.size for tensor in self.manifest.tensors)
         self.carrier: Final = choose(carrier, device, directory=directory)
-        if patch_share(patches) and self.carrier.name != "shm":
+        chosen = carrier_class(self.carrier.name)
+        if patch_share(patches) and not chosen.takes_patches:
             raise ValueError(
                 f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "
                 "carrier 'shm' has patches"
             )
         prepare_copies(torch.device(device))
-        self._writer: WriterCarrier = carrier_class(self.carrier.name).writer(
+        self._writer: WriterCarrier = chosen.writer(
             WriterOptions(
                 bus=bus,
                 manifest=self.manifest,
@@ -283,7 +291,7 @@ class WeightPublisher:
         ------
         PeerGoneError
             Another rank has ended.
-        WeightsTimeoutError
+        WaitTimeoutError
             Readers or ranks took too long; names them.
         ManifestError
             The model is not the one that this publisher was made for.

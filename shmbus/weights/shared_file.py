@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from shmbus import LayoutMismatchError
+from shmbus.errors import BusBusyError, WaitTimeoutError, WeightsError
+from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to
 from shmbus.segment.own_file import open_own
-from shmbus.weights.errors import WeightsBusyError, WeightsError, WeightsTimeoutError
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.owned_file import OwnedFile
 
 __all__ = [
     "HEADER",
@@ -57,7 +57,7 @@ def path_of(bus: str) -> str:
     return SHM_DIRECTORY + companion_name(KIND, bus)
 
 
-class SharedFile(OwnedFile):
+class SharedFile(LockedFile):
     """A file of shared weights, open for its locks."""
 
     def __init__(self, bus: str) -> None:
@@ -155,8 +155,8 @@ def _title(bus: str) -> str:
     return f"shared weights of bus {bus!r}"
 
 
-def _busy(bus: str) -> WeightsBusyError:
-    return WeightsBusyError(
+def _busy(bus: str) -> BusBusyError:
+    return BusBusyError(
         f"bus {bus!r}: a living process shares or reads one copy of its weights; end it first"
     )
 
@@ -176,7 +176,7 @@ def open_file(bus: str, timeout: float) -> SharedFile:
             file.close()
         except FileNotFoundError as error:
             if time.monotonic() >= deadline:
-                raise WeightsTimeoutError(
+                raise WaitTimeoutError(
                     f"nobody shares one copy of the weights of bus {bus!r} in {timeout:g} s; call "
                     "share() in the trainer"
                 ) from error

@@ -14,15 +14,13 @@ Invariants:
 from __future__ import annotations
 
 import fcntl
-import os
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 from shmbus import BusClosedError
-from shmbus.weights.owned_file import OwnedFile
+from shmbus.segment.locked_file import LockedFile
 
 __all__ = ["Reading", "StepGuard", "Stepping"]
 
@@ -30,8 +28,6 @@ __all__ = ["Reading", "StepGuard", "Stepping"]
 _GATE: Final = 0
 _DATA: Final = 1
 _WRITER: Final = 2
-#: C's struct flock on 64-bit Linux: type, whence, start, length, pid.
-_FLOCK: Final = struct.Struct("hhqqi4x")
 #: Seconds between two tries.
 _RETRY_S: Final = 0.0002
 
@@ -39,7 +35,7 @@ _RETRY_S: Final = 0.0002
 class StepGuard:
     """The locks of one open file."""
 
-    def __init__(self, file: OwnedFile) -> None:
+    def __init__(self, file: LockedFile) -> None:
         self._file = file
         # Held again by what is collected in the middle of a block under it.
         self._threads = threading.RLock()
@@ -59,14 +55,9 @@ class StepGuard:
         return self._lock(_WRITER, fcntl.F_WRLCK)
 
     def _lock(self, byte: int, kind: int) -> bool:
-        fd = self._file.fd
-        if fd < 0:
+        if self._file.fd < 0:
             raise BusClosedError("this copy of shared weights was closed meanwhile; attach again")
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        return self._file.lock_byte(byte, kind)
 
 
 class Reading:

@@ -34,15 +34,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import torch
 
 from shmbus import BusClosedError
-from shmbus._checks import check_choice, check_flag, check_int64, check_seconds
+from shmbus._arguments import check_choice, check_flag, check_int64, check_seconds, check_timeout
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.tensors.views import copy_tensor, is_sharded, payload_tensor, tensor_at
-from shmbus.weights.errors import (
-    ManifestError,
-    TornWeightsError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
-)
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, view_of
 from shmbus.weights.shared_file import (
     HEADER,
@@ -59,8 +54,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["SharedModel", "attach_model", "share_model"]
-
-_FOR_EVER: Final = "waits for ever"
 
 Locking: TypeAlias = Literal["lock", "none"]
 
@@ -133,21 +126,21 @@ class SharedModel:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             The step took longer.
-        TornWeightsError
+        DamagedError
             The trainer ended in a step, or its step failed.
         BusClosedError
             This copy was closed.
         """
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         self._require_open()
         reading = Reading(self._guard)
         try:
             if not reading.begin(timeout):
                 raise self._late("the trainer's step has not ended", timeout)
             if self.torn:
-                raise TornWeightsError(
+                raise DamagedError(
                     f"shared weights of bus {self.bus!r}: a step was begun and not ended, so the "
                     f"model is a mix of version {self.version} and the next; the trainer has to "
                     "load whole weights in `with shared.stepping(version, heal=True)`"
@@ -179,8 +172,8 @@ class SharedModel:
                 "the old; change parameters in place, or share the model anew. Nothing was changed"
             )
 
-    def _late(self, why: str, timeout: float | None) -> WeightsTimeoutError:
-        return WeightsTimeoutError(
+    def _late(self, why: str, timeout: float | None) -> WaitTimeoutError:
+        return WaitTimeoutError(
             f"shared weights of bus {self.bus!r}: {why} in {timeout or 0.0:g} s; version "
             f"{self.version} is in force"
         )
@@ -220,13 +213,13 @@ class SharedModel:
             This copy was closed.
         TypeError, ValueError
             The version is no int64, or an option is none.
-        WeightsTimeoutError
+        WaitTimeoutError
             A reader did not leave; nothing was changed.
-        TornWeightsError
+        DamagedError
             A step before was not ended.
         """
         version = check_int64("version", version)
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         check_flag("heal", heal)
         check_choice("guard", guard, ("lock", "none"))
         self._require_open()
@@ -238,7 +231,7 @@ class SharedModel:
             if not stepping.begin(timeout):
                 raise self._late("a reader has not left, or another one steps", timeout)
             if self.torn and not heal:
-                raise TornWeightsError(
+                raise DamagedError(
                     f"shared weights of bus {self.bus!r}: a step before was not ended, and the "
                     "model is a mix; load whole weights with heal=True"
                 )
@@ -301,7 +294,7 @@ def share_model(
 
     Raises
     ------
-    WeightsBusyError
+    BusBusyError
         A living process shares or reads that bus's weights already.
     WeightsError
         A parameter is not on the CPU, or is a shard of one.
@@ -383,9 +376,9 @@ def attach_model(
 
     Raises
     ------
-    WeightsTimeoutError
+    WaitTimeoutError
         Nobody shares them.
-    WeightsBusyError
+    BusBusyError
         It is to be writable, and the trainer lives.
     ManifestError
         What does not fit, all of it; nothing was changed.
@@ -399,7 +392,7 @@ def attach_model(
     try:
         shared = SharedModel(file, writable=writable)
         if writable and not shared._guard.become_writer():
-            raise WeightsBusyError(f"bus {bus!r}: the trainer that shares its weights lives")
+            raise BusBusyError(f"bus {bus!r}: the trainer that shares its weights lives")
         found, faults = _views_for(shared, model, strict=strict)
         if faults:
             raise ManifestError(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from shmbus._checks import check_flag
+from shmbus._arguments import check_flag
+from shmbus.errors import WeightsError
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded
-from shmbus.weights.errors import ManifestError, WeightsError
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slices
 
 if TYPE_CHECKING:

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_arg
 import torch
 
 from shmbus import BusClosedError
-from shmbus._checks import (
+from shmbus._arguments import (
     check_choice,
     check_flag,
     check_int,
     check_int64,
-    check_seconds,
     check_text,
+    check_timeout,
 )
 from shmbus.batch.uninterrupted import ClosedByBlock
+from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies
 from shmbus.weights.carriers import carrier_class
 from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier, ReaderOptions
@@ -35,11 +36,9 @@ from shmbus.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
     TORN_CODE,
+    UNUSABLE,
     ManifestError,
     PatchBaseError,
-    TornWeightsError,
-    WeightsError,
-    WeightsTimeoutError,
 )
 from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
 from shmbus.weights.manifest import Slice, require_slices, view_of
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Verify", "WeightSubscriber", "Weights"]
-
-_FOR_EVER: Final = "waits for ever"
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -165,18 +162,18 @@ class WeightSubscriber:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             There is none yet.
         ManifestError
             Its manifest cannot be used.
-        TornWeightsError
+        DamagedError
             Its bytes are not what was published.
-        WeightsBusyError
+        BusBusyError
             There is no place for another reader.
         BusClosedError
             This subscriber is closed.
         """
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         return self._open(0, timeout)
 
     def wait(self, *, newer_than: int | None = None, timeout: float | None = None) -> int:
@@ -199,12 +196,12 @@ class WeightSubscriber:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             None came.
-        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+        ManifestError, DamagedError, BusBusyError, BusClosedError
             As for `latest`.
         """
-        check_seconds("timeout", timeout, none=_FOR_EVER)
+        check_timeout(timeout, "timeout")
         if newer_than is not None:
             newer_than = check_int64("newer_than", newer_than)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -219,7 +216,7 @@ class WeightSubscriber:
                 return version
             before, after = (version, place), place.sequence
             if deadline is not None and time.monotonic() >= deadline:
-                raise WeightsTimeoutError(
+                raise WaitTimeoutError(
                     f"weights of bus {self.bus!r}: no version newer than {newer_than} in "
                     f"{timeout:g} s; the newest is {version}"
                 )
@@ -239,9 +236,9 @@ class WeightSubscriber:
 
         Raises
         ------
-        WeightsTimeoutError
+        WaitTimeoutError
             It is not there.
-        ManifestError, TornWeightsError, WeightsBusyError, BusClosedError
+        ManifestError, DamagedError, BusBusyError, BusClosedError
             As for `latest`.
         """
         version = check_int64("version", version)
@@ -269,8 +266,8 @@ class WeightSubscriber:
         if self._verify != "off":
             try:
                 version.verify(sample=self._verify == "sample")
-            except WeightsError as error:
-                code = TORN_CODE if isinstance(error, TornWeightsError) else LOAD_CODE
+            except UNUSABLE as error:
+                code = TORN_CODE if isinstance(error, DamagedError) else LOAD_CODE
                 version.report_refused(code, str(error))
                 version.close()
                 raise
@@ -395,7 +392,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         ManifestError
             What does not fit: missing, unexpected, shapes, dtypes, all of them. Nothing was
             changed.
-        TornWeightsError
+        DamagedError
             A copy failed: the model has some of this version.
         BusClosedError
             These weights are closed.
@@ -417,7 +414,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
                 carried.report_loading()
                 written = prepared.copy(self.version)
                 self.loaded = "whole"
-        except WeightsError as error:
+        except UNUSABLE as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.report_refused(code, str(error))
             raise
@@ -584,7 +581,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             This version has no patch, or one for another base. Nothing was changed.
         ManifestError
             What does not fit. Nothing was changed.
-        TornWeightsError
+        DamagedError
             The model did not have the base: it has some of this version.
         BusClosedError
             These weights are closed.
@@ -607,7 +604,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             self._known.forget()
         written = self._apply(patch, pairs)
         if written is None:
-            error = TornWeightsError(
+            error = DamagedError(
                 f"version {self.version}: the model was not version {base}, for which its patch "
                 "is, and has some of both now; load the whole version with load_into() before it "
                 "is used"

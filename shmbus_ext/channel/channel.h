@@ -1,6 +1,6 @@
 /* A channel as one process sees it: mapped, checked, and with its own copy of the geometry.
  *
- * Invariants: after channel_open has said CHANNEL_OK, no bound is ever read from shared memory
+ * Invariants: after channel_open has said SHARED_OK, no bound is ever read from shared memory
  * again. Slots are mapped one by one, as long as they are; a receiver maps them read-only. Locks
  * live on a description that nothing maps, so that they end with the process. */
 #ifndef SHMBUS_CHANNEL_CHANNEL_H
@@ -9,26 +9,11 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/shared_file.h"
 #include "channel/layout.h"
 
-enum channel_status {
-    CHANNEL_OK = 0,
-    CHANNEL_SYSTEM_ERROR, /* errno says which */
-    CHANNEL_NO_SPACE,     /* /dev/shm cannot hold it */
-    CHANNEL_UNFINISHED,   /* its creator has not stored the magic (yet), or it is being removed */
-    CHANNEL_BAD_MAGIC,
-    CHANNEL_BAD_VERSION,
-    CHANNEL_BAD_GEOMETRY, /* checksum or bounds of the header are wrong */
-    CHANNEL_TRUNCATED,    /* shorter than its header says */
-    CHANNEL_NOTHING,      /* no message, no free slot, no statement */
-    CHANNEL_HELD,         /* another process is this side */
-    CHANNEL_DAMAGED,      /* what the segment says of a message is not true */
-};
-
 struct channel {
-    int fd; /* a description of its own, for locks */
-    uint8_t *control;
-    bool read_only;
+    struct shared_file file;
     uint32_t slots;
     uint64_t file_bytes;
     uint64_t slots_offset;
@@ -39,24 +24,27 @@ struct channel {
     struct channel_side *sides;
     struct channel_row *rows;
     struct channel_statement *statements;
-    int32_t side;           /* that this process is; -1 for none */
-    uint32_t found_version; /* after CHANNEL_BAD_VERSION */
-    uint64_t found_bytes;   /* after CHANNEL_TRUNCATED */
+    int32_t side; /* that this process is; -1 for none */
 };
+
+/* What a side rings when it has done something. */
+static inline struct bell *channel_bell(struct channel_header *header, enum channel_side_name by) {
+    return by == CHANNEL_SENDER ? &header->sent_bell : &header->acked_bell;
+}
 
 /* Whether the numbers can make a channel. */
 bool channel_fits(uint32_t slots, uint64_t max_bytes);
 /* Makes a channel of a new, empty file, of numbers that fit; slots get memory with their first
  * message. Takes fd over when it succeeds. */
-enum channel_status channel_create(struct channel *self, int fd, uint32_t slots, uint64_t max_bytes);
+enum shared_status channel_create(struct channel *self, int fd, uint32_t slots, uint64_t max_bytes);
 /* Maps a channel and checks it. read_only: fd was opened so, and nothing is ever written. Takes fd
  * over when it succeeds. */
-enum channel_status channel_open(struct channel *self, int fd, bool read_only);
+enum shared_status channel_open(struct channel *self, int fd, bool read_only);
 void channel_unmap(struct channel *self);
 /* The first `bytes` of a slot, which are at most slot_stride; NULL with errno. */
 uint8_t *channel_map_slot(const struct channel *self, uint32_t slot, uint64_t bytes, bool writable);
 /* Memory for the first `bytes` of a slot, so that no store into them can fail later. */
-enum channel_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
+enum shared_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
                                         uint64_t bytes);
 
 #endif

@@ -17,6 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/bell.h"
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the channel is little-endian; this machine is not"
 #endif
@@ -67,10 +69,8 @@ struct channel_header {
     _Atomic int64_t step_base;
     _Atomic uint64_t growths;
     alignas(128) _Atomic uint64_t acked;
-    alignas(64) _Atomic uint32_t sent_bell;
-    _Atomic uint32_t sent_wanted;
-    alignas(64) _Atomic uint32_t acked_bell;
-    _Atomic uint32_t acked_wanted;
+    alignas(64) struct bell sent_bell;
+    alignas(64) struct bell acked_bell;
 };
 #define CHANNEL_HEADER_BYTES 512u
 #define CHANNEL_GEOMETRY_FROM 8u

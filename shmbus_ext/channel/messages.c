@@ -4,24 +4,23 @@
 
 #include <string.h>
 
-#include "channel/bell.h"
-#include "ring/checksum.h"
-#include "ring/clock.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 static uint32_t row_crc(const struct channel_row *row) {
     return shmbus_crc32c(0, (const uint8_t *)row + CHANNEL_ROW_CRC_FROM,
                          sizeof *row - CHANNEL_ROW_CRC_FROM);
 }
 
-static enum channel_status check_counts(const struct channel *self,
+static enum shared_status check_counts(const struct channel *self,
                                         const struct channel_counts *counts) {
     bool possible = counts->acked <= counts->sent && counts->sent - counts->acked <= self->slots;
-    return possible ? CHANNEL_OK : CHANNEL_DAMAGED;
+    return possible ? SHARED_OK : SHARED_DAMAGED;
 }
 
-enum channel_status messages_counts(const struct channel *self, struct channel_counts *counts) {
+enum shared_status messages_counts(const struct channel *self, struct channel_counts *counts) {
     /* The lower one first: what moves between the two looks makes the difference larger, by at most
      * what the sender sends meanwhile; the receiver's own look cannot be overtaken. */
     if (self->side == CHANNEL_RECEIVER) {
@@ -34,18 +33,18 @@ enum channel_status messages_counts(const struct channel *self, struct channel_c
         counts->acked = atomic_load_explicit(&self->header->acked, memory_order_acquire);
     }
     counts->step_base = atomic_load_explicit(&self->header->step_base, memory_order_relaxed);
-    return self->side < 0 ? CHANNEL_OK : check_counts(self, counts);
+    return self->side < 0 ? SHARED_OK : check_counts(self, counts);
 }
 
-enum channel_status messages_begin(struct channel *self, uint64_t bytes, uint64_t meta_bytes,
+enum shared_status messages_begin(struct channel *self, uint64_t bytes, uint64_t meta_bytes,
                                    uint32_t *slot) {
     struct channel_counts counts;
-    enum channel_status status = messages_counts(self, &counts);
-    if (status != CHANNEL_OK) {
+    enum shared_status status = messages_counts(self, &counts);
+    if (status != SHARED_OK) {
         return status;
     }
     if (counts.sent - counts.acked == self->slots) {
-        return CHANNEL_NOTHING;
+        return SHARED_NOTHING;
     }
     *slot = (uint32_t)(counts.sent % self->slots);
     struct channel_row *row = &self->rows[*slot];
@@ -53,10 +52,10 @@ enum channel_status messages_begin(struct channel *self, uint64_t bytes, uint64_
     uint64_t room = atomic_load_explicit(&row->room, memory_order_relaxed);
     FAILPOINT("channel-begun");
     if (needed <= room) {
-        return CHANNEL_OK;
+        return SHARED_OK;
     }
     status = channel_give_memory(self, *slot, room < self->slot_stride ? room : 0, needed);
-    if (status == CHANNEL_OK) {
+    if (status == SHARED_OK) {
         FAILPOINT("channel-grown");
         atomic_store_explicit(&row->room, needed, memory_order_relaxed);
         atomic_fetch_add_explicit(&self->header->growths, 1, memory_order_relaxed);
@@ -64,16 +63,16 @@ enum channel_status messages_begin(struct channel *self, uint64_t bytes, uint64_
     return status;
 }
 
-enum channel_status messages_send(struct channel *self, enum channel_kind kind, uint64_t bytes,
+enum shared_status messages_send(struct channel *self, enum channel_kind kind, uint64_t bytes,
                                   uint8_t *slot_at, const uint8_t *meta, uint64_t meta_bytes,
                                   const char *reason) {
     struct channel_counts counts;
-    enum channel_status status = messages_counts(self, &counts);
-    if (status != CHANNEL_OK) {
+    enum shared_status status = messages_counts(self, &counts);
+    if (status != SHARED_OK) {
         return status;
     }
     if (counts.sent - counts.acked == self->slots) {
-        return CHANNEL_NOTHING;
+        return SHARED_NOTHING;
     }
     FAILPOINT("channel-written");
     if (meta_bytes > 0) {
@@ -94,18 +93,18 @@ enum channel_status messages_send(struct channel *self, enum channel_kind kind, 
     /* SYNC: channel-sent. Payload, meta and row come before the count that covers them. */
     atomic_store_explicit(&self->header->sent, counts.sent + 1, memory_order_release);
     FAILPOINT("channel-sent");
-    channel_ring(self->header, CHANNEL_SENDER);
-    return CHANNEL_OK;
+    bell_ring(channel_bell(self->header, CHANNEL_SENDER), BELL_ALL);
+    return SHARED_OK;
 }
 
-enum channel_status messages_peek(const struct channel *self, struct channel_row *row) {
+enum shared_status messages_peek(const struct channel *self, struct channel_row *row) {
     struct channel_counts counts;
-    enum channel_status status = messages_counts(self, &counts);
-    if (status != CHANNEL_OK) {
+    enum shared_status status = messages_counts(self, &counts);
+    if (status != SHARED_OK) {
         return status;
     }
     if (counts.sent == counts.acked) {
-        return CHANNEL_NOTHING;
+        return SHARED_NOTHING;
     }
     FAILPOINT("channel-seen");
     /* The copy is checked and used, never the shared original. */
@@ -115,7 +114,7 @@ enum channel_status messages_peek(const struct channel *self, struct channel_row
                  row->kind >= CHANNEL_STEP && row->kind < CHANNEL_KINDS &&
                  row->bytes <= self->max_bytes && row->meta_bytes <= CHANNEL_MAX_META_BYTES &&
                  channel_meta_at(row->bytes) + row->meta_bytes <= self->slot_stride;
-    return whole ? CHANNEL_OK : CHANNEL_DAMAGED;
+    return whole ? SHARED_OK : SHARED_DAMAGED;
 }
 
 void messages_ack(struct channel *self) {
@@ -124,23 +123,23 @@ void messages_ack(struct channel *self) {
     /* SYNC: channel-acked. Whatever was read of the slot comes before the count that frees it. */
     atomic_store_explicit(&self->header->acked, acked + 1, memory_order_release);
     FAILPOINT("channel-acked");
-    channel_ring(self->header, CHANNEL_RECEIVER);
+    bell_ring(channel_bell(self->header, CHANNEL_RECEIVER), BELL_ALL);
 }
 
-enum channel_status messages_begin_at(struct channel *self, int64_t step) {
+enum shared_status messages_begin_at(struct channel *self, int64_t step) {
     struct channel_counts counts;
     const int64_t receiver = CHANNEL_LOCK_SIDE + CHANNEL_RECEIVER;
-    enum channel_status status = messages_counts(self, &counts);
-    if (status != CHANNEL_OK) {
+    enum shared_status status = messages_counts(self, &counts);
+    if (status != SHARED_OK) {
         return status;
     }
     /* Without a message on its way nothing that a receiver looks at depends on the base. With one,
      * its receiver must not come meanwhile. */
     bool withdraw = counts.sent != counts.acked;
     if (withdraw) {
-        enum lock_status lock = file_lock_take(self->fd, receiver);
+        enum lock_status lock = file_lock_take(self->file.fd, receiver);
         if (lock != LOCK_TAKEN) {
-            return lock == LOCK_ERROR ? CHANNEL_SYSTEM_ERROR : CHANNEL_HELD;
+            return lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : SHARED_HELD;
         }
         /* Again: it may have acknowledged some before it left. */
         counts.acked = atomic_load_explicit(&self->header->acked, memory_order_acquire);
@@ -151,7 +150,7 @@ enum channel_status messages_begin_at(struct channel *self, int64_t step) {
     atomic_store_explicit(&self->header->step_base, step - (int64_t)counts.sent,
                           memory_order_relaxed);
     if (withdraw) {
-        file_lock_drop(self->fd, receiver);
+        file_lock_drop(self->file.fd, receiver);
     }
-    return CHANNEL_OK;
+    return SHARED_OK;
 }

@@ -14,22 +14,22 @@ struct channel_counts {
     int64_t step_base;
 };
 
-/* CHANNEL_DAMAGED where they contradict each other. */
-enum channel_status messages_counts(const struct channel *self, struct channel_counts *counts);
+/* SHARED_DAMAGED where they contradict each other. */
+enum shared_status messages_counts(const struct channel *self, struct channel_counts *counts);
 
-/* Sender: the slot of the next message, with memory for it; CHANNEL_NOTHING while none is free. */
-enum channel_status messages_begin(struct channel *self, uint64_t bytes, uint64_t meta_bytes,
+/* Sender: the slot of the next message, with memory for it; SHARED_NOTHING while none is free. */
+enum shared_status messages_begin(struct channel *self, uint64_t bytes, uint64_t meta_bytes,
                                    uint32_t *slot);
 /* Sender: publishes what lies in the slot. `slot_at` is its mapping, NULL without bytes and meta. */
-enum channel_status messages_send(struct channel *self, enum channel_kind kind, uint64_t bytes,
+enum shared_status messages_send(struct channel *self, enum channel_kind kind, uint64_t bytes,
                                   uint8_t *slot_at, const uint8_t *meta, uint64_t meta_bytes,
                                   const char *reason);
-/* Receiver: a checked copy of the row of the oldest message; CHANNEL_NOTHING where there is none. */
-enum channel_status messages_peek(const struct channel *self, struct channel_row *row);
+/* Receiver: a checked copy of the row of the oldest message; SHARED_NOTHING where there is none. */
+enum shared_status messages_peek(const struct channel *self, struct channel_row *row);
 /* Receiver: the slot of that message may be written again. */
 void messages_ack(struct channel *self);
-/* Sender: the next message is `step`, and those on their way are withdrawn. CHANNEL_HELD where a
+/* Sender: the next message is `step`, and those on their way are withdrawn. SHARED_HELD where a
  * receiver lives and some are. */
-enum channel_status messages_begin_at(struct channel *self, int64_t step);
+enum shared_status messages_begin_at(struct channel *self, int64_t step);
 
 #endif

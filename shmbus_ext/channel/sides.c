@@ -4,10 +4,9 @@
 
 #include <string.h>
 
-#include "channel/bell.h"
-#include "ring/checksum.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 /* A statement changes a few times in a channel's life. */
 #define STATEMENT_TRIES 64
@@ -18,11 +17,11 @@ static void put_text(char *target, size_t room, const char *text) {
     memcpy(target, text, length);
 }
 
-enum channel_status sides_claim(struct channel *self, enum channel_side_name side,
+enum shared_status sides_claim(struct channel *self, enum channel_side_name side,
                                 const char *label, uint32_t pid) {
-    enum lock_status lock = file_lock_take(self->fd, CHANNEL_LOCK_SIDE + side);
+    enum lock_status lock = file_lock_take(self->file.fd, CHANNEL_LOCK_SIDE + side);
     if (lock != LOCK_TAKEN) {
-        return lock == LOCK_ERROR ? CHANNEL_SYSTEM_ERROR : CHANNEL_HELD;
+        return lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : SHARED_HELD;
     }
     self->side = (int32_t)side;
     struct channel_side *row = &self->sides[side];
@@ -34,8 +33,8 @@ enum channel_status sides_claim(struct channel *self, enum channel_side_name sid
     /* SYNC: channel-side. SYNC: channel-claim. The count of this claim comes before its state. */
     atomic_store_explicit(&row->state, CHANNEL_OPEN, memory_order_release);
     FAILPOINT("channel-claimed");
-    channel_ring(self->header, side);
-    return CHANNEL_OK;
+    bell_ring(channel_bell(self->header, side), BELL_ALL);
+    return SHARED_OK;
 }
 
 void sides_leave(struct channel *self, const char *reason) {
@@ -48,8 +47,8 @@ void sides_leave(struct channel *self, const char *reason) {
     /* SYNC: channel-side. */
     atomic_store_explicit(&row->state, CHANNEL_CLOSED, memory_order_release);
     FAILPOINT("channel-left");
-    file_lock_drop(self->fd, CHANNEL_LOCK_SIDE + side);
-    channel_ring(self->header, side);
+    file_lock_drop(self->file.fd, CHANNEL_LOCK_SIDE + side);
+    bell_ring(channel_bell(self->header, side), BELL_ALL);
     self->side = -1;
 }
 
@@ -62,7 +61,7 @@ enum channel_life sides_life(const struct channel *self, enum channel_side_name 
         /* SYNC: channel-claim. Lock and state are two looks: without the count, who has come between
          * them would be taken for one that has died. */
         uint64_t claims = atomic_load_explicit(&row->claims, memory_order_acquire);
-        if (file_lock_probe(self->fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
+        if (file_lock_probe(self->file.fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
             return CHANNEL_ALIVE;
         }
         /* SYNC: channel-side. After the lock: who left stored its state before it unlocked. */
@@ -88,21 +87,21 @@ void sides_state(struct channel *self, const uint8_t *data, uint32_t bytes) {
     memcpy(at->data, data, bytes);
     atomic_store_explicit(&at->version, version + 1, memory_order_release);
     FAILPOINT("channel-stated");
-    channel_ring(self->header, side);
+    bell_ring(channel_bell(self->header, side), BELL_ALL);
 }
 
 uint64_t sides_stated(const struct channel *self, enum channel_side_name side) {
     return atomic_load_explicit(&self->statements[side].version, memory_order_acquire);
 }
 
-enum channel_status sides_statement(const struct channel *self, enum channel_side_name side,
+enum shared_status sides_statement(const struct channel *self, enum channel_side_name side,
                                     uint8_t *data, uint32_t *bytes, uint64_t *version) {
     const struct channel_statement *at = &self->statements[side];
     for (int i = 0; i < STATEMENT_TRIES; i++) {
         /* SYNC: channel-statement. */
         uint64_t before = sides_stated(self, side);
         if (before == 0 || (before & 1) != 0) {
-            return CHANNEL_NOTHING; /* its writer rings when it is whole */
+            return SHARED_NOTHING; /* its writer rings when it is whole */
         }
         uint32_t length = at->bytes;
         uint32_t crc = at->crc;
@@ -114,11 +113,11 @@ enum channel_status sides_statement(const struct channel *self, enum channel_sid
             continue;
         }
         if (length > CHANNEL_STATEMENT_BYTES || shmbus_crc32c(0, data, length) != crc) {
-            return CHANNEL_DAMAGED;
+            return SHARED_DAMAGED;
         }
         *bytes = length;
         *version = before;
-        return CHANNEL_OK;
+        return SHARED_OK;
     }
-    return CHANNEL_NOTHING;
+    return SHARED_NOTHING;
 }

@@ -17,6 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/bell.h"
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the pool is little-endian; this machine is not"
 #endif
@@ -57,11 +59,11 @@
  *    128     8  latest           publisher       readers    release / acquire: newest whole version
  *    136     8  writing          publisher       ranks      seq_cst: version that ranks may write
  *    144     8  next_sequence    publisher       publisher  relaxed
- *    192     4  bell             publisher       readers    futex word, bumped by each version
+ *    192     4  bell             publisher       readers    futex word, rung by each version
  *    196     4  bell_wanted      readers         publisher  seq_cst: 1 while a reader may sleep
- *    256     4  space_bell       readers         publisher  futex word, bumped by each slot let go
+ *    256     4  space_bell       readers         publisher  futex word, rung by each slot let go
  *    260     4  space_wanted     publisher       readers    seq_cst
- *    320     4  ranks_bell       ranks           ranks      futex word, bumped by each change
+ *    320     4  ranks_bell       ranks           ranks      futex word, rung by each change
  *    324     4  ranks_wanted     ranks           ranks      seq_cst
  *    384     4  slots_open       publisher       publisher  release / acquire: slots with memory
  *    392     8  published        publisher       all        relaxed, for messages
@@ -85,12 +87,9 @@ struct pool_header {
     alignas(128) _Atomic uint64_t latest;
     _Atomic uint64_t writing;
     _Atomic uint64_t next_sequence;
-    alignas(64) _Atomic uint32_t bell;
-    _Atomic uint32_t bell_wanted;
-    alignas(64) _Atomic uint32_t space_bell;
-    _Atomic uint32_t space_wanted;
-    alignas(64) _Atomic uint32_t ranks_bell;
-    _Atomic uint32_t ranks_wanted;
+    alignas(64) struct bell bell;
+    alignas(64) struct bell space_bell;
+    alignas(64) struct bell ranks_bell;
     alignas(64) _Atomic uint32_t slots_open;
     uint32_t reserved2;
     _Atomic uint64_t published;

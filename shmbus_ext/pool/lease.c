@@ -4,10 +4,9 @@
 
 #include <string.h>
 
-#include "pool/bell.h"
-#include "ring/checksum.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 /* A reader loses a try only to a publication. One that loses so many was put off the processor each
  * time; its caller goes on after a look at its deadline. */
@@ -48,31 +47,31 @@ bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row) {
 /* Drops what was locked for a look; leases of this process stay. */
 static void let_go(struct pool *self, uint32_t slot) {
     if (self->leases[slot] == 0) {
-        file_lock_drop(self->fd, pool_lock_slot(slot));
+        file_lock_drop(self->file.fd, pool_lock_slot(slot));
         note_held(self, slot, false);
     }
 }
 
-enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
+enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
                               struct slot_row *row) {
     for (int i = 0; i < LEASE_TRIES; i++) {
         uint64_t word = lease_newest(self);
         uint32_t at = pool_word_slot(word);
         if (word == POOL_NO_VERSION || pool_word_sequence(word) <= after) {
-            return POOL_NOTHING;
+            return SHARED_NOTHING;
         }
         if (at >= self->max_slots) {
-            return POOL_DAMAGED;
+            return SHARED_DAMAGED;
         }
         /* Before the lock, so that a publisher which finds it held can name its holder. */
         note_held(self, at, true);
         enum lock_status lock = self->leases[at] > 0
                                     ? LOCK_TAKEN
-                                    : file_lock_share(self->fd, pool_lock_slot(at));
+                                    : file_lock_share(self->file.fd, pool_lock_slot(at));
         if (lock != LOCK_TAKEN) {
             note_held(self, at, false);
             if (lock == LOCK_ERROR) {
-                return POOL_SYSTEM_ERROR;
+                return SHARED_SYSTEM_ERROR;
             }
             continue; /* it is not the newest any more */
         }
@@ -82,16 +81,16 @@ enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
             self->leases[at]++;
             *slot = at;
             FAILPOINT("pool-leased");
-            return POOL_OK;
+            return SHARED_OK;
         }
         let_go(self, at);
-        bell_ring(self->header, POOL_BELL_SPACE);
+        bell_ring(&self->header->space_bell, BELL_ALL);
         /* Nobody may take the newest slot, so one that is not whole was scribbled on. */
         if (lease_newest(self) == word) {
-            return POOL_DAMAGED;
+            return SHARED_DAMAGED;
         }
     }
-    return POOL_HELD;
+    return SHARED_HELD;
 }
 
 /* The slot with the highest sequence below a limit, of those that have a version. A look without
@@ -111,9 +110,9 @@ static bool newest_of(struct pool *self, int64_t version, uint64_t below, uint32
     return any;
 }
 
-enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
+enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
                                struct slot_row *row) {
-    enum pool_status found = POOL_NOTHING;
+    enum shared_status found = SHARED_NOTHING;
     uint32_t at;
     /* Of two lives' versions of one number, the newer one. */
     for (uint64_t below = UINT64_MAX; newest_of(self, version, below, &at, row);) {
@@ -121,20 +120,20 @@ enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slo
         note_held(self, at, true);
         enum lock_status lock = self->leases[at] > 0
                                     ? LOCK_TAKEN
-                                    : file_lock_share(self->fd, pool_lock_slot(at));
+                                    : file_lock_share(self->file.fd, pool_lock_slot(at));
         if (lock != LOCK_TAKEN) {
             note_held(self, at, false);
-            found = lock == LOCK_ERROR ? POOL_SYSTEM_ERROR : found;
+            found = lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : found;
             continue;
         }
         /* Under the lock nobody writes: what is whole and of that version now stays so. */
         if (lease_peek(self, at, row) && row->version == version) {
             self->leases[at]++;
             *slot = at;
-            return POOL_OK;
+            return SHARED_OK;
         }
         let_go(self, at);
-        bell_ring(self->header, POOL_BELL_SPACE);
+        bell_ring(&self->header->space_bell, BELL_ALL);
     }
     return found;
 }
@@ -144,6 +143,6 @@ void lease_drop(struct pool *self, uint32_t slot) {
     if (self->leases[slot] == 0) {
         let_go(self, slot);
         FAILPOINT("pool-let-go");
-        bell_ring(self->header, POOL_BELL_SPACE);
+        bell_ring(&self->header->space_bell, BELL_ALL);
     }
 }

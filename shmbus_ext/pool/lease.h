@@ -10,13 +10,13 @@
 
 #include "pool/pool.h"
 
-/* Leases the newest version. POOL_NOTHING where its sequence is not above `after`. A row that is
- * not what the pool promises is POOL_DAMAGED, and nothing is leased then. */
-enum pool_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
+/* Leases the newest version. SHARED_NOTHING where its sequence is not above `after`. A row that is
+ * not what the pool promises is SHARED_DAMAGED, and nothing is leased then. */
+enum shared_status lease_latest(struct pool *self, uint64_t after, uint32_t *slot,
                               struct slot_row *row);
 /* Leases the whole version of that number, which need not be the newest: for a way back, while
- * somebody keeps it from the publisher. POOL_NOTHING where no slot has it. */
-enum pool_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
+ * somebody keeps it from the publisher. SHARED_NOTHING where no slot has it. */
+enum shared_status lease_version(struct pool *self, int64_t version, uint32_t *slot,
                                struct slot_row *row);
 void lease_drop(struct pool *self, uint32_t slot);
 /* Copies a row for whoever holds no lock; false where it changed meanwhile or is damaged. */

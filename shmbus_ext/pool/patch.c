@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "pool/lease.h"
-#include "ring/checksum.h"
-#include "ring/failpoints.h"
+#include "base/checksum.h"
+#include "base/failpoints.h"
 
 static struct patch_head *head_of(const struct pool *pool, uint32_t slot, uint32_t ranks,
                                   uint32_t rank) {

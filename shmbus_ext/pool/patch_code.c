@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "pool/patch_elements.h"
-#include "ring/copy.h"
+#include "base/copy.h"
 
 #define BLOCK_SPANS PATCH_BLOCK_SPANS
 #define BLOCK_ELEMENTS (BLOCK_SPANS * PATCH_SPAN)

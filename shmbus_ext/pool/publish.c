@@ -5,13 +5,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "pool/bell.h"
 #include "pool/lease.h"
 #include "pool/rows.h"
-#include "ring/checksum.h"
-#include "ring/clock.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
 static void set_state(struct pool *self, uint32_t slot, uint32_t state) {
     /* SYNC: pool-slot. The row, and all payload, before the state that vouches for them. */
@@ -21,7 +20,7 @@ static void set_state(struct pool *self, uint32_t slot, uint32_t state) {
 /* Whether a rank still writes into the slot, for this publisher or for one that died. */
 static bool has_writer(const struct pool *self, uint32_t slot) {
     int64_t start = pool_lock_piece(slot, 0), bytes = POOL_MAX_RANKS;
-    return file_lock_find(self->fd, &start, &bytes) != LOCK_TAKEN;
+    return file_lock_find(self->file.fd, &start, &bytes) != LOCK_TAKEN;
 }
 
 static bool take_slot(struct pool *self, uint32_t slot) {
@@ -29,7 +28,7 @@ static bool take_slot(struct pool *self, uint32_t slot) {
     if ((self->own_writes >> slot & 1u) != 0) {
         return false;
     }
-    if (file_lock_take(self->fd, pool_lock_slot(slot)) != LOCK_TAKEN) {
+    if (file_lock_take(self->file.fd, pool_lock_slot(slot)) != LOCK_TAKEN) {
         return false;
     }
     FAILPOINT("pool-slot-locked");
@@ -37,7 +36,7 @@ static bool take_slot(struct pool *self, uint32_t slot) {
      * found by its lock. */
     (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
     if (has_writer(self, slot)) {
-        file_lock_drop(self->fd, pool_lock_slot(slot));
+        file_lock_drop(self->file.fd, pool_lock_slot(slot));
         return false;
     }
     return true;
@@ -99,11 +98,11 @@ static void note_bases(struct pool *self, uint32_t at, const struct version_fact
     }
 }
 
-enum pool_status publish_begin(struct pool *self, const struct version_facts *facts,
+enum shared_status publish_begin(struct pool *self, const struct version_facts *facts,
                                uint32_t *slot, uint64_t *sequence) {
     uint32_t at = choose_slot(self);
     if (at >= self->max_slots) {
-        return POOL_NOTHING;
+        return SHARED_NOTHING;
     }
     struct slot_row *row = &self->slot_rows[at];
     struct slot_row bases;
@@ -129,11 +128,11 @@ enum pool_status publish_begin(struct pool *self, const struct version_facts *fa
     /* SYNC: pool-writing. The row before the word by which ranks find it. */
     atomic_store_explicit(&self->header->writing, pool_word(number, at), memory_order_seq_cst);
     FAILPOINT("pool-announced");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
     self->own_writes |= UINT32_C(1) << at;
     *slot = at;
     *sequence = number;
-    return POOL_OK;
+    return SHARED_OK;
 }
 
 void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_t digests) {
@@ -149,7 +148,7 @@ void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_
     FAILPOINT("pool-ready");
     self->own_writes &= ~(UINT32_C(1) << slot);
     /* Unlocked first: readers would spin on a publisher that was put off the processor here. */
-    file_lock_drop(self->fd, pool_lock_slot(slot));
+    file_lock_drop(self->file.fd, pool_lock_slot(slot));
     FAILPOINT("pool-unlocked");
     /* SYNC: pool-latest. */
     atomic_store_explicit(&header->latest, pool_word(sequence, slot), memory_order_release);
@@ -157,28 +156,28 @@ void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_
     /* SYNC: pool-writing. After latest: a rank that finds neither knows that it was given up. */
     atomic_store_explicit(&header->writing, 0, memory_order_seq_cst);
     atomic_fetch_add_explicit(&header->published, 1, memory_order_relaxed);
-    bell_ring(header, POOL_BELL_VERSION);
+    bell_ring(&header->bell, BELL_ALL);
     FAILPOINT("pool-rung");
-    bell_ring(header, POOL_BELL_RANKS);
+    bell_ring(&header->ranks_bell, BELL_ALL);
 }
 
 void publish_give_up(struct pool *self) {
     /* SYNC: pool-writing. */
     (void)atomic_exchange_explicit(&self->header->writing, 0, memory_order_seq_cst);
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void publish_let_go(struct pool *self, uint32_t slot) {
     set_state(self, slot, POOL_EMPTY);
     self->own_writes &= ~(UINT32_C(1) << slot);
-    file_lock_drop(self->fd, pool_lock_slot(slot));
+    file_lock_drop(self->file.fd, pool_lock_slot(slot));
 }
 
 void publish_count_skipped(struct pool *self) {
     atomic_fetch_add_explicit(&self->header->skipped, 1, memory_order_relaxed);
 }
 
-enum pool_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row) {
+enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row) {
     struct rank_row *mine = &self->rank_rows[self->rank];
     uint32_t rank = (uint32_t)self->rank;
     /* SYNC: pool-writing. */
@@ -187,38 +186,38 @@ enum pool_status publish_join(struct pool *self, uint32_t *slot, struct slot_row
     uint32_t at = pool_word_slot(word);
     if (word == 0 || sequence <= atomic_load_explicit(&mine->done, memory_order_relaxed) ||
         sequence <= atomic_load_explicit(&mine->failed, memory_order_relaxed)) {
-        return POOL_NOTHING;
+        return SHARED_NOTHING;
     }
     if (at >= self->max_slots) {
-        return POOL_DAMAGED;
+        return SHARED_DAMAGED;
     }
     /* An own piece that was given up while arrays of it were left is still one. */
     if ((self->own_writes >> at & 1u) != 0 ||
-        file_lock_take(self->fd, pool_lock_piece(at, rank)) != LOCK_TAKEN) {
-        return POOL_HELD;
+        file_lock_take(self->file.fd, pool_lock_piece(at, rank)) != LOCK_TAKEN) {
+        return SHARED_HELD;
     }
     FAILPOINT("pool-piece-locked");
     /* SYNC: pool-writing. Again, under the lock: if it is gone, so may be the slot. */
     if (atomic_load_explicit(&self->header->writing, memory_order_seq_cst) != word) {
-        file_lock_drop(self->fd, pool_lock_piece(at, rank));
-        return POOL_NOTHING;
+        file_lock_drop(self->file.fd, pool_lock_piece(at, rank));
+        return SHARED_NOTHING;
     }
     memcpy(row, &self->slot_rows[at], sizeof *row);
     if (row->sequence != sequence || row->bytes > self->slot_bytes ||
         row->meta_bytes > self->meta_bytes) {
-        file_lock_drop(self->fd, pool_lock_piece(at, rank));
-        return POOL_DAMAGED;
+        file_lock_drop(self->file.fd, pool_lock_piece(at, rank));
+        return SHARED_DAMAGED;
     }
     if (rank >= row->ranks) {
         /* This publisher does not wait for it, and may be done with the slot at any moment. */
-        file_lock_drop(self->fd, pool_lock_piece(at, rank));
-        return POOL_NOTHING;
+        file_lock_drop(self->file.fd, pool_lock_piece(at, rank));
+        return SHARED_NOTHING;
     }
     self->own_writes |= UINT32_C(1) << at;
     atomic_store_explicit(&mine->started, sequence, memory_order_release);
     FAILPOINT("pool-piece-begun");
     *slot = at;
-    return POOL_OK;
+    return SHARED_OK;
 }
 
 void publish_piece_done(struct pool *self, uint64_t sequence) {
@@ -226,39 +225,39 @@ void publish_piece_done(struct pool *self, uint64_t sequence) {
     /* SYNC: pool-piece. The piece before the word that vouches for it. */
     atomic_store_explicit(&self->rank_rows[self->rank].done, sequence, memory_order_release);
     FAILPOINT("pool-piece-done");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error) {
     struct rank_row *mine = &self->rank_rows[self->rank];
     snprintf(mine->error, sizeof mine->error, "%s", error);
     atomic_store_explicit(&mine->failed, sequence, memory_order_release);
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void publish_piece_let_go(struct pool *self, uint32_t slot) {
     self->own_writes &= ~(UINT32_C(1) << slot);
-    file_lock_drop(self->fd, pool_lock_piece(slot, (uint32_t)self->rank));
-    bell_ring(self->header, POOL_BELL_SPACE);
+    file_lock_drop(self->file.fd, pool_lock_piece(slot, (uint32_t)self->rank));
+    bell_ring(&self->header->space_bell, BELL_ALL);
 }
 
-enum pool_status publish_outcome(const struct pool *self, uint64_t sequence) {
+enum shared_status publish_outcome(const struct pool *self, uint64_t sequence) {
     /* SYNC: pool-writing. Before latest, which the publisher stores first. */
     uint64_t word = atomic_load_explicit(&self->header->writing, memory_order_seq_cst);
     /* SYNC: pool-latest. */
     uint64_t latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
     if (pool_word_sequence(latest) >= sequence) {
-        return POOL_OK;
+        return SHARED_OK;
     }
     if (pool_word_sequence(word) != sequence) {
-        return POOL_GONE;
+        return SHARED_GONE;
     }
     if (rows_writer_life(self, 0) == ROW_ALIVE) {
-        return POOL_NOTHING;
+        return SHARED_NOTHING;
     }
     /* It may have finished between the looks and its end. */
     latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
-    return pool_word_sequence(latest) >= sequence ? POOL_OK : POOL_GONE;
+    return pool_word_sequence(latest) >= sequence ? SHARED_OK : SHARED_GONE;
 }
 
 enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence, uint32_t rank) {

@@ -22,9 +22,9 @@ struct version_facts {
     bool patches; /* whether ranks may make patches against the newest version */
 };
 
-/* The publisher takes a slot: POOL_NOTHING where each is the newest or held by somebody. From then
+/* The publisher takes a slot: SHARED_NOTHING where each is the newest or held by somebody. From then
  * on the other ranks may write into it. */
-enum pool_status publish_begin(struct pool *self, const struct version_facts *facts,
+enum shared_status publish_begin(struct pool *self, const struct version_facts *facts,
                                uint32_t *slot, uint64_t *sequence);
 /* All pieces are there: readers get the version. digests: blocks whose digest lies in the slot. */
 void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_t digests);
@@ -34,17 +34,17 @@ void publish_give_up(struct pool *self);
 void publish_let_go(struct pool *self, uint32_t slot);
 void publish_count_skipped(struct pool *self);
 
-/* A rank joins the version that is being written; row says which it is. POOL_NOTHING where there is
+/* A rank joins the version that is being written; row says which it is. SHARED_NOTHING where there is
  * none that it has not written. */
-enum pool_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row);
+enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_row *row);
 /* Its piece is written, or cannot be, which leaves the version to fail. The piece is kept until
  * nobody in this process can write it any more. */
 void publish_piece_done(struct pool *self, uint64_t sequence);
 void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error);
 void publish_piece_let_go(struct pool *self, uint32_t slot);
-/* Whether a joined version became whole: POOL_OK; POOL_NOTHING for not yet; POOL_GONE when its
+/* Whether a joined version became whole: SHARED_OK; SHARED_NOTHING for not yet; SHARED_GONE when its
  * publisher gave it up or ended. */
-enum pool_status publish_outcome(const struct pool *self, uint64_t sequence);
+enum shared_status publish_outcome(const struct pool *self, uint64_t sequence);
 
 enum piece_state {
     PIECE_ABSENT = 0, /* the rank is not there, and has not begun */

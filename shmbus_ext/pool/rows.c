@@ -4,23 +4,22 @@
 
 #include <stdio.h>
 
-#include "pool/bell.h"
-#include "ring/failpoints.h"
-#include "ring/file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 
-enum pool_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
+enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
                                    uint32_t pid) {
-    enum lock_status lock = file_lock_take(self->fd, pool_lock_writer(rank));
+    enum lock_status lock = file_lock_take(self->file.fd, pool_lock_writer(rank));
     if (lock != LOCK_TAKEN) {
-        return lock == LOCK_ERROR ? POOL_SYSTEM_ERROR : POOL_HELD;
+        return lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : SHARED_HELD;
     }
     struct rank_row *row = &self->rank_rows[rank];
     snprintf(row->label, sizeof row->label, "%s", label);
     atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
     self->rank = (int32_t)rank;
     FAILPOINT("pool-writer-claimed");
-    bell_ring(self->header, POOL_BELL_RANKS);
-    return POOL_OK;
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
+    return SHARED_OK;
 }
 
 static void clear_reader(struct reader_row *row) {
@@ -33,12 +32,12 @@ static void clear_reader(struct reader_row *row) {
     row->error[0] = '\0';
 }
 
-enum pool_status rows_claim_reader(struct pool *self, const char *label, const char *device,
+enum shared_status rows_claim_reader(struct pool *self, const char *label, const char *device,
                                    uint32_t pid) {
     for (uint32_t i = 0; i < POOL_MAX_READERS; i++) {
-        enum lock_status lock = file_lock_take(self->fd, pool_lock_reader(i));
+        enum lock_status lock = file_lock_take(self->file.fd, pool_lock_reader(i));
         if (lock == LOCK_ERROR) {
-            return POOL_SYSTEM_ERROR;
+            return SHARED_SYSTEM_ERROR;
         }
         if (lock == LOCK_HELD_ELSEWHERE) {
             continue;
@@ -50,30 +49,30 @@ enum pool_status rows_claim_reader(struct pool *self, const char *label, const c
         snprintf(row->device, sizeof row->device, "%s", device);
         atomic_store_explicit(&row->pid, pid, memory_order_release);
         self->reader = (int32_t)i;
-        return POOL_OK;
+        return SHARED_OK;
     }
-    return POOL_HELD;
+    return SHARED_HELD;
 }
 
 void rows_leave(struct pool *self) {
     if (self->rank >= 0) {
         uint32_t rank = (uint32_t)self->rank;
         atomic_store_explicit(&self->rank_rows[rank].pid, 0, memory_order_release);
-        file_lock_drop(self->fd, pool_lock_writer(rank));
-        bell_ring(self->header, POOL_BELL_RANKS);
+        file_lock_drop(self->file.fd, pool_lock_writer(rank));
+        bell_ring(&self->header->ranks_bell, BELL_ALL);
         self->rank = -1;
     }
     if (self->reader >= 0) {
         struct reader_row *row = &self->reader_rows[self->reader];
         atomic_store_explicit(&row->holds, 0, memory_order_relaxed);
         atomic_store_explicit(&row->pid, 0, memory_order_release);
-        file_lock_drop(self->fd, pool_lock_reader((uint32_t)self->reader));
+        file_lock_drop(self->file.fd, pool_lock_reader((uint32_t)self->reader));
         self->reader = -1;
     }
 }
 
 static enum row_life life(const struct pool *self, int64_t byte, const _Atomic uint32_t *pid) {
-    if (file_lock_probe(self->fd, byte) == LOCK_HELD_ELSEWHERE) {
+    if (file_lock_probe(self->file.fd, byte) == LOCK_HELD_ELSEWHERE) {
         return ROW_ALIVE;
     }
     return atomic_load_explicit(pid, memory_order_acquire) == 0 ? ROW_FREE : ROW_DEAD;
@@ -99,7 +98,7 @@ void rows_applied(struct pool *self, uint64_t sequence, int64_t version) {
     /* SYNC: pool-applied. The version before the sequence that makes it count. */
     atomic_store_explicit(&row->applied, sequence, memory_order_release);
     FAILPOINT("pool-applied");
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
 void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t code,
@@ -110,5 +109,5 @@ void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t
     atomic_store_explicit(&row->refused_version, version, memory_order_relaxed);
     /* SYNC: pool-applied. */
     atomic_store_explicit(&row->refused, sequence, memory_order_release);
-    bell_ring(self->header, POOL_BELL_RANKS);
+    bell_ring(&self->header->ranks_bell, BELL_ALL);
 }

@@ -10,11 +10,11 @@
 
 #include "pool/pool.h"
 
-/* Becomes a rank; rank 0 is the publisher. POOL_HELD where a living process is it. */
-enum pool_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
+/* Becomes a rank; rank 0 is the publisher. SHARED_HELD where a living process is it. */
+enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const char *label,
                                    uint32_t pid);
-/* Becomes a reader. POOL_HELD where all rows are taken. */
-enum pool_status rows_claim_reader(struct pool *self, const char *label, const char *device,
+/* Becomes a reader. SHARED_HELD where all rows are taken. */
+enum shared_status rows_claim_reader(struct pool *self, const char *label, const char *device,
                                    uint32_t pid);
 /* A regular end: the row says so, and its lock is free. */
 void rows_leave(struct pool *self);

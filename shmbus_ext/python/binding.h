@@ -37,6 +37,23 @@ static inline bool py_intern_words(const struct word_note *words, size_t count) 
 }
 #define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
 
+/* What Python knows of the core's numbers. */
+struct named_value {
+    const char *name;
+    long value;
+};
+static inline bool py_add_constants(PyObject *module, const struct named_value *values,
+                                    size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        if (PyModule_AddIntConstant(module, values[i].name, values[i].value) < 0) {
+            return false;
+        }
+    }
+    return true;
+}
+#define ADD_CONSTANTS(module, values) \
+    py_add_constants(module, values, sizeof(values) / sizeof *(values))
+
 /* In a setter: false with a TypeError where the attribute was to be deleted. */
 static inline bool py_is_given(const PyObject *value, const char *name) {
     if (value == NULL) {

@@ -4,6 +4,11 @@
  * it when it is imported. */
 #include "python/hooks.h"
 
+#include <errno.h>
+#include <math.h>
+#include <unistd.h>
+
+
 struct hooks hooks;
 
 void py_raise_hook(PyObject *hook, PyObject *arguments) {
@@ -76,4 +81,37 @@ static PyMethodDef functions[] = {
 
 bool py_hooks_add_functions(PyObject *module) {
     return PyModule_AddFunctions(module, functions) == 0;
+}
+
+/* ---- What the kernel refused. */
+PyObject *py_raise_system(const char *kind, PyObject *name) {
+    int why = errno;
+    /* The file is open already: what is missing is the way to open it a second time. */
+    if (why == ENOENT && access("/proc/self/fd", F_OK) != 0) {
+        return PyErr_Format(PyExc_OSError,
+                            "%s '%U': this process needs /proc/self/fd, to map a %s apart from its "
+                            "locks, and there is no /proc here; mount it (mount -t proc proc "
+                            "/proc), or start the container with it",
+                            kind, name, kind);
+    }
+    errno = why;
+    return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, name);
+}
+
+/* ---- The watchdog of a wait. */
+double py_watch_first_s(const struct watch *self) {
+    return self->call == NULL ? INFINITY : self->period_s;
+}
+
+bool py_watch_call(const struct watch *self, double waited_s, double *next_s) {
+    if (self->call == NULL) {
+        return true;
+    }
+    *next_s = waited_s + self->period_s;
+    /* It may replace itself. */
+    PyObject *call = Py_NewRef(self->call);
+    PyObject *result = PyObject_CallFunction(call, "d", waited_s);
+    Py_DECREF(call);
+    Py_XDECREF(result);
+    return result != NULL;
 }

@@ -34,4 +34,20 @@ void py_restore_error(PyObject *error);
 
 bool py_hooks_add_functions(PyObject *module);
 
+/* ---- What the kernel refused, as an exception; named where all of shmbus needs what is missing. */
+/* Raises OSError of errno for a file that is open: "bus", "pool" or "channel" is what `kind` calls
+ * it. Returns NULL. */
+PyObject *py_raise_system(const char *kind, PyObject *name);
+
+/* ---- The watchdog of a wait: called with the seconds waited, at the end of every period of it. */
+struct watch {
+    PyObject *call;  /* call(waited_s); NULL for none */
+    double period_s;
+};
+
+/* When it is to be called first, in seconds of the wait; never where there is none. */
+double py_watch_first_s(const struct watch *self);
+/* Calls it, and says when next; false with an exception, which ends the wait. */
+bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
+
 #endif

@@ -2,61 +2,21 @@
 #define SHMBUS_IMPORTS_NUMPY
 #include "python/binding.h"
 
-#include "python/batch/arrays.h"
-#include "python/batch/baseline_functions.h"
-#include "python/batch/extra_fields.h"
-#include "python/batch/field_lookup.h"
-#include "python/batch/gather_plan.h"
-#include "python/batch/gather_threads.h"
-#include "python/batch/measure.h"
-#include "python/batch/meta_search.h"
-#include "python/batch/pack.h"
-#include "python/channel/channel_memory.h"
-#include "python/channel/channel_messages.h"
-#include "python/channel/channel_object.h"
-#include "python/closing.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "python/batch/batch.h"
+#include "python/channel/channel.h"
+#include "python/companion.h"
 #include "python/gateway/lift_numbers.h"
-#include "python/group/client_lease.h"
-#include "python/group/delivery.h"
-#include "python/group/group_object.h"
-#include "python/group/group_table_object.h"
+#include "python/group/group.h"
 #include "python/hooks.h"
-#include "python/pool/pool_copy.h"
-#include "python/pool/pool_lease.h"
-#include "python/pool/pool_object.h"
-#include "python/pool/pool_patch.h"
-#include "python/pool/pool_rows.h"
-#include "python/pool/pool_write.h"
-#include "python/record/declared.h"
-#include "python/record/origin_head.h"
-#include "python/put/begun_samples.h"
-#include "python/put/convert_lists.h"
-#include "python/put/plan_fields.h"
-#include "python/put/import_block.h"
-#include "python/put/reservation.h"
-#include "python/put/writer_object.h"
-#include "python/read/borrower.h"
-#include "python/read/consumer_base.h"
-#include "python/read/end_lease.h"
-#include "python/read/reader_object.h"
-#include "python/read/recursive_lock.h"
-#include "python/read/take.h"
-#include "python/record/copies.h"
-#include "python/record/score.h"
-#include "python/record/export_block.h"
-#include "python/put/journal_functions.h"
-#include "python/requests/lead_functions.h"
-#include "python/requests/request_functions.h"
-#include "python/requests/request_layout.h"
-#include "python/segment/inspect.h"
-#include "python/segment/plan.h"
-#include "python/put/restore.h"
-#include "python/segment/retry_functions.h"
-#include "python/segment/rounds_function.h"
-#include "python/segment/split_labels.h"
+#include "python/pool/pool.h"
+#include "python/put/put.h"
+#include "python/read/read.h"
+#include "python/record/record.h"
+#include "python/requests/requests.h"
+#include "python/segment/segment.h"
 #include "python/uninterrupted.h"
-#include "ring/checksum.h"
-#include "ring/clock.h"
 
 static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     (void)module;
@@ -114,10 +74,7 @@ static bool add_types(PyObject *module) {
 }
 
 static bool add_constants(PyObject *module) {
-    struct {
-        const char *name;
-        long value;
-    } constants[] = {
+    const struct named_value constants[] = {
         {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
         {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
         {"NO_ROUND", (long)SHMBUS_NO_ROUND},
@@ -159,33 +116,24 @@ static bool add_constants(PyObject *module) {
         {"LEASE_HELD", LEASE_HELD},
         {"TRAJECTORY_BYTES", sizeof(TrajectoryObject)},
     };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
-            return false;
-        }
-    }
-    return true;
+    return ADD_CONSTANTS(module, constants);
 }
 
 static bool add_functions(PyObject *module) {
     bool (*const add[])(PyObject *) = {
-        py_hooks_add_functions,        py_inspect_add_functions,     py_retry_add_functions,
-        py_group_table_add_constants,  py_group_add_functions,       py_client_lease_add_functions,
-        py_arrays_add_functions,       py_field_lookup_add_functions, py_meta_search_add_functions,
-        py_measure_add_functions,      py_pack_add_functions,         py_gather_plan_add_functions, py_baseline_add_functions,
-        py_uninterrupted_add_functions, py_end_lease_add_functions,  py_rounds_add_functions,
-        py_plan_add_functions,         py_copies_add_methods,         py_score_add_attributes,
-        py_extra_fields_add_functions, py_delivery_add_functions,    py_begun_add_functions,
-        py_splits_add_functions,
-        py_pool_add_constants,         py_pool_lease_add_functions,  py_pool_write_add_functions,
-        py_pool_rows_add_functions, py_pool_copy_add_functions, py_pool_patch_add_functions,    py_lead_add_functions,        py_request_add_functions,
-        py_request_layout_add_functions,
-        py_declared_add_functions,     py_plan_fields_add_constants,
-        py_origin_head_add_functions,
-        py_export_add_functions,       py_import_add_functions,      py_relay_add_functions,
-        py_channel_add_constants,      py_channel_messages_add_functions,
-        py_arguments_add_constants,    py_lift_add_functions,
-        py_convert_add_functions,      py_gather_threads_add_constants,
+        py_hooks_add_functions, py_inspect_add_functions, py_retry_add_functions,
+        py_group_table_add_constants, py_group_add_functions, py_client_lease_add_functions,
+        py_arrays_add_functions, py_measure_add_functions, py_pack_add_functions,
+        py_gather_plan_add_functions, py_baseline_add_functions, py_uninterrupted_add_functions,
+        py_end_lease_add_functions, py_rounds_add_functions, py_copies_add_methods,
+        py_score_add_attributes, py_extra_fields_add_functions, py_delivery_add_functions,
+        py_begun_add_functions, py_splits_add_functions, py_pool_add_constants,
+        py_pool_lease_add_functions, py_pool_rows_add_functions, py_pool_patch_add_functions,
+        py_request_add_functions,
+        py_declared_add_functions, py_plan_fields_add_constants, py_origin_head_add_functions,
+        py_export_add_functions, py_import_add_functions, py_relay_add_functions,
+        py_channel_add_constants, py_channel_messages_add_functions, py_arguments_add_constants,
+        py_lift_add_functions, py_convert_add_functions, py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {
@@ -214,7 +162,7 @@ static int execute(PyObject *module) {
         return -1;
     }
     import_array1(-1);
-    if (!prepared && (!py_segment_init_fork() || !py_pool_init_fork() || !py_channel_init_fork() ||
+    if (!prepared && (!py_segment_init_fork() || !py_companion_init_fork() ||
                       !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words() ||
                       !py_closing_init())) {
         return -1;

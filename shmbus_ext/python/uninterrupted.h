@@ -10,4 +10,8 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 
 bool py_uninterrupted_add_functions(PyObject *module);
 
+/* ---- ClosedByBlock: the end of a `with` block calls `close()`, and no signal's handler comes between. */
+extern PyTypeObject ClosedByBlockType;
+bool py_closing_init(void);
+
 #endif

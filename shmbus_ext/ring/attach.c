@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "extents.h"
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "intent_log.h"
 #include "reclaim.h"
 #include "recovery.h"

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "checksum.h"
+#include "base/checksum.h"
 
 #define HEADER_CRC_BYTES offsetof(struct block_header, header_crc)
 

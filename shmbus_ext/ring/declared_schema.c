@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "checksum.h"
+#include "base/checksum.h"
 
 /* The bytes that are left to parse. */
 struct rest {

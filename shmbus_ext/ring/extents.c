@@ -3,9 +3,9 @@
 
 #include <stdlib.h>
 
-#include "clock.h"
+#include "base/clock.h"
 #include "doorbell.h"
-#include "failpoints.h"
+#include "base/failpoints.h"
 
 /* How long a producer that waits for a run keeps single leases out of the upper half. */
 #define JUMBO_CLAIM_NS UINT64_C(1000000000)
@@ -67,7 +67,7 @@ static bool lease_window(struct segment *segment, uint32_t slot, uint32_t first,
                 extent_unlease(segment, first + i, word_of(segment, first + i));
             }
             /* A producer may have found the bus full while this held the window. */
-            doorbell_space_freed(segment->header, span);
+            bell_ring(&segment->header->space_bell, span);
             return false;
         }
         FAILPOINT("lease-half");

@@ -3,9 +3,9 @@
 
 #include <stdbool.h>
 
-#include "checksum.h"
+#include "base/checksum.h"
 #include "extents.h"
-#include "failpoints.h"
+#include "base/failpoints.h"
 #include "lane.h"
 #include "relay_journal.h"
 

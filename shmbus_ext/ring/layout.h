@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/bell.h"
 #include "layout_figures.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -137,8 +138,7 @@ struct bus_header {
     uint32_t reserved0;
 
     alignas(128) _Atomic uint32_t bell;
-    alignas(64) _Atomic uint32_t space_bell;
-    _Atomic uint32_t space_wanted;
+    alignas(64) struct bell space_bell;
     _Atomic uint64_t jumbo_until_ns;
     alignas(64) _Atomic uint64_t next_producer_id;
     _Atomic uint32_t attach_epoch;
@@ -296,11 +296,7 @@ _Static_assert(sizeof(struct extent_desc) == 64, "a cache line a descriptor");
 _Static_assert(offsetof(struct extent_desc, sealed) == 40, "layout");
 _Static_assert(offsetof(struct extent_desc, producer_id) == 48, "layout");
 
-#include "layout_relay.h"
-#include "layout_retries.h"
-#include "layout_splits.h"
-#include "layout_requests.h"
-#include "layout_work.h"
+#include "ring/layout_tables.h"
 
 /* States are spread over the word, so that a scribble is seldom one of them. */
 enum shmbus_record_state {

@@ -43,13 +43,13 @@ _Static_assert(offsetof(struct figure_entry, sum) == 120, "layout");
 
 /* Offset  Size  Field           Written by  Read by  Order
  *      0   640  figures         collector   all      as above
- *    640     8  groups_useless  collector   all      relaxed: refused by a filter, or without variance
+ *    640     8  groups_dropped  collector   all      relaxed: refused by a filter, or without variance
  */
 struct delivery_figures {
     struct figure_entry figures[SHMBUS_FIGURES];
-    alignas(64) _Atomic uint64_t groups_useless;
+    alignas(64) _Atomic uint64_t groups_dropped;
 };
 _Static_assert(sizeof(struct delivery_figures) == 704, "layout");
-_Static_assert(offsetof(struct delivery_figures, groups_useless) == 640, "layout");
+_Static_assert(offsetof(struct delivery_figures, groups_dropped) == 640, "layout");
 
 #endif

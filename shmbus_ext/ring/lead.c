@@ -2,7 +2,7 @@
 #include "lead.h"
 
 #include "doorbell.h"
-#include "failpoints.h"
+#include "base/failpoints.h"
 
 /* A word: hash << SLOT_BITS | slot + 1 of a claimant, 0 once it is settled. */
 #define SLOT_BITS 13u
@@ -108,8 +108,8 @@ static bool change(struct segment *segment, uint64_t key, uint64_t from, uint64_
 /* Whoever waits to begin a group, those that wait with samples of the group that begins next, and
  * whoever waits for a prompt to sample: all of them are woken. */
 static void tell(struct segment *segment) {
-    doorbell_space_changed(segment->header);
-    shared_bell_ring(&segment->requests.lane->work, UINT32_MAX);
+    bell_ring(&segment->header->space_bell, BELL_ALL);
+    bell_ring(&segment->requests.lane->work, BELL_ALL);
 }
 
 void lead_settle(struct segment *segment, uint64_t key, uint32_t slot) {

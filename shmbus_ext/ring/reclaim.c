@@ -5,8 +5,8 @@
 
 #include "doorbell.h"
 #include "extents.h"
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "intent_log.h"
 #include "lane.h"
 
@@ -41,7 +41,7 @@ static void free_run(struct reader *self, uint32_t extent) {
 
 void reader_announce_space(struct reader *self) {
     if (self->freed_unannounced > 0) {
-        doorbell_space_freed(self->segment->header, self->freed_unannounced);
+        bell_ring(&self->segment->header->space_bell, self->freed_unannounced);
         self->freed_unannounced = 0;
     }
 }
@@ -193,7 +193,7 @@ void reader_tidy(struct reader *self) {
 
 void reader_tidy_in_a_pause(struct reader *self) {
     /* Where space is short, runs that a view kept are worth another check. */
-    if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_wanted,
+    if (self->parked_new > 0 || atomic_load_explicit(&self->segment->header->space_bell.wanted,
                                                      memory_order_relaxed) != 0) {
         reader_tidy(self);
     }

@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "checksum.h"
-#include "clock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
 
 #define FRAME_AT 8u
 #define FRAME_BYTES 24u

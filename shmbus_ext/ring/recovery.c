@@ -1,13 +1,15 @@
 /* Ending what a dead producer left (see recovery.h). */
+#define _GNU_SOURCE
 #include "recovery.h"
 
 #include <stdbool.h>
+#include <unistd.h>
 
-#include "begun.h"
+#include "ring/observe.h"
 #include "doorbell.h"
 #include "extents.h"
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "lead.h"
 #include "record.h"
 #include "relay_journal.h"
@@ -151,7 +153,7 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
     uint32_t kept = free_orphans(segment, slot_index);
     atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
-    doorbell_space_freed(segment->header, segment->extent_count);
+    bell_ring(&segment->header->space_bell, segment->extent_count);
     return kept;
 }
 
@@ -179,4 +181,54 @@ uint32_t recover_dead(struct segment *segment, uint32_t own_slot) {
         file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + i);
     }
     return dead;
+}
+
+/* ---- Taking over after the last sink. */
+/* How long a lane whose owner has died may be in the hands of another that reaps it. */
+#define HEALING_POLLS 2000
+#define HEALING_POLL_US 1000
+
+/* Whether the journal belongs to no living lane; one whose owner is dead is reaped here. */
+static bool is_healed(struct segment *segment) {
+    const struct relay_journal *journal = segment->relay;
+    uint64_t writer = atomic_load_explicit(&journal->writer, memory_order_acquire);
+    uint32_t index = atomic_load_explicit(&journal->slot, memory_order_relaxed);
+    if (writer == 0) {
+        return true;
+    }
+    if (index >= segment->max_producers ||
+        file_lock_take(segment->fd, SHMBUS_LOCK_SLOT + index) != LOCK_TAKEN) {
+        return false;
+    }
+    recover_producer(segment, index);
+    /* Every reaper of that slot heals the journal; what is left here was bound and never
+     * announced. */
+    relay_reap(segment, writer,
+               atomic_load_explicit(&segment->slots[index].committed, memory_order_acquire));
+    file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + index);
+    return true;
+}
+
+enum relay_begun relay_begin(struct segment *segment) {
+    enum lock_status lock = file_lock_take(segment->fd, SHMBUS_LOCK_RELAY);
+    if (lock != LOCK_TAKEN) {
+        return lock == LOCK_HELD_ELSEWHERE ? RELAY_BUSY : RELAY_SYSTEM_ERROR;
+    }
+    for (int poll = 0; !is_healed(segment); poll++) {
+        if (poll == HEALING_POLLS) {
+            relay_end(segment);
+            return RELAY_BUSY;
+        }
+        usleep(HEALING_POLL_US);
+    }
+    FAILPOINT("relay-healed");
+    atomic_fetch_add_explicit(&segment->relay->incarnation, 1, memory_order_relaxed);
+    return RELAY_BEGUN;
+}
+
+void relay_end(struct segment *segment) { file_lock_drop(segment->fd, SHMBUS_LOCK_RELAY); }
+
+void relay_bind(struct segment *segment, const struct writer *writer) {
+    atomic_store_explicit(&segment->relay->slot, writer->slot_index, memory_order_relaxed);
+    atomic_store_explicit(&segment->relay->writer, writer->producer_id, memory_order_release);
 }

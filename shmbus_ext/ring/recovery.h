@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "segment.h"
+#include "writer.h"
 
 /* Ends what the last owner of a slot left, and frees the slot; nothing where it is free. */
 void recover_producer(struct segment *segment, uint32_t slot_index);
@@ -22,5 +23,18 @@ uint32_t recover_collector(struct segment *segment);
  * for what a dead one had in hand need not wait for the collector. How many had died. */
 #define NO_SLOT UINT32_MAX
 uint32_t recover_dead(struct segment *segment, uint32_t own_slot);
+
+/* ---- Becoming the bus's sink: the only process that writes the relay's journal.
+ *
+ * Invariant: there is one at a time, and it begins once the lane of the one before it was reaped. */
+enum relay_begun { RELAY_BEGUN, RELAY_BUSY, RELAY_SYSTEM_ERROR };
+
+/* Takes the lock, heals what the last sink has left, and counts the incarnation. Waits up to two
+ * seconds for whoever reaps that sink's lane. */
+enum relay_begun relay_begin(struct segment *segment);
+void relay_end(struct segment *segment);
+
+/* The lane that this sink puts into. */
+void relay_bind(struct segment *segment, const struct writer *writer);
 
 #endif

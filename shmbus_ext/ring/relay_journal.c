@@ -1,10 +1,10 @@
 /* Writing the journal, healing it, and noting what has ended (see relay_journal.h). */
-#include "relay_journal.h"
+#include "ring/relay_journal.h"
 
 #include <string.h>
 
-#include "failpoints.h"
-#include "writer.h"
+#include "base/failpoints.h"
+#include "ring/writer.h"
 
 #define STATE_BITS 4
 #define BATCH_BITS 28

@@ -14,8 +14,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "layout.h"
-#include "segment.h"
+#include "ring/layout.h"
+#include "ring/segment.h"
 
 _Static_assert(SHMBUS_RELAY_MAX_ENTRIES < (1u << (32 - SHMBUS_FLAG_RELAY_SHIFT)) - 1,
                "a record's flags have room for an entry's number");

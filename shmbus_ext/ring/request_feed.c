@@ -3,11 +3,11 @@
 
 #include <string.h>
 
-#include "checksum.h"
-#include "clock.h"
+#include "base/checksum.h"
+#include "base/clock.h"
 #include "doorbell.h"
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "request_row.h"
 
 #define NOWHERE UINT32_MAX
@@ -162,7 +162,7 @@ static void heal(struct request_parts *parts) {
             }
         }
     }
-    shared_bell_ring(&lane->work, UINT32_MAX);
+    bell_ring(&lane->work, BELL_ALL);
 }
 
 static void begin_feeding(struct request_parts *parts) {
@@ -380,7 +380,7 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
     }
     end_feeding(segment);
     if (*done > 0) {
-        shared_bell_ring(&parts->lane->work, samples);
+        bell_ring(&parts->lane->work, samples);
     }
     return *done == count ? FEED_DONE : FEED_FULL;
 }

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "checksum.h"
+#include "base/checksum.h"
 
 uint64_t request_open_word(uint64_t number) {
     return request_claim_word(CELL_IS_OPEN, 0, number);

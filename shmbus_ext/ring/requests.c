@@ -3,9 +3,9 @@
 
 #include <string.h>
 
-#include "checksum.h"
-#include "clock.h"
-#include "failpoints.h"
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "base/failpoints.h"
 #include "lead.h"
 #include "request_row.h"
 
@@ -314,7 +314,7 @@ bool request_give_back(struct segment *segment, const struct request_claim *clai
     if (!reopen(segment, claim->row, claim->cell, claim->word, claim->number)) {
         return false;
     }
-    shared_bell_ring(&segment->requests.lane->work, 1);
+    bell_ring(&segment->requests.lane->work, 1);
     return true;
 }
 
@@ -378,7 +378,7 @@ void request_reap(struct segment *segment, uint64_t producer_id, uint64_t commit
         /* The dead may have cleared a flag that nobody sets again. */
         mark_returned(segment, index);
     }
-    shared_bell_ring(&parts->lane->work, given_back > 0 ? given_back : 1);
+    bell_ring(&parts->lane->work, given_back > 0 ? given_back : 1);
 }
 
 /* ---- the collector ---- */
@@ -428,7 +428,7 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
     FAILPOINT("request-ending");
     /* SYNC: request-ended. What became of its samples is there before a feeder frees the row. */
     swap(&shared->word, number << 2 | REQUEST_OPEN, number << 2 | REQUEST_ENDED);
-    shared_bell_ring(&segment->requests.lane->room, 1);
+    bell_ring(&segment->requests.lane->room, 1);
 }
 
 /* One pass over the lane. */

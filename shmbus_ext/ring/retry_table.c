@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "checksum.h"
-#include "failpoints.h"
+#include "base/checksum.h"
+#include "base/failpoints.h"
 
 #define CRC_AT offsetof(struct retry_entry, number)
 #define CRC_HEAD_BYTES (offsetof(struct retry_entry, crc) - CRC_AT)

@@ -1,23 +1,20 @@
 /* Allocating, opening and mapping the segment: all its system calls but futexes and file locks. */
 #define _GNU_SOURCE
-#include "segment.h"
+#include "ring/segment.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "checksum.h"
-#include "clock.h"
-#include "declared_schema.h"
-#include "file_lock.h"
-#include "request_parts.h"
-#include "rounds.h"
-#include "splits.h"
+#include "base/clock.h"
+#include "base/file_lock.h"
+#include "ring/declared_schema.h"
+#include "ring/doorbell.h"
+#include "ring/request_parts.h"
+#include "ring/splits.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -43,6 +40,14 @@
 #define COLLAPSE_PATIENCE_NS UINT64_C(500000000)
 /* A mapping begins at a multiple of this, so that whole huge pages of the file can be mapped. */
 #define HUGE_PAGE (UINT64_C(2) << 20)
+
+static const struct shared_kind kind = {
+    .magic = SHMBUS_MAGIC,
+    .layout_version = SHMBUS_LAYOUT_VERSION,
+    .header_bytes = sizeof(struct bus_header),
+    .crc_at = offsetof(struct bus_header, geometry_crc),
+    .tables_bytes = SHMBUS_PAGE,
+};
 
 static uint64_t power_of_two_below(uint64_t value) {
     uint64_t power = 1;
@@ -203,16 +208,8 @@ static void set_pointers(struct segment *self) {
     self->record_limit = (uint64_t)self->max_span * self->extent_bytes;
 }
 
-static uint32_t geometry_crc(const struct bus_header *header) {
-    return shmbus_crc32c(0, (const uint8_t *)header + 8, 48);
-}
-
 static int protection(const struct segment *self) {
     return self->read_only ? PROT_READ : PROT_READ | PROT_WRITE;
-}
-
-static int open_flags(const struct segment *self) {
-    return self->read_only ? O_RDONLY : O_RDWR;
 }
 
 /* Address space for so many bytes, beginning at a multiple of a huge page. NULL where there is
@@ -249,44 +246,36 @@ static void *map_shared(uint64_t bytes, int how, int fd) {
     return base;
 }
 
-static enum segment_status map_file(struct segment *self) {
+static enum shared_status map_file(struct segment *self) {
     void *base = map_shared(self->bytes, protection(self), self->fd);
     if (base == MAP_FAILED) {
         self->base = NULL;
-        return errno == ENOMEM ? SEGMENT_NO_MEMORY : SEGMENT_SYSTEM_ERROR;
+        return errno == ENOMEM ? SHARED_NO_MEMORY : SHARED_SYSTEM_ERROR;
     }
     self->base = base;
-    return SEGMENT_OK;
+    return SHARED_OK;
 }
 
-/* A description that has no locks, so that it may be mapped; -1 with errno. */
-static int open_again(const struct segment *self, int flags) {
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", self->fd);
-    return open(path, flags | O_CLOEXEC);
-}
-
-/* Locks live on a description that nothing maps: a mapping holds its description too, and a forked
- * child inherits mappings, so that the lock of a mapped one would outlive its owner. */
-static enum segment_status take_description(struct segment *self) {
-    int own = open_again(self, open_flags(self));
+/* From the description that is mapped to one of this process's own, for its locks. */
+static enum shared_status take_description(struct segment *self) {
+    int own = shared_reopen(self->fd, self->read_only);
     if (own < 0) {
-        return SEGMENT_SYSTEM_ERROR;
+        return SHARED_SYSTEM_ERROR;
     }
     enum lock_status lock = file_lock_share(own, SHMBUS_LOCK_USERS);
     if (lock != LOCK_TAKEN) {
         close(own);
         /* It is being removed, under a lock of moments; the caller looks again whether it is
          * there. */
-        return lock == LOCK_HELD_ELSEWHERE ? SEGMENT_UNFINISHED : SEGMENT_SYSTEM_ERROR;
+        return lock == LOCK_HELD_ELSEWHERE ? SHARED_UNFINISHED : SHARED_SYSTEM_ERROR;
     }
     file_lock_drop(self->fd, SHMBUS_LOCK_USERS);
     close(self->fd);
     self->fd = own;
-    return SEGMENT_OK;
+    return SHARED_OK;
 }
 
-enum segment_status segment_create(struct segment *self, int fd,
+enum shared_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan) {
     memset(self, 0, sizeof *self);
     self->fd = fd;
@@ -298,17 +287,13 @@ enum segment_status segment_create(struct segment *self, int fd,
     /* First of all, so that no cleanup takes an unfinished segment for a forgotten one. */
     if (file_lock_share(fd, SHMBUS_LOCK_USERS) != LOCK_TAKEN) {
         errno = EBUSY;
-        return SEGMENT_SYSTEM_ERROR;
+        return SHARED_SYSTEM_ERROR;
     }
-    int error = posix_fallocate(fd, 0, (off_t)plan->segment_bytes);
-    if (error != 0) {
-        errno = error;
-        return error == ENOSPC || error == EFBIG ? SEGMENT_NO_SPACE
-               : error == ENOMEM                 ? SEGMENT_NO_MEMORY
-                                                 : SEGMENT_SYSTEM_ERROR;
+    enum shared_status status = shared_allocate(fd, 0, plan->segment_bytes);
+    if (status == SHARED_OK) {
+        status = map_file(self);
     }
-    enum segment_status status = map_file(self);
-    if (status != SEGMENT_OK) {
+    if (status != SHARED_OK) {
         return status;
     }
     touch_all(self->base, self->bytes);
@@ -322,7 +307,6 @@ enum segment_status segment_create(struct segment *self, int fd,
     }
     declared_schema_write(self->declared, plan->declared, plan->declared_bytes);
     struct bus_header *header = self->header;
-    header->layout_version = SHMBUS_LAYOUT_VERSION;
     header->layout_hash = SHMBUS_LAYOUT_HASH;
     header->segment_bytes = plan->segment_bytes;
     header->data_offset = plan->data_offset;
@@ -330,9 +314,8 @@ enum segment_status segment_create(struct segment *self, int fd,
     header->extent_count = plan->extent_count;
     header->max_producers = plan->max_producers;
     header->created_unix_ns = self->created_unix_ns = clock_realtime_ns();
-    header->geometry_crc = geometry_crc(header);
     if (!identity_make(header->identity, self->identity)) {
-        return SEGMENT_SYSTEM_ERROR;
+        return SHARED_SYSTEM_ERROR;
     }
     self->lead->max_groups = plan->max_lead;
     self->lead->max_versions = plan->max_lead_versions;
@@ -342,8 +325,7 @@ enum segment_status segment_create(struct segment *self, int fd,
     atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
     rounds_begin(header, header->created_unix_ns);
     splits_begin(self);
-    /* SYNC: segment-ready. Everything above is in place before the magic says so. */
-    atomic_store_explicit(&header->magic, SHMBUS_MAGIC, memory_order_release);
+    shared_publish(&kind, header);
     return take_description(self);
 }
 
@@ -356,7 +338,7 @@ static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
     self->extent_count = header->extent_count;
     self->max_producers = header->max_producers;
     self->created_unix_ns = header->created_unix_ns;
-    if (header->geometry_crc != geometry_crc(header) || self->extent_count < 1 ||
+    if (!shared_crc_holds(&kind, header) || self->extent_count < 1 ||
         self->extent_count > SHMBUS_MAX_EXTENTS || self->max_producers < 1 ||
         self->max_producers > SHMBUS_MAX_PRODUCERS || self->extent_bytes % SHMBUS_PAGE != 0 ||
         self->extent_bytes < SHMBUS_PAGE || self->extent_bytes > (UINT64_C(1) << 46) ||
@@ -373,62 +355,44 @@ static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
     return self->bytes == self->data_offset + self->extent_bytes * self->extent_count;
 }
 
-static enum segment_status check_header(struct segment *self, uint64_t file_bytes) {
+static enum shared_status check_header(struct segment *self, uint64_t file_bytes) {
     struct bus_header header;
-    const struct bus_header *shared = (const struct bus_header *)self->base;
-    /* SYNC: segment-ready. */
-    uint64_t magic = atomic_load_explicit(&shared->magic, memory_order_acquire);
-    memcpy(&header, shared, sizeof header);
-    if (magic == 0) {
-        return SEGMENT_UNFINISHED;
+    enum shared_status status = shared_look(&kind, self->base, &header, &self->found_version);
+    if (status != SHARED_OK) {
+        return status;
     }
-    if (magic != SHMBUS_MAGIC) {
-        return SEGMENT_BAD_MAGIC;
-    }
-    self->found_version = header.layout_version;
     self->found_hash = header.layout_hash;
-    if (header.layout_version != SHMBUS_LAYOUT_VERSION) {
-        return SEGMENT_BAD_VERSION;
-    }
     if (header.layout_hash != SHMBUS_LAYOUT_HASH) {
-        return SEGMENT_BAD_HASH;
+        return SHARED_BAD_HASH;
     }
     if (header.segment_bytes > file_bytes) {
-        return SEGMENT_TRUNCATED;
+        return SHARED_TRUNCATED;
     }
     identity_text(self->identity, header.identity);
-    return geometry_holds(&header, file_bytes, self) ? SEGMENT_OK : SEGMENT_BAD_GEOMETRY;
+    return geometry_holds(&header, file_bytes, self) ? SHARED_OK : SHARED_BAD_GEOMETRY;
 }
 
-enum segment_status segment_open(struct segment *self, int fd, bool read_only) {
+enum shared_status segment_open(struct segment *self, int fd, bool read_only) {
     memset(self, 0, sizeof *self);
     self->fd = fd;
     self->read_only = read_only;
-    struct stat info;
-    if (fstat(fd, &info) != 0) {
-        return SEGMENT_SYSTEM_ERROR;
-    }
-    uint64_t file_bytes = (uint64_t)info.st_size;
-    self->found_bytes = file_bytes;
-    if (file_bytes == 0) {
-        return SEGMENT_UNFINISHED;
-    }
-    if (file_bytes < SHMBUS_PAGE) {
-        return SEGMENT_TRUNCATED;
-    }
-    self->bytes = SHMBUS_PAGE;
-    enum segment_status status = map_file(self);
-    if (status != SEGMENT_OK) {
+    enum shared_status status = shared_size(fd, SHMBUS_PAGE, &self->found_bytes);
+    if (status != SHARED_OK) {
         return status;
     }
-    status = check_header(self, file_bytes);
+    self->bytes = SHMBUS_PAGE;
+    status = map_file(self);
+    if (status != SHARED_OK) {
+        return status;
+    }
+    status = check_header(self, self->found_bytes);
     munmap(self->base, SHMBUS_PAGE);
     self->base = NULL;
-    if (status != SEGMENT_OK) {
+    if (status != SHARED_OK) {
         return status;
     }
     status = map_file(self);
-    if (status != SEGMENT_OK) {
+    if (status != SHARED_OK) {
         return status;
     }
     set_pointers(self);
@@ -450,20 +414,20 @@ void segment_unmap(struct segment *self) {
     }
 }
 
-enum segment_status segment_map_views(struct segment *self) {
-    int fd = open_again(self, O_RDONLY);
+enum shared_status segment_map_views(struct segment *self) {
+    int fd = shared_reopen(self->fd, true);
     if (fd < 0) {
-        return SEGMENT_SYSTEM_ERROR;
+        return SHARED_SYSTEM_ERROR;
     }
     void *views = map_shared(self->bytes, PROT_READ, fd);
     int why = errno;
     close(fd);
     errno = why;
     if (views == MAP_FAILED) {
-        return errno == ENOMEM ? SEGMENT_NO_MEMORY : SEGMENT_SYSTEM_ERROR;
+        return errno == ENOMEM ? SHARED_NO_MEMORY : SHARED_SYSTEM_ERROR;
     }
     self->view_base = views;
-    return SEGMENT_OK;
+    return SHARED_OK;
 }
 
 bool segment_copies_begin(struct segment_copies *self, uint64_t first, uint64_t end,
@@ -504,7 +468,7 @@ void segment_copies_drop(struct segment_copies *self) {
 
 void segment_isolate(struct segment *self) {
     /* Through a description of its own: a mapping of the locked one would keep the lock. */
-    int fd = self->base == NULL ? -1 : open_again(self, open_flags(self));
+    int fd = self->base == NULL ? -1 : shared_reopen(self->fd, self->read_only);
     if (fd >= 0) {
         (void)mmap(self->base, self->bytes, protection(self), MAP_PRIVATE | MAP_FIXED, fd, 0);
         close(fd);
@@ -513,4 +477,24 @@ void segment_isolate(struct segment *self) {
         (void)mmap(self->view_base, self->bytes, PROT_NONE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     }
+}
+
+/* ---- A bus that was removed: saying so, and finding out. */
+bool removal_note(struct segment *self) {
+    struct stat found;
+    if (removal_happened(self)) {
+        return true;
+    }
+    /* A file that has another name still was renamed by a link, and goes on. */
+    if (self->fd < 0 || fstat(self->fd, &found) != 0 || found.st_nlink > 0) {
+        return false;
+    }
+    if (!self->read_only) {
+        struct bus_header *header = self->header;
+        atomic_store_explicit(&header->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
+        atomic_store_explicit(&header->paused, SHMBUS_REMOVED, memory_order_release);
+        bell_ring_all(&header->space_bell);
+        doorbell_ring(header);
+    }
+    return true;
 }

@@ -1,29 +1,49 @@
 /* The segment as one process sees it: mapped, checked, and with its own copy of the geometry.
  *
- * Invariant: after segment_open has said SEGMENT_OK, no bound is ever read from shared memory
+ * Invariant: after segment_open has said SHARED_OK, no bound is ever read from shared memory
  * again; all arithmetic uses the private copy in struct segment. */
 #ifndef SHMBUS_RING_SEGMENT_H
 #define SHMBUS_RING_SEGMENT_H
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <sys/random.h>
 
-#include "identity.h"
-#include "layout.h"
-#include "request_parts.h"
+#include "base/shared_file.h"
+#include "ring/layout.h"
+#include "ring/request_parts.h"
 
-enum segment_status {
-    SEGMENT_OK = 0,
-    SEGMENT_SYSTEM_ERROR,  /* errno says which */
-    SEGMENT_NO_SPACE,      /* /dev/shm cannot hold it */
-    SEGMENT_NO_MEMORY,     /* the kernel gives this process no mapping of it, or no memory */
-    SEGMENT_UNFINISHED,    /* its creator has not stored the magic (yet) */
-    SEGMENT_BAD_MAGIC,
-    SEGMENT_BAD_VERSION,   /* found_version says which */
-    SEGMENT_BAD_HASH,
-    SEGMENT_BAD_GEOMETRY,  /* checksum or bounds of the header are wrong */
-    SEGMENT_TRUNCATED,     /* shorter than its header says */
-};
+/* ---- What tells one bus from all others, of whatever node and time: random bits, as digits too. */
+#define IDENTITY_TEXT_BYTES (2 * SHMBUS_IDENTITY_BYTES + 1)
+
+static inline void identity_text(char text[IDENTITY_TEXT_BYTES],
+                                 const uint8_t identity[SHMBUS_IDENTITY_BYTES]) {
+    for (size_t i = 0; i < SHMBUS_IDENTITY_BYTES; i++) {
+        snprintf(text + 2 * i, 3, "%02x", identity[i]);
+    }
+}
+
+/* Of the bus that a producer's records were put onto: this one, or one that it was restored from. */
+static inline const uint8_t *identity_of_producer(const struct bus_header *header,
+                                                  uint64_t producer_id) {
+    for (uint32_t i = 0; i < SHMBUS_ANCESTORS; i++) {
+        if (producer_id < header->ancestors[i].producers) {
+            return header->ancestors[i].identity;
+        }
+    }
+    return header->identity;
+}
+
+/* A new one, and its text; false with errno. */
+static inline bool identity_make(uint8_t identity[SHMBUS_IDENTITY_BYTES],
+                                 char text[IDENTITY_TEXT_BYTES]) {
+    if (getrandom(identity, SHMBUS_IDENTITY_BYTES, 0) != (ssize_t)SHMBUS_IDENTITY_BYTES) {
+        return false;
+    }
+    identity_text(text, identity);
+    return true;
+}
 
 struct segment {
     int fd; /* a description of its own, for locks; not the one that is mapped */
@@ -57,9 +77,9 @@ struct segment {
     struct request_parts requests;
     struct declared_part *declared; /* read through declared_schema.h */
     uint8_t *data;
-    uint32_t found_version; /* after SEGMENT_BAD_VERSION */
+    uint32_t found_version; /* after SHARED_BAD_VERSION */
     uint32_t found_hash;
-    uint64_t found_bytes; /* after SEGMENT_TRUNCATED: the file's size */
+    uint64_t found_bytes; /* after SHARED_TRUNCATED: the file's size */
 };
 
 /* What a segment is made of. */
@@ -98,16 +118,16 @@ static inline uint32_t segment_reserved(const struct segment *self) {
 
 /* Makes a segment of a new, empty file: allocates and touches all of it, and writes the tables, the
  * magic last. Takes fd over when it succeeds. */
-enum segment_status segment_create(struct segment *self, int fd,
+enum shared_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
 /* Maps a segment and checks it. read_only: fd was opened so, and nothing is ever written through
  * the mapping. Takes fd over when it succeeds. */
-enum segment_status segment_open(struct segment *self, int fd, bool read_only);
+enum shared_status segment_open(struct segment *self, int fd, bool read_only);
 void segment_unmap(struct segment *self);
 
 /* Maps the file once more, for views: nothing writes through it, neither shmbus nor code that
  * ignores that a view is read-only. */
-enum segment_status segment_map_views(struct segment *self);
+enum shared_status segment_map_views(struct segment *self);
 
 /* Copies of records, at the distances that these have in a mapping. One piece of address space,
  * however many they are; what lies between them takes no memory. */
@@ -134,6 +154,41 @@ void segment_isolate(struct segment *self);
 
 static inline uint8_t *segment_extent(const struct segment *self, uint32_t extent) {
     return self->data + (uint64_t)extent * self->extent_bytes;
+}
+
+/* ---- Numbers of rounds that producers get without thinking, each handed out once.
+ *
+ * Invariants:
+ * - No number is handed out twice on a bus, whoever dies: one addition takes it.
+ * - The first number is the time at which the bus was made, in microseconds. So a bus that takes the
+ *   place of a removed one, whose workers may still be in a round of that one, begins above all of
+ *   its numbers, unless more than a million were taken in each second of its life.
+ * - A number is a valid round, whatever somebody has scribbled over the counter. */
+static inline void rounds_begin(struct bus_header *header, uint64_t created_unix_ns) {
+    atomic_store_explicit(&header->next_round, created_unix_ns / 1000, memory_order_relaxed);
+}
+
+/* Of a restored bus: no number of the one before comes again. */
+static inline void rounds_resume(struct bus_header *header, uint64_t next) {
+    uint64_t own = atomic_load_explicit(&header->next_round, memory_order_relaxed);
+    atomic_store_explicit(&header->next_round, next > own ? next : own, memory_order_relaxed);
+}
+
+static inline int64_t shmbus_next_round(struct bus_header *header) {
+    uint64_t taken = atomic_fetch_add_explicit(&header->next_round, 1, memory_order_relaxed);
+    return (int64_t)(taken & (uint64_t)INT64_MAX);
+}
+
+/* ---- A bus that was removed: its name is gone, and who still has it mapped learns so.
+ *
+ * Invariant: a removed bus stays one. The word that says so is the one that says whether producers
+ * wait, so a put that finds the bus running looks at nothing more. */
+/* Where the file has lost its last name: says so to all, once, and wakes everybody who waits. A
+ * system call. Whether it has. A read-only mapping only looks. */
+bool removal_note(struct segment *self);
+
+static inline bool removal_happened(const struct segment *self) {
+    return atomic_load_explicit(&self->header->paused, memory_order_acquire) == SHMBUS_REMOVED;
 }
 
 #endif

@@ -4,7 +4,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "failpoints.h"
+#include "base/failpoints.h"
 
 static uint32_t words_of(uint32_t bytes) {
     return (1 + bytes + 7) / 8;

@@ -5,11 +5,11 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "begun.h"
-#include "clock.h"
+#include "ring/observe.h"
+#include "base/clock.h"
 #include "doorbell.h"
-#include "failpoints.h"
-#include "file_lock.h"
+#include "base/failpoints.h"
+#include "base/file_lock.h"
 #include "lead.h"
 #include "recovery.h"
 #include "relay_journal.h"

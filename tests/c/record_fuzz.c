@@ -3,7 +3,7 @@
  * Each record lies in a block of exactly its size, so that AddressSanitizer sees a read of one byte
  * more. */
 #define _GNU_SOURCE
-#include "ring/checksum.h"
+#include "base/checksum.h"
 #include "support.h"
 
 static void checksums_agree(uint64_t *random) {

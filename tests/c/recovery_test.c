@@ -18,7 +18,7 @@ static void in_a_bus(uint64_t extents, uint32_t producers, void (*story)(struct 
     struct bus bus;
     struct segment_geometry plan;
     CHECK(segment_plan(extents * SHMBUS_PAGE, producers, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&bus.segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&bus.segment, memory_file(), &plan) == SHARED_OK);
     bus.other = bus.segment;
     bus.other.fd = reopen(bus.segment.fd);
     story(&bus);

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/recovery.h"
 #include "support.h"
@@ -12,7 +12,7 @@ enum { WRITERS = 3, RECORDS = 20000 };
 static void make_segment(struct segment *segment, int fd, uint64_t capacity) {
     struct segment_geometry plan;
     CHECK(segment_plan(capacity, 8, 0, &plan));
-    CHECK(segment_create(segment, fd, &plan) == SEGMENT_OK);
+    CHECK(segment_create(segment, fd, &plan) == SHARED_OK);
 }
 
 struct worker {
@@ -24,12 +24,12 @@ struct worker {
 static void claim_waiting(struct writer *writer, uint64_t bytes, struct reservation *at) {
     while (writer_claim(writer, bytes, at) != WRITER_OK) {
         writer_seal(writer);
-        uint32_t ticket = doorbell_want_space(writer->segment->header);
+        uint32_t ticket = bell_announce(&writer->segment->header->space_bell);
         doorbell_ring(writer->segment->header);
         if (writer_claim(writer, bytes, at) == WRITER_OK) {
             return;
         }
-        doorbell_await_space(writer->segment->header, ticket, 10000000);
+        bell_wait(&writer->segment->header->space_bell, ticket, 10000000);
     }
 }
 
@@ -38,7 +38,7 @@ static void *work(void *argument) {
     struct segment segment;
     struct writer writer;
     int fd = reopen(me->fd);
-    CHECK(segment_open(&segment, fd, false) == SEGMENT_OK);
+    CHECK(segment_open(&segment, fd, false) == SHARED_OK);
     CHECK(writer_attach(&writer, &segment, "worker") == WRITER_OK);
     uint64_t random = me->seed;
     for (uint32_t i = 0; i < RECORDS; i++) {

@@ -30,11 +30,11 @@ static void free_runs(struct reader *reader, uint64_t runs) {
 }
 
 static uint32_t bell(const struct reader *reader) {
-    return atomic_load(&reader->segment->header->space_bell);
+    return atomic_load(&reader->segment->header->space_bell.count);
 }
 
 static void waiters_are_woken_for_an_eighth_of_the_bus(struct reader *reader) {
-    uint32_t before = doorbell_want_space(reader->segment->header);
+    uint32_t before = bell_announce(&reader->segment->header->space_bell);
     free_runs(reader, WORTH_WAKING - 1);
     CHECK(bell(reader) == before);
     free_runs(reader, 1);
@@ -42,7 +42,7 @@ static void waiters_are_woken_for_an_eighth_of_the_bus(struct reader *reader) {
 }
 
 static void a_reader_that_is_about_to_sleep_wakes_them_for_less(struct reader *reader) {
-    uint32_t before = doorbell_want_space(reader->segment->header);
+    uint32_t before = bell_announce(&reader->segment->header->space_bell);
     free_runs(reader, 1);
     CHECK(bell(reader) == before);
     reader_has_events(reader);
@@ -50,7 +50,7 @@ static void a_reader_that_is_about_to_sleep_wakes_them_for_less(struct reader *r
 }
 
 static void nobody_is_woken_where_nobody_waits(struct reader *reader) {
-    atomic_store(&reader->segment->header->space_wanted, 0);
+    atomic_store(&reader->segment->header->space_bell.wanted, 0);
     uint32_t before = bell(reader);
     free_runs(reader, 2 * WORTH_WAKING);
     CHECK(bell(reader) == before);
@@ -62,7 +62,7 @@ int main(void) {
     struct writer writer;
     struct reader reader;
     CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, 1, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
     struct segment other = segment;
     other.fd = reopen(segment.fd);
     CHECK(writer_attach(&writer, &other, "writer") == WRITER_OK);

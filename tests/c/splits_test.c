@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
-#include "ring/cancelled.h"
+#include "ring/observe.h"
 #include "ring/splits.h"
 #include "support.h"
 
@@ -12,7 +12,7 @@
 static void begin(struct segment *segment) {
     struct segment_geometry plan;
     CHECK(segment_plan(16u << 10, 1, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(segment, memory_file(), &plan) == SHARED_OK);
 }
 
 static void forget(struct segment *segment) {

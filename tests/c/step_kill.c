@@ -7,7 +7,7 @@
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "support.h"
 #include "ring/retry_table.h"
@@ -313,7 +313,7 @@ int main(void) {
         mmap(NULL, sizeof *witness, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(witness != MAP_FAILED);
     CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, PRODUCERS, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
     other = segment;
     other.fd = reopen(segment.fd);
     a_producer_may_die_after_any_instruction(&random, kills);

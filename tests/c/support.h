@@ -12,7 +12,7 @@
 
 #include "ring/attach.h"
 #include "ring/count.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 #include "ring/intent_log.h"
 #include "ring/reader.h"
 #include "ring/reclaim.h"

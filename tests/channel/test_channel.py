@@ -10,22 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmbus import BusClosedError, BusNotFoundError, CapacityError, LayoutMismatchError
+from shmbus import (
+    BusBusyError,
+    BusClosedError,
+    BusNotFoundError,
+    CapacityError,
+    DamagedError,
+    LayoutMismatchError,
+    WaitTimeoutError,
+)
 from shmbus._arguments import process_label
 from shmbus.channel import (
-    ChannelBusyError,
     ChannelClosedError,
-    ChannelDamagedError,
     ChannelReceiver,
     ChannelSender,
-    ChannelTimeoutError,
     StepFailedError,
     StepOrderError,
     StepSkippedError,
-    living_statement,
     unlink_channel,
 )
-from shmbus.channel.lifecycle import channel_path
+from shmbus.channel.lifecycle import channel_path, living_statement
 from shmbus_ext import _core
 
 
@@ -52,7 +56,7 @@ def test_steps_come_in_order_with_their_meta_and_the_last_to_leave_removes_the_f
 
 def test_a_side_without_a_label_is_named_by_its_script(bus_name: str) -> None:
     with ChannelSender(bus_name) as sender, ChannelReceiver(bus_name) as receiver:
-        with pytest.raises(ChannelTimeoutError) as told:
+        with pytest.raises(WaitTimeoutError) as told:
             receiver.receive(timeout=0.01)
         assert f"the sender {process_label()!r} (pid {os.getpid()})" in str(told.value)
         sender.send(b"x")
@@ -73,7 +77,7 @@ def test_what_a_living_sender_states_is_read_without_being_a_side(bus_name: str)
         with path.open("r+b") as file:
             file.seek(file.read(1 << 20).index(b"eight ranks"))
             file.write(b"E")
-        with pytest.raises(ChannelDamagedError, match="does not match its checksum"):
+        with pytest.raises(DamagedError, match="does not match its checksum"):
             living_statement(bus_name)
         sender.close()
         assert living_statement(bus_name) is None, "it has left"
@@ -83,7 +87,7 @@ def test_a_step_waits_only_for_the_one_that_has_its_slot(bus_name: str) -> None:
     with ChannelSender(bus_name, slots=2) as sender, ChannelReceiver(bus_name) as receiver:
         sender.send(b"0")
         sender.send(b"1")
-        with pytest.raises(ChannelTimeoutError, match=r"slot 0 for step 2, which step 0 still has"):
+        with pytest.raises(WaitTimeoutError, match=r"slot 0 for step 2, which step 0 still has"):
             sender.send(b"2", timeout=0.05)
         assert bytes_of(receiver) == b"0"
         sender.send(b"2", timeout=5)
@@ -167,9 +171,9 @@ class ChannelReceiverAfter:
 
 def test_each_side_is_one_process_and_a_closed_handle_says_so(bus_name: str) -> None:
     with ChannelReceiverAfter(bus_name) as (sender, receiver):
-        with pytest.raises(ChannelBusyError, match="living sender"):
+        with pytest.raises(BusBusyError, match="living sender"):
             ChannelSender(bus_name)
-        with pytest.raises(ChannelBusyError, match="living receiver"):
+        with pytest.raises(BusBusyError, match="living receiver"):
             ChannelReceiver(bus_name)
         with pytest.raises(ValueError, match="slots=2"):
             ChannelSender(bus_name, slots=3)
@@ -324,11 +328,11 @@ def test_a_row_that_was_scribbled_on_bounds_no_access(bus_name: str, seed: int) 
                 at = int(rng.integers(12, 256))
                 byte = bytes([row[at] ^ int(rng.integers(1, 256))])
                 os.pwrite(file.fileno(), byte, 1024 + at)
-                with pytest.raises(ChannelDamagedError, match="not usable any more"):
+                with pytest.raises(DamagedError, match="not usable any more"):
                     receiver.receive(timeout=1)
                 os.pwrite(file.fileno(), row, 1024)
             os.pwrite(file.fileno(), struct.pack("<Q", 99), 128)  # sent
-            with pytest.raises(ChannelDamagedError):
+            with pytest.raises(DamagedError):
                 receiver.receive(timeout=1)
             os.pwrite(file.fileno(), struct.pack("<Q", 1), 128)
         assert bytes_of(receiver) == b"0" * 100

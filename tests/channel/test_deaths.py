@@ -7,7 +7,8 @@ import signal
 import pytest
 from conftest import Spawner
 
-from shmbus.channel import ChannelReceiver, ChannelSender, ChannelTimeoutError, PeerGoneError
+from shmbus import PeerGoneError, WaitTimeoutError
+from shmbus.channel import ChannelReceiver, ChannelSender
 
 # Its steps are their own numbers; it lives on afterwards.
 SENDER = """
@@ -55,7 +56,7 @@ def test_a_killed_sender_ends_a_wait_and_its_successor_goes_on(
         with pytest.raises(PeerGoneError, match="sent up to step 1") as gone:
             receiver.receive(timeout=NEVER_S)
         assert (gone.value.side, gone.value.pid) == ("sender", child.pid)
-        with pytest.raises(ChannelTimeoutError, match="has died, and no successor has come"):
+        with pytest.raises(WaitTimeoutError, match="has died, and no successor has come"):
             receiver.receive(timeout=0.05)
         successor = spawn.script(SENDER, bus_name, 1)
         assert text_of(receiver) == b"2"
@@ -89,7 +90,7 @@ def test_a_stopped_side_is_slow_and_not_dead(bus_name: str, spawn: Spawner) -> N
         sender.send(b"1", timeout=30)
         child.expect("holds")
         child.send_signal(signal.SIGSTOP)
-        with pytest.raises(ChannelTimeoutError, match=r"lives, and is slow or stopped.*call again"):
+        with pytest.raises(WaitTimeoutError, match=r"lives, and is slow or stopped.*call again"):
             sender.send(b"2", timeout=0.3)
         child.send_signal(signal.SIGCONT)
         child.kill()

@@ -105,7 +105,11 @@ def test_every_wait_has_an_end(sides: tuple[TensorSender, TensorReceiver]) -> No
     ("options", "error", "match"),
     [
         ({"slots": "2"}, TypeError, "slots: expected an int"),
-        ({"max_bytes": (1 << 64) + 4096}, ValueError, "bytes, got 2 of 18446744073709555712"),
+        (
+            {"max_bytes": (1 << 64) + 4096},
+            ValueError,
+            "max_bytes: expected .* got 18446744073709555712",
+        ),
         ({"timeout": None}, TypeError, "each wait needs an end"),
         ({"timeout": float("nan")}, ValueError, "timeout"),
         ({"specs": 5}, TypeError, "specs: expected"),

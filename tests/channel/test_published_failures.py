@@ -20,17 +20,16 @@ import pytest
 import torch
 from naive import Hang, NaiveReceiver, NaiveSender
 
+from shmbus import PeerGoneError, WaitTimeoutError
 from shmbus.tensors import (
     ChannelClosedError,
-    ChannelTimeoutError,
-    PeerGoneError,
     SpecMismatchError,
     StepOrderError,
     StepSkippedError,
     TensorChannel,
-    readers,
-    writers,
 )
+from shmbus.tensors import receiver as receiving
+from shmbus.tensors import sender as sending
 
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["shmbus.tensors"])
@@ -174,7 +173,7 @@ def tensor_sender(name: str, phase: str, pipe: Connection) -> None:
     if phase in ("created", "declared"):
         stay(phase, pipe)
     if phase == "copying":
-        writers.copy_bytes = lambda *_: stay(phase, pipe)  # type: ignore[attr-defined]
+        sending.copy_bytes = lambda *_: stay(phase, pipe)  # type: ignore[attr-defined]
     sender.send(good())
     if phase == "sent":
         stay(phase, pipe)
@@ -189,7 +188,7 @@ def tensor_receiver(name: str, phase: str, pipe: Connection) -> None:
     if phase == "waiting":
         pipe.send(phase)
     if phase == "opening a step":
-        readers.StepReader.open = lambda *_: stay(phase, pipe)  # type: ignore[method-assign,assignment]
+        receiving.StepReader.open = lambda *_: stay(phase, pipe)  # type: ignore[method-assign,assignment]
     with receiver.recv(NEVER_S):
         if phase == "holding a step":
             stay(phase, pipe)
@@ -377,7 +376,7 @@ def steady_sender(name: str, phase: str, pipe: Connection) -> None:
     with TensorChannel.create(name, timeout=PATIENCE_S) as sender:
         pipe.send(phase)
         while not pipe.poll(0.001):
-            with contextlib.suppress(ChannelTimeoutError):  # nothing is lost: call again
+            with contextlib.suppress(WaitTimeoutError):  # nothing is lost: call again
                 sender.send(good(sender.next_step))
         pipe.send(sender.next_step)
         while sender.acked_step + 1 < sender.next_step:
@@ -389,7 +388,7 @@ def steady_receiver(name: str, phase: str, pipe: Connection) -> None:
     expected = 0
     with contextlib.suppress(ChannelClosedError):
         while True:
-            with contextlib.suppress(ChannelTimeoutError), receiver.recv() as item:
+            with contextlib.suppress(WaitTimeoutError), receiver.recv() as item:
                 assert (item.step, item["ids"].tolist()) == (expected, [expected] * 4)
                 expected += 1
                 if expected == 3:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import Spawner
 
+from shmbus import PeerGoneError
 from shmbus.tensors import (
-    PeerGoneError,
     SpecMismatchError,
     StepOrderError,
     TensorChannel,

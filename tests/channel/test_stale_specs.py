@@ -8,12 +8,8 @@ import pytest
 import torch
 from conftest import Spawner
 
-from shmbus.tensors import (
-    ChannelClosedError,
-    ChannelTimeoutError,
-    SpecMismatchError,
-    TensorChannel,
-)
+from shmbus import WaitTimeoutError
+from shmbus.tensors import ChannelClosedError, SpecMismatchError, TensorChannel
 
 RIGHT = {"x": ("int64", (None,))}
 WRONG = {"x": ("float32", (None,))}
@@ -44,10 +40,10 @@ def test_specs_of_a_dead_sender_are_no_difference_for_who_comes_later(
 ) -> None:
     dead(bus_name, spawn, "sender")
     with TensorChannel.open(bus_name, specs=RIGHT) as receiver:
-        with pytest.raises(ChannelTimeoutError, match="no successor has come"):
+        with pytest.raises(WaitTimeoutError, match="no successor has come"):
             receiver.recv(0.05)
         with TensorChannel.create(bus_name, specs=declared) as sender:
-            with pytest.raises(ChannelTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 receiver.recv(0.05)
             sender.send(STEP)
             with receiver.recv(20) as item:
@@ -62,7 +58,7 @@ def test_a_receiver_that_comes_after_the_successor_does_not_look_at_the_dead_sen
         TensorChannel.create(bus_name) as sender,
         TensorChannel.open(bus_name, specs=RIGHT) as receiver,
     ):
-        with pytest.raises(ChannelTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             receiver.recv(0.05)
         sender.send(STEP)
         with receiver.recv(20) as item:

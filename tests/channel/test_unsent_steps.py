@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shmbus import CapacityError
-from shmbus.tensors import (
-    ChannelTimeoutError,
-    SpecMismatchError,
-    TensorChannel,
-    TensorReceiver,
-    TensorSender,
-)
+from shmbus import CapacityError, WaitTimeoutError
+from shmbus.tensors import SpecMismatchError, TensorChannel, TensorReceiver, TensorSender
 
 WAIT_S = 20.0
 SPECS = {"a": ("float32", (None,))}
@@ -243,5 +237,5 @@ def test_a_timeout_of_few_bits_ends_in_its_time(
         TensorChannel.open(bus_name, specs=SPECS, timeout=timeout, wait=timeout) as receiver,
     ):
         for given in (None, timeout):
-            with pytest.raises(ChannelTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 receiver.recv(timeout=given)

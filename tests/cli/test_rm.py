@@ -71,6 +71,17 @@ def test_a_daemon_ends_with_the_bus_that_is_removed_by_force(
     wait_until(lambda: files_of(bus_name) == [], what="the daemon's socket to go")
 
 
+def test_by_force_what_a_killed_daemon_left_goes_with_all_else(
+    bus_name: str, daemon: Callable[..., Any]
+) -> None:
+    served = daemon("--capacity", "1MiB")
+    leave_companions(bus_name)
+    served.kill()
+    assert f"shmbus-{bus_name}.sock" in files_of(bus_name)
+    done = cli("rm", "--force", bus_name)
+    assert (done.status, files_of(bus_name)) == (0, []), done.err
+
+
 def test_an_unknown_bus_is_named_with_the_one_that_was_meant(bus_name: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"):
         missing = cli("rm", bus_name[:-1])

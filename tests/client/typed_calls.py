@@ -23,8 +23,8 @@ def make_consumers() -> None:
 def take(consumer: Consumer) -> None:
     consumer.take(max_group=4)  # type: ignore[call-arg]
     consumer.take(64, timeout="1")  # type: ignore[arg-type]
-    consumer.take_step(group=4)  # type: ignore[call-arg]
-    consumer.take_step(4)  # type: ignore[call-arg]
+    consumer.take_shard(group=4)  # type: ignore[call-arg]
+    consumer.take_shard(4)  # type: ignore[call-arg]
     for group in consumer:
         group.scores_of_all  # type: ignore[attr-defined]  # noqa: B018
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, f
     ):
         got: dict[int, list[Group]] = {}
         for rank in (first, 1 - first):
-            got[rank] = (zero, one)[rank].take_step(groups=4, timeout=10)
+            got[rank] = (zero, one)[rank].take_shard(groups=4, timeout=10)
         assert len(got[0]) == len(got[1]) == 4
         # Heaviest first, a round to each: pinned, since it must never depend on who asks.
         assert ids(got[0]) == ["g2", "g3", "g6", "g7"]
@@ -76,7 +77,7 @@ def test_a_step_fits_the_tokens_of_each_rank_and_is_balanced(daemon: Served, bus
     put(bus_name, range(40), tokens=lambda g: 1 + g * 13 % 50)
     consumers = [Consumer(bus_name, rank=r, world_size=3) for r in range(3)]
     steps = at_once(
-        *(lambda c=c: c.take_step(tokens=300, max_wait=0.1, timeout=10) for c in consumers)
+        *(lambda c=c: c.take_shard(tokens=300, max_wait=0.1, timeout=10) for c in consumers)
     )
     loads = [weight(groups) for groups in steps]
     assert all(0 < load <= 300 for load in loads)
@@ -95,17 +96,17 @@ def test_no_step_is_formed_before_each_rank_gets_a_group(daemon: Served, bus_nam
         Consumer(bus_name, rank=0, world_size=2) as zero,
         Consumer(bus_name, rank=1, world_size=2) as one,
     ):
-        assert zero.take_step(groups=1, max_wait=0.0, timeout=0.2) == []
+        assert zero.take_shard(groups=1, max_wait=0.0, timeout=0.2) == []
         put(bus_name, range(1, 2), tokens=lambda g: 10)
-        assert ids(zero.take_step(groups=1, max_wait=0.0, timeout=10)) == ["g0"]
-        assert ids(one.take_step(groups=1, max_wait=0.0, timeout=10)) == ["g1"]
+        assert ids(zero.take_shard(groups=1, max_wait=0.0, timeout=10)) == ["g0"]
+        assert ids(one.take_shard(groups=1, max_wait=0.0, timeout=10)) == ["g1"]
 
 
 RANK = """
 import sys, time
 from shmbus import Consumer
 consumer = Consumer(sys.argv[1], rank=1, world_size=2)
-groups = consumer.take_step(groups=3, timeout=20)
+groups = consumer.take_shard(groups=3, timeout=20)
 groups[0].ack()
 consumer.stats()
 print(",".join(g.instance_id for g in groups[1:]))
@@ -122,11 +123,11 @@ def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else
     wait_until(lambda: "," in child.output())
     left = child.output().strip().split(",")
     with Consumer(bus_name, rank=0, world_size=2) as zero:
-        assert not set(ids(zero.take_step(groups=3, timeout=10))) & set(left)
+        assert not set(ids(zero.take_shard(groups=3, timeout=10))) & set(left)
         with pytest.raises(BusBusyError, match=f"rank 1 is pid {child.pid}"):
             Consumer(bus_name, rank=1, world_size=2)
         child.kill()
-        assert not set(ids(zero.take_step(groups=3, timeout=10))) & set(left)
+        assert not set(ids(zero.take_shard(groups=3, timeout=10))) & set(left)
 
         def again() -> Consumer | None:
             try:
@@ -135,8 +136,8 @@ def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else
                 return None
 
         with wait_until(again) as one:  # type: ignore[union-attr]
-            assert ids(one.take_step(groups=3, timeout=10)) == left
-            assert len(one.take_step(groups=3, timeout=10)) == 3
+            assert ids(one.take_shard(groups=3, timeout=10)) == left
+            assert len(one.take_shard(groups=3, timeout=10)) == 3
 
 
 def here(name: str) -> int:
@@ -149,21 +150,66 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
     daemon: Served, bus_name: str
 ) -> None:
     served = daemon("--capacity", "8MiB")
-    put(bus_name, range(4))
+    put(bus_name, range(6))
     with (
         Consumer(bus_name, rank=0, world_size=2) as zero,
         Consumer(bus_name, rank=1, world_size=2) as one,
     ):
-        for _ in range(2):
-            one.ack(one.take_step(groups=1, max_wait=0, timeout=10))
-        wait_until(lambda: one.stats().acknowledged == 4)
+        zero.ack(zero.take_shard(groups=1, max_wait=0, timeout=10))
+        for _ in range(3):
+            one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
+        wait_until(lambda: one.stats().acknowledged == 8)
         served.kill()
         served.start()
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
         # The other rank's two steps were with the daemon: both of these groups are its own.
-        assert one.take_step(groups=1, max_wait=0, timeout=0.2) == []
-        taken = [zero.take_step(groups=1, max_wait=0, timeout=10) for _ in range(2)]
+        assert one.take_shard(groups=1, max_wait=0, timeout=0.2) == []
+        taken = [zero.take_shard(groups=1, max_wait=0, timeout=10) for _ in range(2)]
         assert [len(groups) for groups in taken] == [1, 1]
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["holding", "holding nothing"])
+@pytest.mark.parametrize("knew", [True, False], ids=["known before", "new"])
+@pytest.mark.parametrize("asks_first", [0, 1])
+def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_rank(
+    daemon: Served, bus_name: str, holds: bool, knew: bool, asks_first: int
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    put(bus_name, range(12))
+
+    def rank(number: int) -> Consumer:
+        return Consumer(bus_name, rank=number, world_size=2)
+
+    def step(consumer: Consumer) -> list[Group]:
+        return consumer.take_shard(groups=1, max_wait=0, timeout=10)
+
+    with rank(0) as zero, rank(1) as one:  # an earlier life, of which the ranks have numbers
+        for _ in range(3):
+            for consumer in (zero, one):
+                consumer.ack(step(consumer))
+        wait_until(lambda: zero.stats().acknowledged == 12)
+    with contextlib.ExitStack() as stack:
+        zero = stack.enter_context(rank(0))
+        one = stack.enter_context(rank(1)) if knew else None
+        taken = step(zero)
+        if not holds:
+            zero.ack(taken)
+            wait_until(lambda: zero.stats().acknowledged == 14)
+        served.kill()
+        served.start()
+        wait_until(lambda: here(bus_name) == 1 + knew, what="the ranks to come back")
+        one = one or stack.enter_context(rank(1))
+        if holds and asks_first == 1:
+            taken += step(one)
+        for _ in range(2):
+            for consumer in (zero, one) if asks_first == 0 else (one, zero):
+                taken += step(consumer)
+        if holds and asks_first == 0:
+            taken += step(one)
+        # Where a step is held, its other shard is the first that the new process gets.
+        assert len(set(ids(taken))) == len(taken) == 5 + holds
+        for consumer in (zero, one):
+            assert consumer.take_shard(groups=1, max_wait=0, timeout=0.1) == []
 
 
 SLOW_RANK = """
@@ -171,7 +217,7 @@ import sys
 from shmbus import Consumer
 consumer = Consumer(sys.argv[1], rank=0, world_size=2)
 print("here")
-print("took", len(consumer.take_step(groups=1, max_wait=0, timeout=60)))
+print("took", len(consumer.take_shard(groups=1, max_wait=0, timeout=60)))
 """
 
 
@@ -184,11 +230,11 @@ def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
     slow.send_signal(signal.SIGSTOP)
     put(bus_name, range(3))
     with Consumer(bus_name, rank=1, world_size=2) as one:
-        one.ack(one.take_step(groups=1, max_wait=0, timeout=10))
+        one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
         wait_until(lambda: one.stats().acknowledged == 2)
         served.kill()
         served.start()
-        one.ack(one.take_step(groups=1, max_wait=0, timeout=10))
+        one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
         slow.send_signal(signal.SIGCONT)
         slow.expect("took 1")
 
@@ -200,10 +246,10 @@ def test_ranks_that_ask_differently_for_a_step_are_told_so(daemon: Served, bus_n
         Consumer(bus_name, rank=0, world_size=2) as zero,
         Consumer(bus_name, rank=1, world_size=2) as one,
     ):
-        zero.take_step(groups=2, timeout=10)
+        zero.take_shard(groups=2, timeout=10)
         with pytest.raises(ValueError, match=r"groups=3.*groups=2"):
-            one.take_step(groups=3, timeout=10)
-        assert len(one.take_step(groups=2, timeout=10)) == 2
+            one.take_shard(groups=3, timeout=10)
+        assert len(one.take_shard(groups=2, timeout=10)) == 2
 
 
 def test_another_world_size_takes_over_when_the_ranks_are_gone(
@@ -214,7 +260,7 @@ def test_another_world_size_takes_over_when_the_ranks_are_gone(
     with Consumer(bus_name, rank=0, world_size=2) as zero:
         with pytest.raises(ValueError, match="world of 2"):
             Consumer(bus_name, rank=0, world_size=3)
-        assert len(zero.take_step(groups=2, timeout=10)) == 2
+        assert len(zero.take_shard(groups=2, timeout=10)) == 2
     with Consumer(bus_name) as plain:
         found = []
         while len(found) < 8:

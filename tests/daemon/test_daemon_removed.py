@@ -87,6 +87,6 @@ def test_a_bus_that_was_removed_after_its_daemon_died_leaves_its_name_to_an_embe
     with shmbus.Bus.create(bus_name, "8MiB"), Producer(bus_name) as producer:
         put(producer, "q")
         with Consumer(bus_name) as consumer:
-            assert not consumer.served
+            assert not consumer.has_daemon
             (group,) = consumer.take(timeout=10)
             group.ack()

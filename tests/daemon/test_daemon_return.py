@@ -63,8 +63,8 @@ def test_a_rank_that_returns_has_its_place_and_gets_the_same_shard(
         grant_and_forget(
             client_of(first), lambda id_: messages.TakeStep(id=id_, groups=2, timeout_s=10.0)
         )
-        mine = first.take_step(groups=2, timeout=10)
-        others = second.take_step(groups=2, timeout=10)
+        mine = first.take_shard(groups=2, timeout=10)
+        others = second.take_shard(groups=2, timeout=10)
         assert sorted(g.instance_id for g in mine + others) == ["g0", "g1", "g2", "g3"]
         first.ack(mine)
         second.ack(others)

@@ -41,7 +41,7 @@ def test_a_group_is_told_from_its_first_sample_to_its_end(bus_name: str, daemon:
     daemon("--capacity", "2MiB", "--sample-retries", "1")
     with Producer(bus_name, label="w0") as producer, Consumer(bus_name, label="train.py") as taker:
         put(producer, "q", range(2))
-        producer.begin("q", 3)
+        producer.begin_sample("q", 3)
         producer.fail("q", 2, "out of memory", group_size=4)
         found = wait_until(
             lambda: (g := read_group(bus_name, "q")).events and g, what="the failed sample"
@@ -53,7 +53,7 @@ def test_a_group_is_told_from_its_first_sample_to_its_end(bus_name: str, daemon:
         [event] = found.events
         assert (event.kind, event.index, event.count) == ("asked", 2, 1)
         assert event.text == "out of memory" and event.who.startswith("w0 (pid ")
-        [wanted] = wait_until(lambda: producer.wanted(), what="the request")
+        [wanted] = wait_until(lambda: producer.requests.retries(), what="the request")
         put(producer, "q", range(2, 4))
         assert wanted.index == 2
         wait_until(lambda: read_group(bus_name, "q").state == "ready", what="a complete group")

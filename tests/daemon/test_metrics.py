@@ -178,15 +178,15 @@ def test_useless_groups_are_counted_for_who_samples_more(
                 producer.put(f"k{number}", group_size=2, index=index, score=score, x=np.zeros(3))
         taken: list[shmbus.Group] = []
         wait_until(lambda: taken.extend(consumer.take()) or len(taken) == 3)
-        consumer.drop(taken[:1], useless=True)
+        consumer.drop(taken[:1], reason="filtered")
         taken[1].drop()
         taken[2].ack()
         wait_until(lambda: consumer.stats().acknowledged == 2)
         ledger = consumer.stats()
-        assert ledger.groups_useless == producer.groups_useless == 4
+        assert ledger.groups_dropped == producer.groups_dropped == 4
         assert ledger.dropped == {"zero_variance": 4, "filtered": 2, "malformed": 2}
         found = scrape(server)
-        assert found["shmbus_groups_useless_total", ()] == 4
+        assert found["shmbus_groups_dropped_total", ()] == 4
         assert found["shmbus_dropped_total", ("filtered",)] == 2
         if served:
             child.send_signal(signal.SIGTERM)

@@ -77,13 +77,13 @@ def test_ranks_that_return_to_a_restarted_daemon_have_the_bus_and_others_are_tol
         with client_of(zero).lock, client_of(one).lock:
             served.start()
             plain = Consumer(bus_name)
-        assert len(zero.take_step(groups=1, timeout=10)) == 1
+        assert len(zero.take_shard(groups=1, timeout=10)) == 1
         with pytest.raises(
             BusBusyError, match=rf"rank 0 is pid {os.getpid()} \(.*\), this process"
         ):
             wait_until(lambda: plain.take(timeout=1))
         plain.close()
-        assert len(one.take_step(groups=1, timeout=10)) == 1
+        assert len(one.take_shard(groups=1, timeout=10)) == 1
 
 
 def test_take_of_a_rank_is_its_shard_of_a_step_of_at_most_so_many_groups(

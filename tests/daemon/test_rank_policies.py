@@ -57,7 +57,7 @@ def test_the_lag_holds_at_delivery_whatever_backlog_there_was(
         acknowledged = 0
         for version in range(12):
             for consumer in consumers:
-                groups = consumer.take_step(**size, timeout=20)
+                groups = consumer.take_shard(**size, timeout=20)
                 assert version - oldest(groups) <= LAG
                 acknowledged += sum(map(len, groups))
                 consumer.ack(groups)
@@ -79,9 +79,9 @@ def test_a_shard_that_was_formed_stays_what_it_is_for_the_rank_that_comes_late(
         Consumer(bus_name, rank=1, world_size=2) as one,
     ):
         put(producer, range(4))
-        first = zero.take_step(groups=2, timeout=10)
+        first = zero.take_shard(groups=2, timeout=10)
         zero.policy_version = 10
-        second = one.take_step(groups=2, timeout=10)
+        second = one.take_shard(groups=2, timeout=10)
         assert {g.instance_id for g in first + second} == {"g0", "g1", "g2", "g3"}
 
 
@@ -97,7 +97,7 @@ def test_groups_without_variance_are_dropped_before_a_step_is_formed(
         for index in range(2):
             producer.put("flat", group_size=2, index=index, score=1, tokens=np.zeros(3, np.int32))
         put(producer, range(2))
-        taken = [c.take_step(groups=1, timeout=10)[0].instance_id for c in (zero, one)]
+        taken = [c.take_shard(groups=1, timeout=10)[0].instance_id for c in (zero, one)]
         assert sorted(taken) == ["g0", "g1"]
         assert zero.stats().dropped == {"zero_variance": 2}
 
@@ -114,11 +114,11 @@ def test_groups_whose_time_is_over_end_for_ranks_as_without(
     ):
         put(producer, range(2), size=3)
         if policy == "partial":
-            taken = [c.take_step(groups=1, timeout=20)[0] for c in (zero, one)]
+            taken = [c.take_shard(groups=1, timeout=20)[0] for c in (zero, one)]
             assert sorted(g.instance_id for g in taken) == ["g0", "g1"]
             assert [len(g) for g in taken] == [2, 2]
         else:
-            assert zero.take_step(groups=1, timeout=0.5) == []
+            assert zero.take_shard(groups=1, timeout=0.5) == []
             wait_until(lambda: one.stats().dropped == {"timeout": 4}, what="both to be dropped")
 
 
@@ -130,14 +130,14 @@ def test_what_no_rank_holds_is_ready_and_not_leased(daemon: Served, bus_name: st
         Consumer(bus_name, rank=1, world_size=2) as one,
     ):
         put(producer, range(21))
-        zero.take_step(groups=2, timeout=10)
+        zero.take_shard(groups=2, timeout=10)
         wait_until(lambda: read_status(bus_name).ledger.leased == 4)
         found = settled(bus_name, 0)
         assert found.ledger.balanced
         assert (found.ledger.leased, found.ledger.stashed) == (4, 38)
         assert found.daemon is not None
         assert (found.daemon.groups_leased, found.daemon.groups_ready) == (2, 19)
-        assert one.take_step(groups=2, timeout=10)
+        assert one.take_shard(groups=2, timeout=10)
         wait_until(lambda: read_status(bus_name).collector.leased_groups == 4)
         assert zero.stats().balanced
 
@@ -151,11 +151,11 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
     consumers = [Consumer(bus_name, rank=rank, world_size=2) for rank in range(2)]
     for _ in range(5):
         for consumer in consumers:
-            consumer.ack(consumer.take_step(groups=3, timeout=10))
+            consumer.ack(consumer.take_shard(groups=3, timeout=10))
     # One more step, of which one rank has its part, and a request that nothing is ready for.
-    left = [group.instance_id for group in consumers[0].take_step(groups=3, timeout=10)]
-    consumers[1].take_step(groups=3, timeout=10)
-    assert consumers[1].take_step(groups=40, timeout=0.1) == []
+    left = [group.instance_id for group in consumers[0].take_shard(groups=3, timeout=10)]
+    consumers[1].take_shard(groups=3, timeout=10)
+    assert consumers[1].take_shard(groups=40, timeout=0.1) == []
     for consumer in consumers:
         consumer.close()
 
@@ -172,7 +172,7 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
     assert status.collector.stashed_groups == 70
     # A rank that comes again has its own first; all others are there for whoever asks.
     with Consumer(bus_name, rank=0, world_size=2) as zero:
-        assert [group.instance_id for group in zero.take_step(groups=3, timeout=10)] == left
+        assert [group.instance_id for group in zero.take_shard(groups=3, timeout=10)] == left
     with Consumer(bus_name) as plain:
         found: list[Group] = []
         began = time.monotonic()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Spawner, wait_until
 
+from shmbus import PeerGoneError
 from shmbus.inspect.leftovers import remove, survey
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import (
@@ -20,7 +21,7 @@ from shmbus.tensors.device.arena import (
     allocator,
 )
 from shmbus.tensors.device.completion import Completion
-from shmbus.tensors.device.descriptors import PeerGoneError, fetch_descriptor
+from shmbus.tensors.device.descriptors import fetch_descriptor
 from shmbus.tensors.device.handles import NO_UUID, DeviceHandle
 from shmbus.tensors.device.host import HostMemory
 

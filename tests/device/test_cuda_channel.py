@@ -10,14 +10,12 @@ import pytest
 import torch
 from conftest import Spawner
 
-from shmbus import CapacityError
+from shmbus import CapacityError, DeviceMismatchError, PeerGoneError
 from shmbus.channel.lifecycle import channel_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors import (
     ChannelError,
     CudaCarrier,
-    DeviceMismatchError,
-    PeerGoneError,
     SpecMismatchError,
     StepFailedError,
     StepOrderError,

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shmbus.tensors.device.descriptors import DescriptorServer, PeerGoneError, fetch_descriptor
+from shmbus import PeerGoneError
+from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
 from shmbus.tensors.device.handles import MAX_BYTES, MAX_MESSAGE_BYTES, DeviceHandle
 
 ASKER = """

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from shmbus import DeviceMismatchError
 from shmbus.tensors.device import driver, memory
 from shmbus.tensors.device.descriptors import fetch_descriptor
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.handles import DeviceHandle, DeviceMismatchError, device_of, uuid_of
+from shmbus.tensors.device.handles import DeviceHandle, device_of, uuid_of
 from shmbus.tensors.device.memory import DeviceMemory, Kind, refusals
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

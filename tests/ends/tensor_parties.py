@@ -14,19 +14,9 @@ import torch
 from bus_parties import Party, all_of
 from endings import Held, Task
 
-from shmbus import BusNotFoundError
-from shmbus.tensors import (
-    ChannelClosedError,
-    ChannelTimeoutError,
-    PeerGoneError,
-    TensorChannel,
-)
-from shmbus.weights import (
-    ModuleSource,
-    WeightPublisher,
-    WeightsTimeoutError,
-    WeightSubscriber,
-)
+from shmbus import BusNotFoundError, PeerGoneError, WaitTimeoutError
+from shmbus.tensors import ChannelClosedError, TensorChannel
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 __all__ = ["TENSOR_PARTIES"]
 
@@ -151,7 +141,7 @@ class PublisherParty(TensorParty):
         try:
             with subscriber.latest(timeout=0.0) as weights:
                 raise AssertionError(f"version {weights.version} is there after close()")
-        except WeightsTimeoutError:
+        except WaitTimeoutError:
             pass
 
 
@@ -240,7 +230,7 @@ def drain(name: str) -> list[int]:
             try:
                 with receiver.recv(timeout=0.2) as item:
                     found.append(check_step(item))
-            except (ChannelClosedError, PeerGoneError, ChannelTimeoutError):
+            except (ChannelClosedError, PeerGoneError, WaitTimeoutError):
                 return found
 
 
@@ -279,7 +269,7 @@ class SenderParty(TensorParty):
         number = held.handle.next_step
         try:
             held.handle.send(step_of(number), timeout=0.0)
-        except (ChannelTimeoutError, ChannelClosedError, PeerGoneError):
+        except (WaitTimeoutError, ChannelClosedError, PeerGoneError):
             return False  # no slot is free, or the other side has ended
         held.sent.append(number)  # type: ignore[attr-defined]
         held.task.say(sent=held.sent)  # type: ignore[attr-defined]
@@ -304,7 +294,7 @@ class SenderParty(TensorParty):
         def call() -> int:
             try:
                 held.handle.send(step, timeout=0.0)
-            except (ChannelClosedError, PeerGoneError, ChannelTimeoutError):
+            except (ChannelClosedError, PeerGoneError, WaitTimeoutError):
                 return -1
             return number
 

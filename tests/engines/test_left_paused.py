@@ -15,7 +15,7 @@ from test_shared_steps import attached, model_of
 from test_trainer_deaths import fleet_of, start_trainer
 from trainers import SHORT_S, TIMEOUT_S, Trainer
 
-from shmbus import Bus, LayoutMismatchError
+from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import KIND, PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
@@ -138,7 +138,7 @@ async def test_a_torn_shared_model_is_served_by_nobody_where_its_healing_cannot_
     with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, *running)
         async with fleet_of(bus.name, "vllm", running) as fleet:
-            with pytest.raises(WeightsError, match="stay paused"):
+            with pytest.raises(DamagedError, match="stay paused"):
                 await fleet.step(shared, broken, 2)
             await running[1].fault("pause", "500")
             with pytest.raises(EngineError, match="nothing was changed"):

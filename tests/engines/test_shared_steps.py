@@ -11,10 +11,10 @@ from small_engine import Running
 from small_shared import SmallShared
 from trainers import TIMEOUT_S
 
-from shmbus import Bus
+from shmbus import Bus, DamagedError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
-from shmbus.weights import TornWeightsError, share_model
+from shmbus.weights import share_model
 
 pytest_plugins = ["engine_fixtures"]
 
@@ -70,12 +70,12 @@ async def test_a_step_that_failed_leaves_the_servers_paused_until_it_is_healed(
     with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, running)
         async with fleet_of(bus.name, running) as fleet:
-            with pytest.raises(TornWeightsError, match="stay paused"):
+            with pytest.raises(DamagedError, match="stay paused"):
                 await fleet.step(shared, broken, 2)
             assert paused_by(bus.name) is not None
             report = await fleet.recover()
             assert report is not None and report.torn == [running.url]
-            with pytest.raises(TornWeightsError, match="stay paused"):
+            with pytest.raises(DamagedError, match="stay paused"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2)
             await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
         assert (await running.complete(2))["tokens"] == [2.0, 2.0]

@@ -120,7 +120,7 @@ def test_the_programs_of_the_page_run_to_their_last_step_though_samples_fail(
     trained = re.findall(r"prompt-(\d+)", "".join(said))
     assert len(trained) == len(set(trained)) == 16 * steps, "none twice"
     assert ledger.balanced and ledger.dropped["failed"] > 17 * 8, "more than a batch's worth"
-    left = ledger.groups_useless + ledger.requests.groups
+    left = ledger.groups_dropped + ledger.requests.groups
     assert ledger.requests.offered == 8 * (len(trained) + left), "none skipped but those given up"
 
 

@@ -5,7 +5,7 @@
 #include "fuzz.h"
 
 #include "ring/block.h"
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 #define LARGEST (64u << 10)
 

@@ -3,7 +3,7 @@
  * Input: the header's bytes. An even first byte of the input's last eight has its checksum made
  * right, so that the bounds are reached. */
 #define _GNU_SOURCE
-#include "ring/checksum.h"
+#include "base/checksum.h"
 #include "fuzz.h"
 
 #define FILE_BYTES (64u << 10)
@@ -39,7 +39,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     CHECK(pwrite(file, page, sizeof page, 0) == (ssize_t)sizeof page);
     int fd = reopen(file);
-    if (segment_open(&segment, fd, false) == SEGMENT_OK) {
+    if (segment_open(&segment, fd, false) == SHARED_OK) {
         check_bounds(&segment);
     }
     close(segment.fd);

@@ -3,7 +3,7 @@
  * claimed by one producer at a time.
  *
  * Input: acts of 5 bytes: what is done (1), to which entry (1), with which value (1), where (2). */
-#include "ring/checksum.h"
+#include "base/checksum.h"
 #include "fuzz.h"
 #include "ring/retry_table.h"
 
@@ -25,7 +25,7 @@ static struct row_state {
 static void prepare(void) {
     struct segment_geometry plan;
     CHECK(segment_plan(64u << 10, 3, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
 }
 
 static void note_seal(uint32_t at) {

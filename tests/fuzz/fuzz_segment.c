@@ -49,7 +49,7 @@ static void take(uint64_t producer_id) {
 static void prepare(void) {
     struct segment_geometry plan;
     CHECK(segment_plan(CAPACITY, 3, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SEGMENT_OK);
+    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
     own = segment;
     own.fd = reopen(segment.fd);
     struct writer writer;

@@ -186,3 +186,10 @@ def test_external_links_are_found_without_the_sentence_around_them() -> None:
     assert list(links.links_of(text)) == [
         "https://a.example/b_c#d", "http://x.org", "https://arxiv.org/abs/2503.14476"
     ]  # fmt: skip
+
+
+def test_a_tour_has_as_many_files_as_its_table_says() -> None:
+    text = (ROOT / "docs/architecture.md").read_text().partition("## Guided tours")[2]
+    said = {name.lower(): int(count) for name, count in re.findall(r"\| (.+) \| (\d+) \|", text)}
+    tours = re.findall(r"^\*\*(.+?)\.\*\* (.+?\.)(?= [A-Z]|\n\n)", text, re.M | re.S)
+    assert said == {name.lower(): len(FILE.findall(sentence)) for name, sentence in tours} != {}

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer
-from shmbus.channel.lifecycle import channel_path, open_handle
+from shmbus.channel.lifecycle import channel_path, companion_of
 from shmbus.engines.pause_note import PauseNote, paused_by
+from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.segment.names import companion_name, shm_path
-from shmbus.weights.errors import WeightsError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.shared_file import SharedFile, open_file, shared_state
 
@@ -33,7 +33,7 @@ Use = Callable[[str, Path], Any]
 OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "bus": (lambda bus, _: shm_path(f"{bus}.planted"), lambda bus, _: Producer(f"{bus}.planted")),
     "pool": (lambda bus, _: pool_path(bus, "weights"), lambda bus, _: open_pool(bus, "weights")),
-    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: open_handle(bus)),
+    "channel": (lambda bus, _: channel_path(bus), lambda bus, _: companion_of(bus).open(bus)),
     "pause note, read": (lambda bus, _: companion("fleet", bus), lambda bus, _: paused_by(bus)),
     "shared weights": (lambda bus, _: companion("shared", bus), lambda bus, _: open_file(bus, 0)),
     "shared weights, looked at": (

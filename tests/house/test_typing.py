@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shmbus
-from trainer_adapter.handler.consumer_options import ConsumerOptions
+from trainer_adapter._arguments import ConsumerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,11 +24,12 @@ import torch
 
 import shmbus
 from trainer_adapter import (
-    Batch, ExtraField, FieldNames, OnlineDataHandler, group_advantages, pack, pad_input,
-    unpad_input, varlen_attention,
+    Batch, ExtraField, FieldNames, OnlineDataHandler, group_advantages, pack,
+    varlen_attention,
 )
 from trainer_adapter.attention import attention_backend, register_with_transformers
 from trainer_adapter.balance import balance, by_budget
+from trainer_adapter.compat import pad_input, unpad_input
 from trainer_adapter.corrections import (
     cispo_loss, gspo_loss, importance_correction, overlong_penalty,
 )
@@ -78,7 +79,7 @@ CALLS = [
     ('shmbus.Consumer("b", {})', 'on_timeout="drop"', 'on_timeout="discard"'),
     ("consumer.take({})", "max_groups=4", "groups=4"),
     ("repr(consumer.atake({}))", "max_groups=4", "groups=4"),
-    ("consumer.take_step(groups=1, {})", "only_full=True", "full_only=True"),
+    ("consumer.take_shard(groups=1, {})", "only_full=True", "full_only=True"),
     ("consumer.ack({})", "group", "batch"),
     ("consumer.ack({})", "group", "group.copy()"),
     ("len(group{}.scores)", "", "[0]"),
@@ -101,7 +102,7 @@ CALLS = [
     ("gspo_loss(tensor, tensor, tensor, tensor, {})", "clip_low=0.1", "clip=0.1"),
     ("cispo_loss(tensor, tensor, tensor, tensor, {})", "high=5.0", "epsilon_high=5.0"),
     ("overlong_penalty([1], longest=9, {})", "buffer=3", 'buffer="3"'),
-    ("consumer.drop(group, {})", "useless=True", "useles=True"),
+    ("consumer.drop(group, {})", 'reason="filtered"', "reson=1"),
     ("handler.next_batch({})", "timeout=1.0", "time_out=1.0"),
     ("handler.ack({})", "batch", "group"),
     ("pack(group, {})", 'advantages="rloo"', 'advantage="rloo"'),

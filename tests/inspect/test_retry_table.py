@@ -98,9 +98,9 @@ def test_a_scribbled_table_is_not_believed(bus_name: str, seed: int) -> None:
             segment = open_segment(bus_name)
             _core.retry_note(segment, 5, 0)
             segment.close()
-            assert producer.wanted() == []
+            assert producer.requests.retries() == []
             with SegmentFile(bus_name) as file:
                 assert read_wanted(file) == []
         producer.fail("a", 0, "x", group_size=2)
         with Consumer(bus_name, sample_retries=1) as consumer:
-            wait_until(lambda: consumer.take(timeout=0.01) or producer.wanted())
+            wait_until(lambda: consumer.take(timeout=0.01) or producer.requests.retries())

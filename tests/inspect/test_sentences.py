@@ -45,7 +45,7 @@ if not rank:
     consumer.take(timeout=0.05)
 print("ready", flush=True)
 while then == "wait":
-    held += consumer.take_step(groups=8, timeout=None) if rank else consumer.take(64, timeout=None)
+    held += consumer.take_shard(groups=8, timeout=None) if rank else consumer.take(64, timeout=None)
 if then == "end":
     for group in held:
         group.ack()

@@ -154,7 +154,7 @@ def test_a_rank_that_waits_for_its_step_is_told(daemon: Served, bus_name: str) -
         ) as consumer,
         pytest.raises(StallError, match="this rank's step") as caught,
     ):
-        consumer.take_step(groups=1)
+        consumer.take_shard(groups=1)
     status = caught.value.report.status
     assert status is not None and status.daemon is not None
     assert [lease.rank for lease in status.daemon.leases] == [0]

@@ -33,7 +33,7 @@ def put(producer: Producer, index: int, key: str = "q", size: int = 8, **more: o
 def test_a_sample_that_was_begun_names_its_producer_until_it_is_there(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as one, Producer(bus_name) as two:
         put(one, 0)
-        assert one.begin("q", 1) and two.begin("q", 2) and two.begin("q", 2)
+        assert one.begin_sample("q", 1) and two.begin_sample("q", 2) and two.begin_sample("q", 2)
         assert begun(bus_name) == {("q", 1): one.producer_id, ("q", 2): two.producer_id}
         put(one, 1)
         assert begun(bus_name) == {("q", 2): two.producer_id}
@@ -45,7 +45,7 @@ def test_each_way_to_put_ends_the_note(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         put(producer, 0)
         for index in range(1, 6):
-            assert producer.begin("q", index)
+            assert producer.begin_sample("q", index)
         item = {"instance_id": "q", "group_size": 8, "score": 1.0, "tokens": [1]}
         producer.put_many([{**item, "index": 1}, {**item, "index": 2}])
         fields = {"tokens": ("int32", 4)}
@@ -53,8 +53,8 @@ def test_each_way_to_put_ends_the_note(bus_name: str) -> None:
             slot["tokens"][:] = 1
             assert ("q", 3) in begun(bus_name)
         assert begun(bus_name).keys() == {("q", 4), ("q", 5)}
-        assert producer.abandon("q", 4)
-        assert not producer.abandon("q", 4)
+        assert producer.abandon_sample("q", 4)
+        assert not producer.abandon_sample("q", 4)
         aborted = producer.reserve("q", group_size=8, index=5, fields=fields)
         with pytest.raises(ZeroDivisionError), aborted:
             raise ZeroDivisionError
@@ -66,8 +66,8 @@ def test_round_and_split_tell_groups_of_one_prompt_apart(bus_name: str) -> None:
         put(producer, 0, round=1)
         put(producer, 0, round=2)
         put(producer, 0, split="eval")
-        producer.begin("q", 1, round=2)
-        producer.begin("q", 2, split="eval")
+        producer.begin_sample("q", 1, round=2)
+        producer.begin_sample("q", 2, split="eval")
         found = {
             (group.round, group.split): [c.index for c in group.cells if c.state == "begun"]
             for group in read_groups(bus_name).groups
@@ -104,7 +104,7 @@ def test_a_request_in_hand_is_of_its_split_only(bus_name: str) -> None:
 BEGINNER = """
 import sys, time, shmbus
 producer = shmbus.Producer(sys.argv[1])
-producer.begin("q", 1)
+producer.begin_sample("q", 1)
 print("begun", flush=True)
 time.sleep(600)
 """
@@ -114,7 +114,7 @@ def test_the_notes_of_who_closes_or_is_killed_go(bus_name: str, spawn: Spawner) 
     with Bus.create(bus_name, "1MiB"), Consumer(bus_name) as consumer:
         with Producer(bus_name) as producer:
             put(producer, 0)
-            producer.begin("q", 2)
+            producer.begin_sample("q", 2)
         child = spawn.script(BEGINNER, bus_name)
         child.expect("begun")
         assert begun(bus_name).keys() == {("q", 1)}
@@ -129,14 +129,14 @@ def test_the_notes_of_who_closes_or_is_killed_go(bus_name: str, spawn: Spawner) 
 
 def test_a_full_table_refuses_and_nothing_else_depends_on_it(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
-        noted = [producer.begin(f"p{n}", 0) for n in range(2 * _core.BEGUN_ROWS)]
+        noted = [producer.begin_sample(f"p{n}", 0) for n in range(2 * _core.BEGUN_ROWS)]
         assert _core.BEGUN_ROWS * 0.9 < sum(noted) <= _core.BEGUN_ROWS
         for index in range(8):
             put(producer, index)
         [group] = taker.take(timeout=5)
         group.ack()
     with Bus.create(f"{bus_name}-b", "1MiB"), Producer(f"{bus_name}-b") as producer:
-        assert producer.begin("q", 0)
+        assert producer.begin_sample("q", 0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_wrong_arguments_are_refused(
     bus_name: str, arguments: tuple[object, object], error: type[Exception]
 ) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, pytest.raises(error):
-        producer.begin(*arguments)  # type: ignore[arg-type]
+        producer.begin_sample(*arguments)  # type: ignore[arg-type]
 
 
 def test_seconds_of_waiting_are_counted_by_what_was_waited_for(bus_name: str) -> None:

@@ -63,12 +63,13 @@ class Trainer:
 
     def take(self) -> Batch | None:
         def operate() -> None:
-            # One step of C takes the batch from the value stack into the list.
             self.held.append(self.handler.next_batch(timeout=0.5))
 
         while not self.held:
             try:
-                self.interrupted(operate)
+                if self.interrupted(operate):
+                    # What was returned is listed, also where the list here has not got it.
+                    self.held[:] = self.handler.out
             except TimeoutError:
                 return None
         return self.held.pop()

@@ -91,18 +91,18 @@ def stepping(case: Case, at: int) -> Injection:
     others: list[shmbus.Group] = []
 
     def other() -> None:
-        others.extend(second.take_step(groups=share, timeout=PATIENCE_S))
+        others.extend(second.take_shard(groups=share, timeout=PATIENCE_S))
 
     thread = threading.Thread(target=other)
     thread.start()
 
     def operate() -> object:
-        return first.take_step(groups=share, timeout=PATIENCE_S)
+        return first.take_shard(groups=share, timeout=PATIENCE_S)
 
     injection, kept, result = interrupt(at, operate)
     mine: list[shmbus.Group] = [] if kept is not None else list(result)  # type: ignore[call-overload]
     if kept is not None:
-        mine = first.take_step(groups=share, timeout=PATIENCE_S)
+        mine = first.take_shard(groups=share, timeout=PATIENCE_S)
     thread.join()
     keys = sorted(group.instance_id for group in [*mine, *others])
     if keys != sorted(case.put):
@@ -137,8 +137,8 @@ def ending_shard(verb: str) -> Callable[[Case, int], Injection]:
         case.offer(groups=4)
         share = 2 * SHAPE.more
         first, (second,) = case.consumer, case.others
-        mine = first.take_step(groups=share, timeout=PATIENCE_S)
-        others = second.take_step(groups=share, timeout=PATIENCE_S)
+        mine = first.take_shard(groups=share, timeout=PATIENCE_S)
+        others = second.take_shard(groups=share, timeout=PATIENCE_S)
         one = mine.pop(0)
 
         def operate() -> None:
@@ -153,7 +153,7 @@ def ending_shard(verb: str) -> Callable[[Case, int], Injection]:
         if kept is not None and one.state == "leased":
             again(operate)
         if one.state == "given_back":
-            (came,) = first.take_step(groups=share, timeout=PATIENCE_S)
+            (came,) = first.take_shard(groups=share, timeout=PATIENCE_S)
             if came.instance_id != one.instance_id:
                 raise Fault(f"gave back {one.instance_id}, got {came.instance_id}")
             mine.append(came)
@@ -205,7 +205,7 @@ def returning(case: Case, at: int) -> Injection:
     injection, kept, result = interrupt(at, operate)
     case.consumer = result if isinstance(result, shmbus.Consumer) else case.attach()
     for consumer in (case.consumer, *case.others):
-        consumer.ack(consumer.take_step(groups=SHAPE.more, timeout=PATIENCE_S))
+        consumer.ack(consumer.take_shard(groups=SHAPE.more, timeout=PATIENCE_S))
     case.balance()
     ledger = case.others[0].stats()
     if ledger.leased or ledger.stashed or ledger.in_ring:

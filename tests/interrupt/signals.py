@@ -124,7 +124,7 @@ class Victim:
         if self.ranks == 1:
             self.held = consumer.take(self.random.choice([1, 4, 20]), 0.002)
         else:
-            self.held = consumer.take_step(groups=1, timeout=0.002)
+            self.held = consumer.take_shard(groups=1, timeout=0.002)
         self.end(consumer, verb)
 
     def end(self, consumer: shmbus.Consumer, verb: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from injection import Injected, Injection
 
-from shmbus.weights import SharedModel, TornWeightsError, attach_model, share_model
+from shmbus import DamagedError
+from shmbus.weights import SharedModel, attach_model, share_model
 from shmbus.weights.shared_file import path_of
 
 
@@ -65,7 +66,7 @@ def test_an_interrupted_step_keeps_no_reader_out_and_leaves_no_mix(bus_name: str
                 fill(model, 2)
 
         def check(where: str) -> None:
-            with contextlib.suppress(TornWeightsError), seen.reading(timeout=30) as version:
+            with contextlib.suppress(DamagedError), seen.reading(timeout=30) as version:
                 assert values(replica) == {version}
             with shared.stepping(1, timeout=30, heal=True):
                 fill(model, 1)

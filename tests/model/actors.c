@@ -59,12 +59,12 @@ static void claim_waiting(struct writer *writer, uint64_t bytes, struct reservat
     struct bus_header *header = writer->segment->header;
     while (writer_claim(writer, bytes, at) != WRITER_OK) {
         writer_seal(writer);
-        uint32_t ticket = doorbell_want_space(header);
+        uint32_t ticket = bell_announce(&header->space_bell);
         doorbell_ring(header);
         if (writer_claim(writer, bytes, at) == WRITER_OK) {
             return;
         }
-        doorbell_await_space(header, ticket, WAIT_NS);
+        bell_wait(&header->space_bell, ticket, WAIT_NS);
     }
 }
 
@@ -205,7 +205,7 @@ static void wait_for_events(struct actor *self) {
     doorbell_announce(header);
     if (reader_has_events(&self->reader)) {
         doorbell_stay(header);
-    } else if (doorbell_sleep(header, WAIT_NS) == DOORBELL_TIMEOUT) {
+    } else if (doorbell_sleep(header, WAIT_NS) == BELL_TIMEOUT) {
         reader_sweep(&self->reader);
     }
 }

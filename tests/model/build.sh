@@ -7,6 +7,7 @@
 # is plain C.
 set -eu
 ring=$1
+base=$1/../base
 into=$2
 shift 2
 cc=${CC:-cc}
@@ -20,22 +21,28 @@ compile() { # SOURCE FLAGS...
     # shellcheck disable=SC2086 # several words
     $cc $flags "$@" -c "$source" -o "$into/$(basename "$source" .c).o"
 }
-for name in attach clock count doorbell extents intent_log lane lead moved_set reader reclaim record \
+for name in attach count doorbell extents intent_log lane lead moved_set reader reclaim record \
     relay_journal \
     recovery request_feed request_row requests retry_table writer; do
     compile "$ring/$name.c" -include tests/model/hooks.h
+done
+for name in bell clock; do
+    compile "$base/$name.c" -include tests/model/hooks.h
 done
 kernel="-Dfile_lock_take=kernel_take -Dfile_lock_drop=kernel_drop"
 # shellcheck disable=SC2086
 compile "$ring/segment.c" $small $kernel
 # shellcheck disable=SC2086
-compile "$ring/file_lock.c" $kernel
+compile "$base/file_lock.c" $kernel
 # shellcheck disable=SC2086
 compile "$ring/splits.c" $small
 # Notes that nothing is decided by: no place to switch actors at.
 # shellcheck disable=SC2086
-compile "$ring/begun.c" $small
-compile "$ring/checksum.c"
+compile "$ring/observe.c" $small
+for name in checksum shared_file; do
+    # shellcheck disable=SC2086
+    compile "$base/$name.c" $small
+done
 # shellcheck disable=SC2086
 compile "$ring/request_parts.c" $small
 # shellcheck disable=SC2086

@@ -241,7 +241,7 @@ static void make_template(const struct scenario *scenario) {
         !segment_plan((uint64_t)scenario->extents * SHMBUS_PAGE, scenario->producers, SHMBUS_PAGE,
                       &plan) ||
         plan.segment_bytes > SEGMENT_ROOM ||
-        segment_create(&template_segment, fd, &plan) != SEGMENT_OK) {
+        segment_create(&template_segment, fd, &plan) != SHARED_OK) {
         fprintf(stderr, "scenario '%s': no segment can be made for it\n", scenario->name);
         exit(2);
     }

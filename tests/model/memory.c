@@ -19,7 +19,7 @@
 #include <time.h>
 
 #include "hooks_api.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 #define PLAIN_HEADER_FROM 640u /* the intent's plain fields */
 #define PLAIN_HEADER_TO 704u

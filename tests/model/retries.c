@@ -1,5 +1,5 @@
 /* What collectors and producers do with retry requests: the calls of shmbus/stash/retries.py and
- * shmbus/put/retries.py, in their order, over a table of one entry.
+ * shmbus/producer_requests.py, in their order, over a table of one entry.
  *
  * A taker's proof of life is the lock of its slot; its producer id is its slot's number. The answer
  * is the ghost's: how a record comes into the ring has scenarios of its own.
@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "hooks_api.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 #include "ring/retry_table.h"
 
 enum { ROW = 0, ID_BYTES = 250, REASON_BYTES = 150, NO_SUCH_PRODUCER = 77 };

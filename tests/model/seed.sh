@@ -1,5 +1,5 @@
 #!/bin/sh
-# Plants one known bug into a copy of the ring, builds the explorer over it, and requires that it
+# Plants one known bug into a copy of the ring and its base, builds the explorer over it, and requires that it
 # finds a violation. Exit status 0: it was found.
 # usage: seed.sh SEED.sed   (from the root of the checkout; CC names the compiler)
 set -eu
@@ -9,9 +9,9 @@ into=build/explore/seeds/$name
 options=$(sed -n 's/^# options: //p' "$seed")
 
 rm -rf "$into"
-mkdir -p "$into/ring"
-cp shmbus_ext/ring/*.[ch] "$into/ring/"
-for file in "$into"/ring/*.c; do
+mkdir -p "$into"
+cp -R shmbus_ext/ring shmbus_ext/base "$into"
+for file in "$into"/ring/*.c "$into"/base/*.c; do
     sed -f "$seed" "$file" > "$file.new"
     cmp -s "$file" "$file.new" || planted=yes
     mv "$file.new" "$file"

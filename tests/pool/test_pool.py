@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 from conftest import Child, Spawner, wait_until
 
-from shmbus import errors
+from shmbus import BusBusyError, DamagedError, WaitTimeoutError, errors
 from shmbus.pool import (
-    PoolBusyError,
-    PoolDamagedError,
     PoolPublisher,
     PoolReader,
     PoolSpec,
-    PoolTimeoutError,
     VersionLease,
     copy_bytes,
     create_pool,
@@ -100,7 +97,7 @@ def test_what_is_leased_never_changes_and_outlives_its_handles(
     lease.close()
     reader.close()
     publish(publisher, 2)
-    with pytest.raises(PoolTimeoutError, match="slot 0"):
+    with pytest.raises(WaitTimeoutError, match="slot 0"):
         publish(publisher, 3)
     assert (view == 1).all()
     del view
@@ -123,7 +120,7 @@ def test_several_leases_of_one_reader_end_one_by_one(
         first, second = reader.latest(timeout=5), reader.latest(timeout=5)
         publish(publisher, 2)
         first.close()
-        with pytest.raises(PoolTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             publish(publisher, 3)
         second.close()
         publish(publisher, 3)
@@ -138,7 +135,7 @@ def test_a_wait_ends_with_the_version_that_comes(bus_name: str, publishers: Make
             assert lease.version == 9
             after = lease.sequence
         later.join()
-        with pytest.raises(PoolTimeoutError, match=r"no newer version .*newest: 9.* lives"):
+        with pytest.raises(WaitTimeoutError, match=r"no newer version .*newest: 9.* lives"):
             reader.latest(after=after, timeout=0.05)
 
 
@@ -153,7 +150,7 @@ def test_a_timeout_says_that_the_publisher_died(bus_name: str, spawn: Spawner) -
     child.expect("ready")
     with PoolReader(bus_name, KIND) as reader:
         child.kill()
-        with pytest.raises(PoolTimeoutError, match="has died: start it again"):
+        with pytest.raises(WaitTimeoutError, match="has died: start it again"):
             reader.latest(timeout=0.05)
 
 
@@ -161,7 +158,7 @@ def test_a_second_publisher_is_refused_by_the_name_of_the_first(
     bus_name: str, publishers: MakePublisher
 ) -> None:
     publishers(label="trainer-a")
-    with pytest.raises(PoolBusyError, match=rf"pid {os.getpid()} \(trainer-a\) is rank 0 already"):
+    with pytest.raises(BusBusyError, match=rf"pid {os.getpid()} \(trainer-a\) is rank 0 already"):
         publishers()
 
 
@@ -175,7 +172,7 @@ def test_a_slow_reader_is_met_by_the_chosen_policy(
     child.expect("leased 1")
     publish(publisher, 2)
     if policy == "wait":
-        with pytest.raises(PoolTimeoutError, match=rf"replica-3 \(pid {child.pid}\)"):
+        with pytest.raises(WaitTimeoutError, match=rf"replica-3 \(pid {child.pid}\)"):
             publish(publisher, 3)
         assert read_pool(bus_name, KIND).version == 2
     elif policy == "skip":
@@ -228,7 +225,7 @@ def test_a_version_is_not_finished_while_arrays_of_it_are_there(
     write.give_up()
     publisher.timeout = 0.05
     assert publish(publisher, 2)  # into the other slot: the first keeps its lock
-    with pytest.raises(PoolTimeoutError):
+    with pytest.raises(WaitTimeoutError):
         publish(publisher, 3)
     del array
     assert publish(publisher, 3)
@@ -266,22 +263,22 @@ def test_a_scribbled_row_or_meta_or_byte_is_found(bus_name: str, publishers: Mak
             file.seek(at)
             file.write(b"M")
             file.flush()
-            with pytest.raises(PoolDamagedError, match="checksum"):
+            with pytest.raises(DamagedError, match="checksum"):
                 lease.meta()
             file.seek(raw.index(bytes([1]) * 4096) + SIZE // 2)
             file.write(b"x")
             file.flush()
-            with pytest.raises(PoolDamagedError, match="bytes 0 to 1048576"):
+            with pytest.raises(DamagedError, match="bytes 0 to 1048576"):
                 lease.check()
             file.seek(4096 + 8)  # the sequence of slot 0
             file.write(b"\x63")
             file.flush()
-        with pytest.raises(PoolDamagedError, match="row is damaged"):
+        with pytest.raises(DamagedError, match="row is damaged"):
             reader.latest(timeout=5)
 
 
 def test_a_pool_that_does_not_fit_says_what_it_needs(bus_name: str) -> None:
-    with pytest.raises(errors.CapacityError, match=r"its slots need .* has .* free"):
+    with pytest.raises(errors.CapacityError, match=r"needs .* has .* free"):
         create_pool(bus_name, KIND, PoolSpec(slot_bytes="8TiB"))
     assert not Path(pool_path(bus_name, KIND)).exists()
 
@@ -318,7 +315,7 @@ def test_a_reader_that_loads_again_runs_no_whole_version_until_it_has(
      {"block_bytes": "128MiB"}, {"meta_bytes": "65MiB"}],
 )  # fmt: skip
 def test_sizes_that_make_no_pool_are_refused(options: dict[str, int], bus_name: str) -> None:
-    with pytest.raises(ValueError, match="no pool can be laid out"):
+    with pytest.raises(ValueError, match=r"expected 1 to 8, got|no pool can be laid out"):
         create_pool(bus_name, KIND, PoolSpec(slot_bytes=4096, **options))
     assert not Path(pool_path(bus_name, KIND)).exists()
 
@@ -341,7 +338,7 @@ def test_a_pool_that_is_too_small_is_replaced_unless_it_is_in_use(
     assert publishers(size=2 * SIZE).pool.slot_bytes == 2 * SIZE
     with (
         PoolReader(bus_name, KIND, label="replica"),
-        pytest.raises(PoolBusyError, match=r"too small: 2 slots of 2097152 bytes.*replica"),
+        pytest.raises(BusBusyError, match=r"too small: 2 slots of 2097152 bytes.*replica"),
     ):
         publishers(size=4 * SIZE)
 
@@ -424,7 +421,7 @@ def test_copies_are_exact_at_any_place_and_length() -> None:
 def test_rows_run_out_by_name(bus_name: str, publishers: MakePublisher) -> None:
     publishers()
     readers = [PoolReader(bus_name, KIND) for _ in range(_core.POOL_MAX_READERS)]
-    with pytest.raises(PoolBusyError, match="all 128 rows"):
+    with pytest.raises(BusBusyError, match="all 128 rows"):
         PoolReader(bus_name, KIND)
     readers.pop().close()
     readers.append(PoolReader(bus_name, KIND))
@@ -486,7 +483,7 @@ def test_a_stopped_publisher_keeps_its_place(bus_name: str, spawn: Spawner) -> N
     )
     child.expect("ready")
     child.send_signal(signal.SIGSTOP)
-    with pytest.raises(PoolBusyError):
+    with pytest.raises(BusBusyError):
         PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=4096))
     with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
         assert lease.version == 1

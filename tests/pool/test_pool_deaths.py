@@ -21,13 +21,14 @@ STORM_S = 6.0
 # Each word of a version is its number, written with a pause in the middle, so that kills meet it.
 PUBLISHER = """
 import sys, time, numpy as np
-from shmbus.pool import PoolPublisher, PoolSpec, PoolTimeoutError, PoolBusyError
+from shmbus import BusBusyError, WaitTimeoutError
+from shmbus.pool import PoolPublisher, PoolSpec
 while True:
     try:
         spec = PoolSpec(slot_bytes=1 << 20, slots=3)
         publisher = PoolPublisher(sys.argv[1], "weights", spec=spec)
         break
-    except PoolBusyError:
+    except BusBusyError:
         time.sleep(0.002)
 print("ready", flush=True)
 version = publisher.pool.newest()

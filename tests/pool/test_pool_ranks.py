@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import Child, Spawner, wait_until
 
-from shmbus.pool import (
-    PeerGoneError,
-    PoolError,
-    PoolPublisher,
-    PoolReader,
-    PoolSpec,
-    PoolTimeoutError,
-    read_pool,
-)
+from shmbus import PeerGoneError, WaitTimeoutError
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool
 from shmbus.pool.lifecycle import pool_path
+from shmbus.weights import WeightsError
 
 KIND = "weights"
 SIZE = 1 << 20
@@ -90,8 +84,12 @@ def test_a_version_has_the_pieces_of_all_ranks(
     ("plan", "kind", "text"),
     [
         ("die", PeerGoneError, r"rank 1 \(pid \d+.*has ended before its piece"),
-        ("raise", PoolError, r"rank 1 .*could not write its piece: ValueError: no such parameter"),
-        ("meta", PoolError, r"rank 1 .*could not write its piece: rank 1 has version 2"),
+        (
+            "raise",
+            WeightsError,
+            r"rank 1 .*could not write its piece: ValueError: no such parameter",
+        ),
+        ("meta", WeightsError, r"rank 1 .*could not write its piece: rank 1 has version 2"),
     ],
 )
 def test_a_rank_that_fails_leaves_the_version_before_in_force(
@@ -119,11 +117,11 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
     bus_name: str, publisher_of: PoolPublisher
 ) -> None:
     publisher_of.timeout = 0.1
-    with pytest.raises(PoolTimeoutError, match=r"ranks \[1\] did not write"):
+    with pytest.raises(WaitTimeoutError, match=r"ranks \[1\] did not write"):
         publish(publisher_of, 1)
     with (
         PoolReader(bus_name, KIND) as reader,
-        pytest.raises(PoolTimeoutError, match="no version came"),
+        pytest.raises(WaitTimeoutError, match="no version came"),
     ):
         reader.latest(timeout=0)
 
@@ -137,7 +135,7 @@ def test_a_rank_never_writes_for_a_publisher_that_does_not_wait_for_it(
         child.expect("ready")
         write = alone.begin(1, SIZE, meta=b"same")
         assert write is not None
-        wait_until(lambda: "PoolTimeoutError" in child.output())
+        wait_until(lambda: "WaitTimeoutError" in child.output())
         assert "published" not in child.output()
         write.view()[:] = 1
         write.finish()
@@ -175,7 +173,7 @@ def test_a_slot_is_not_taken_while_a_rank_of_a_dead_publisher_writes_it(
     child.expect("slow")
     leader.kill()
     with PoolPublisher(bus_name, KIND, timeout=0.05) as publisher:
-        with pytest.raises(PoolTimeoutError, match=r"rank 1 .* still writes"):
+        with pytest.raises(WaitTimeoutError, match=r"rank 1 .* still writes"):
             publisher.begin(2, SIZE)
         assert read_pool(bus_name, KIND).version == 1
         go_on.touch()

@@ -22,15 +22,8 @@ from collections.abc import Iterator
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from shmbus import BusNotFoundError
-from shmbus.channel import (
-    ChannelClosedError,
-    ChannelReceiver,
-    ChannelSender,
-    ChannelTimeoutError,
-    PeerGoneError,
-    unlink_channel,
-)
+from shmbus import BusNotFoundError, PeerGoneError, WaitTimeoutError
+from shmbus.channel import ChannelClosedError, ChannelReceiver, ChannelSender, unlink_channel
 
 STEPS = 6
 WAIT_S = 20.0
@@ -157,7 +150,7 @@ def after_a_sender(name: str, child: ForkProcess, action: str) -> list[str]:
     while expected < STEPS:
         try:
             message = receiver.receive(timeout=QUIET_S)
-        except (PeerGoneError, ChannelTimeoutError) as error:
+        except (PeerGoneError, WaitTimeoutError) as error:
             if action == "stop":
                 if isinstance(error, PeerGoneError):
                     faults.append("a stopped sender was taken for a dead one")
@@ -188,7 +181,7 @@ def after_a_receiver(name: str, child: ForkProcess, action: str) -> list[str]:
     while step < STEPS:
         try:
             sender.send(payload(step), step=step)
-        except (PeerGoneError, ChannelTimeoutError, ChannelClosedError) as error:
+        except (PeerGoneError, WaitTimeoutError, ChannelClosedError) as error:
             if action == "stop":
                 if isinstance(error, PeerGoneError):
                     faults.append("a stopped receiver was taken for a dead one")

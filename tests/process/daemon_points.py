@@ -173,7 +173,7 @@ def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> N
     arm(failpoint)
     with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
         while not told[OVER]:
-            for group in consumer.take_step(groups=2, max_wait=0.02, timeout=0.03):
+            for group in consumer.take_shard(groups=2, max_wait=0.02, timeout=0.03):
                 if group.instance_id == "ruin":
                     group.ack()
                     continue

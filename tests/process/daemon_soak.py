@@ -62,7 +62,7 @@ def train(name: str, rank: int, notes: Notes, answers: Notes) -> None:
     """Take steps, check and acknowledge, for ever; only what the daemon has heard counts."""
     with join(name, rank) as consumer:
         while True:
-            groups = consumer.take_step(groups=8, max_wait=0.05, field="data", timeout=0.5)
+            groups = consumer.take_shard(groups=8, max_wait=0.05, field="data", timeout=0.5)
             ended = []
             for group in groups:
                 place = judge(group, answers)

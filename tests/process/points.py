@@ -1,7 +1,7 @@
 """Named points of the daemon and its clients, at which a test kills or stops the process.
 
 The product contains none: `arm` wraps a function in the process that calls it. As for the points of
-the core (shmbus_ext/ring/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or SIGSTOP on
+the core (shmbus_ext/base/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or SIGSTOP on
 that pass, from 1. Names that are not listed here are left to the core.
 """
 

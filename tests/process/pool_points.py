@@ -20,9 +20,9 @@ from collections.abc import Callable
 import numpy as np
 from failpoints import Child, deadline
 
+from shmbus import ShmbusError
 from shmbus.pool import (
     Piece,
-    PoolError,
     PoolPublisher,
     PoolReader,
     PoolSpec,
@@ -142,7 +142,7 @@ def lead(bus: str) -> list[str]:
         with PoolPublisher(bus, "weights", world_size=2, timeout=2.0) as publisher:
             for version in (2, 3, 4):
                 publish(publisher, version)
-    except PoolError as error:
+    except ShmbusError as error:
         return [type(error).__name__]
     return []
 

@@ -57,7 +57,7 @@ def put(producer: shmbus.Producer, group: int, index: int) -> None:
 
 def answer(producer: shmbus.Producer) -> None:
     """Answer one retry request."""
-    for wanted in producer.wanted(limit=1):
+    for wanted in producer.requests.retries(limit=1):
         put(producer, int(wanted.instance_id[1:]), wanted.index)
 
 
@@ -101,7 +101,7 @@ def be_producer(name: str, over: mmap.mmap) -> None:
     producer = shmbus.Producer(name)
     turn = 0
     while not over[0]:
-        for wanted in producer.wanted(limit=1):
+        for wanted in producer.requests.retries(limit=1):
             turn += 1
             if turn % 3 == 0:
                 producer.fail(wanted.instance_id, wanted.index, "not yet", round=0)
@@ -159,7 +159,7 @@ def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) ->
         faults.append(f"torn: {groups_in(log, 'torn')}")
     if not ledger.balanced or set(ledger.dropped) - {"failed", "duplicate", "surplus"}:
         faults.append(f"the ledger: {ledger}")
-    if read_status(producer.name).wanted or producer.wanted():
+    if read_status(producer.name).wanted or producer.requests.retries():
         faults.append("something is still wanted")
     if child.status not in (0, -signal.SIGKILL):
         faults.append(f"the process ended with {child.status}")

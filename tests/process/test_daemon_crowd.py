@@ -76,7 +76,7 @@ with open(log, "a", buffering=1) as out:
     while not os.path.exists(stop):
         with Consumer(name, rank=int(rank), world_size=int(world_size)) as consumer:
             for _ in range(draw.randrange(1, 6)):
-                groups = consumer.take_step(groups=3, max_wait=0.05, timeout=0.3)
+                groups = consumer.take_shard(groups=3, max_wait=0.05, timeout=0.3)
                 for group in groups[: draw.choice([1, 3, 3])]:  # what is left comes again
                     group.ack()
                     out.write(",".join(f"{t.producer_id}:{t.sequence}" for t in group) + "\\n")

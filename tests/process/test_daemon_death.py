@@ -54,7 +54,7 @@ name, rank, log, stop = sys.argv[1:]
 with Consumer(name, rank=int(rank), world_size=2) as consumer, open(log, "a", buffering=1) as out:
     print("training")
     while not os.path.exists(stop):
-        for group in consumer.take_step(tokens=4000, max_wait=0.05, timeout=0.5):
+        for group in consumer.take_shard(tokens=4000, max_wait=0.05, timeout=0.5):
             key = ",".join(f"{t.producer_id}:{t.sequence}" for t in group)
             assert len({t["tokens"][0] for t in group}) == 1
             assert all((t["tokens"] == t["tokens"][0]).all() for t in group)

@@ -84,7 +84,7 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
 
         producing = [
             work(fail, over),
-            work(lambda i: producer.wanted(), over),
+            work(lambda i: producer.requests.retries(), over),
             work(lambda i: producer.put(f"g{i}", group_size=1, index=0, timeout=60, x=data), over),
         ]
         reading = [
@@ -95,7 +95,7 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
             for _ in range(FORKS):
                 fork_and_call([
                     lambda: producer.fail("a", 0, "down", timeout=1),
-                    producer.wanted,
+                    producer.requests.retries,
                     lambda: producer.put("a", group_size=1, index=0, timeout=1, x=data),
                     producer.stats,
                     producer.pressure,
@@ -122,7 +122,7 @@ def test_a_child_forked_where_a_lock_is_held_closes(bus_name: str) -> None:
         held, over = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with producer._taking, consumer._source.lock, consumer._lock:  # type: ignore[union-attr]
+            with producer._request_state.lock, consumer._source.lock, consumer._lock:  # type: ignore[union-attr]
                 held.set()
                 over.wait()
 

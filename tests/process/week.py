@@ -486,8 +486,7 @@ def main() -> int:
             report = week.audit() | {"ledger": ledger, "seconds": time.monotonic() - began}
         finally:
             week.stop_all()
-            with contextlib.suppress(shmbus.BusNotFoundError):
-                shmbus.unlink(name)
+            shmbus_main(["rm", "--force", name])  # the weights of a killed publisher, too
     print(json.dumps(report | {"seed": seed}))
     wrong = [report[what] for what in ("twice", "skipped", "torn")]
     return 1 if any(wrong) or report["step"] != steps or not ledger["balanced"] else 0

@@ -126,7 +126,7 @@ class Inside:
         done = 0
         with shmbus.Producer(self.name) as producer:
             while True:
-                for asked in producer.wanted():
+                for asked in producer.requests.retries():
                     self.put(producer, int(asked.instance_id[1:]), asked.index)
                 if done == self.plan["groups"] or self.holds():
                     (self.directory / f"{self.name}.held").touch()

@@ -63,7 +63,7 @@ def test_a_source_learns_why_the_trainer_dropped_a_group(buses: dict[str, str]) 
     ):
         put_group([buses["a"]], 1)
         (group,) = take(consumer, 1)
-        consumer.drop(group, useless=True)
+        consumer.drop(group, reason="filtered")
         wait_until(lambda: stats(buses["a"]).dropped == {"filtered": 4})
 
 

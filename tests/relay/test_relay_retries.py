@@ -10,7 +10,7 @@ from conftest import Spawner, wait_until
 from relay.local import COORDINATOR, relay, stats, take
 
 import shmbus
-from shmbus import WantedSample
+from shmbus import Request
 from shmbus.inspect.status import read_status
 from shmbus.relay.messages import Wanted
 from shmbus.stash.stash import StashPolicy
@@ -28,12 +28,12 @@ def put(producer: shmbus.Producer, index: int, *, size: int = 2, round: int | No
     )  # fmt: skip
 
 
-def wanted(producer: shmbus.Producer) -> WantedSample:
+def wanted(producer: shmbus.Producer) -> Request:
     """Wait until a sample is asked for, and take it."""
-    found: list[WantedSample] = []
+    found: list[Request] = []
 
     def comes() -> bool:
-        found.extend(producer.wanted())
+        found.extend(producer.requests.retries())
         return bool(found)
 
     wait_until(comes)
@@ -55,7 +55,8 @@ def test_a_failed_sample_is_asked_for_on_its_node_and_completes_its_group(
         one.fail("q", 1, "out of memory", group_size=2, round=round)
         asked = wanted(one)
         # What it needs is known once a sample has come.
-        assert asked == WantedSample("q", round, 1, 2, 1, "out of memory", need=asked.need)
+        assert (asked.instance_id, asked.round, asked.index) == ("q", round, 1)
+        assert (asked.group_size, asked.attempt, asked.reason) == (2, 1, "out of memory")
         assert read_status(buses["a"]).wanted[0].taken_by is not None
         put(one, asked.index, round=asked.round)
         (group,) = take(consumer, 1)
@@ -108,7 +109,7 @@ CLAIM = """
 import sys, time
 import shmbus
 producer = shmbus.Producer(sys.argv[1])
-while not producer.wanted():
+while not producer.requests.retries():
     time.sleep(0.01)
 print("has it", flush=True)
 time.sleep(600)
@@ -226,7 +227,7 @@ def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], 
         wait_until(lambda: made.parties[buses["a"]].rows.mark == (pure.term, 1))
         (row,) = read_status(buses["a"]).wanted
         assert row.taken_by == producer.producer_id and row.attempt == 1
-        assert producer.wanted() == []
+        assert producer.requests.retries() == []
         put(producer, 1)
         take(consumer, 1)[0].ack()
         wait_until(lambda: not read_status(buses["a"]).wanted)

@@ -162,20 +162,20 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
                 assert request is not None
                 producer.requests.answer(request, x=X)
             consumer.take(1, timeout=10)[0].ack()
-            state = pickle.loads(pickle.dumps(consumer.requests_state()))
+            state = pickle.loads(pickle.dumps(consumer.state_dict()))
             assert [each["instance_id"] for each in state["open"]] == ["q0", "q1", "q2"]
             consumer.take(1, timeout=10)[0].ack()  # trained after the checkpoint
             consumer.request("later", group_size=1)
-            again = consumer.load_requests_state(state)
+            again = consumer.load_state_dict(state)
             assert (again.offered, again.kept, again.beyond) == (1, 2, [("later", None, "train")])
-            assert consumer.load_requests_state(state).offered == 0
+            assert consumer.load_state_dict(state).offered == 0
         bus.close()
     with (
         Bus.create(bus_name, "4MiB"),
         Producer(bus_name) as producer,
         Consumer(bus_name) as consumer,
     ):
-        assert consumer.load_requests_state(state).offered == 3
+        assert consumer.load_state_dict(state).offered == 3
         found = take_all(producer)
         assert [(r.instance_id, r.index) for r in found] == [
             (f"q{number}", index) for number in (2, 1, 0) for index in range(2)
@@ -186,7 +186,7 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
 @pytest.mark.parametrize("state", [None, {}, {"version": 9, "open": []}, []])
 def test_what_is_no_state_is_refused(bus: Bus, state: object) -> None:
     with Consumer(bus.name) as consumer, pytest.raises(ValueError, match="requests state"):
-        consumer.load_requests_state(state)  # type: ignore[arg-type]
+        consumer.load_state_dict(state)  # type: ignore[arg-type]
 
 
 # -- deaths ----------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_consumer_that_died_after_its_acknowledgement_leaves_no_open_request(
     assert totals(bus)[5] == 2
     with Consumer(bus.name) as successor:
         wait_until(lambda: len(successor.take(timeout=0.05)) >= 0 and totals(bus)[5] == 1)
-        (left,) = successor.requests_state()["open"]
+        (left,) = successor.state_dict()["open"]
         assert left["instance_id"] == "r"
 
 

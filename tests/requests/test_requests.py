@@ -94,7 +94,7 @@ def test_the_round_tells_repetitions_apart(bus: Bus, producer: Producer, feeder:
         groups = consumer.take(timeout=10)
         assert [group[0].round for group in groups] == [0, 1, 2]
         consumer.ack(groups[1])
-        assert [each["round"] for each in consumer.requests_state()["open"]] == [0, 2]
+        assert [each["round"] for each in consumer.state_dict()["open"]] == [0, 2]
         consumer.ack([groups[0], groups[2]])
         assert totals(bus) == (6, 0, 0, 6, 0, 0)
 
@@ -109,7 +109,7 @@ def test_a_repeated_key_without_an_round_ends_oldest_first(
             producer.requests.answer(request, x=X)
         for left in (1, 0):
             consumer.take(1, timeout=10)[0].ack()
-            assert len(consumer.requests_state()["open"]) == left
+            assert len(consumer.state_dict()["open"]) == left
 
 
 def test_what_was_acknowledged_to_a_daemon_that_has_not_read_it_is_open_no_more(
@@ -125,7 +125,7 @@ def test_what_was_acknowledged_to_a_daemon_that_has_not_read_it_is_open_no_more(
         served.child.send_signal(signal.SIGSTOP)
         group.ack()
         with ThreadPoolExecutor(1) as pool:
-            state = pool.submit(consumer.requests_state)
+            state = pool.submit(consumer.state_dict)
             wait([state], timeout=0.2)
             served.child.send_signal(signal.SIGCONT)
             assert [each["instance_id"] for each in state.result(30)["open"]] == ["q1"]

@@ -193,7 +193,7 @@ def in_child(start: str, target: Callable[..., None], *args: Any) -> None:
 
 
 def use_inherited(
-    producer: Producer, slot: shmbus.Slot, consumer: Consumer, group: shmbus.Group
+    producer: Producer, slot: shmbus.Reservation, consumer: Consumer, group: shmbus.Group
 ) -> None:
     uses: list[Callable[[], Any]] = [
         lambda: put(producer, "x"), slot.commit, lambda: producer.reserve(

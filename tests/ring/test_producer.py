@@ -292,7 +292,7 @@ def test_put_many_goes_on_where_a_reader_makes_room_whatever_its_fields(small_bu
 FIELDS = {"tokens": ("int32", 100), "grid": (np.float32, (4, 5)), "one": ("u1", ())}
 
 
-def reserve(producer: Producer, key: str = "r", x: Any = None, **more: Any) -> shmbus.Slot:
+def reserve(producer: Producer, key: str = "r", x: Any = None, **more: Any) -> shmbus.Reservation:
     arguments = {"group_size": 1, "index": 0, "fields": FIELDS, "timeout": 10, **more}
     return producer.reserve(key, **arguments)
 

@@ -25,7 +25,7 @@ from conftest import Child, Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-from shmbus.put.attached import ProducerOptions
+from shmbus.producer import ProducerOptions
 from shmbus.segment import creation
 from shmbus.segment.names import shm_path
 

@@ -87,7 +87,7 @@ def test_what_is_read_of_the_bus_follows_before_any_put(bus_name: str, orphan: P
         assert orphan.policy_version == 7
         assert orphan.paused == "loading" and orphan.pressure() == 1.0
         assert orphan.record_limit == 1 << 20
-        assert orphan.wanted() == []
+        assert orphan.requests.retries() == []
         bus.resume()
         put(orphan, "a")
         after = orphan.stats()

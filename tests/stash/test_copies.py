@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import shmbus
-from shmbus import Bus, Consumer, Group, GroupCopy, Producer, Trajectory, TrajectoryCopy
+from shmbus import Bus, Consumer, Group, Producer, Trajectory
+from shmbus.copies import GroupCopy, TrajectoryCopy
 
 SIZE = 4
 

@@ -15,7 +15,7 @@ from conftest import Daemon, Spawner, wait_until
 from operators import cli
 
 import shmbus
-from shmbus import Bus, Consumer, Group, Producer, WantedSample
+from shmbus import Bus, Consumer, Group, Producer, Request
 from shmbus.inspect.status import read_status
 
 Serve = Callable[..., Daemon]
@@ -38,7 +38,7 @@ with shmbus.Producer(name, label=f"worker-{mine}") as producer:
             roll_out(producer, "poison" if number == 3 else f"p{number}", index)
     print("done", flush=True)
     while True:
-        for wanted in producer.wanted(limit=1):
+        for wanted in producer.requests.retries(limit=1):
             print(f"again {wanted.instance_id} {wanted.index} {wanted.attempt}", flush=True)
             roll_out(producer, wanted.instance_id, wanted.index)
         time.sleep(0.005)
@@ -48,7 +48,7 @@ with shmbus.Producer(name, label=f"worker-{mine}") as producer:
 TAKER = """
 import sys, time, shmbus
 producer = shmbus.Producer(sys.argv[1], label="taker")
-while not (found := producer.wanted()):
+while not (found := producer.requests.retries()):
     time.sleep(0.005)
 print("took", *(f"{w.instance_id}/{w.index}/{w.attempt}" for w in found), flush=True)
 time.sleep(600)
@@ -68,17 +68,40 @@ def take(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
     return groups
 
 
-def wanted(consumer: Consumer, producer: Producer, count: int = 1) -> list[WantedSample]:
+def wanted(consumer: Consumer, producer: Producer, count: int = 1) -> list[Request]:
     """Wait until so many samples are asked for, and take them."""
-    found: list[WantedSample] = []
+    found: list[Request] = []
 
     def look() -> bool:
         assert consumer.take(timeout=0.01) == []
-        found.extend(producer.wanted())
+        found.extend(producer.requests.retries())
         return len(found) >= count
 
     wait_until(look)
     return found
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_failed_sample_that_nobody_offered_is_answered_as_a_request(
+    reader: Reader, bus_name: str, sized: bool
+) -> None:
+    consumer = reader(sample_retries=3)
+    with Producer(bus_name) as producer:
+        producer.fail("a", 0, "first", group_size=2 if sized else None)
+        [asked] = wanted(consumer, producer)
+        assert producer.requests.is_wanted(asked) and producer.requests.release(asked)
+        assert not producer.requests.is_wanted(asked)
+        [asked] = wanted(consumer, producer)
+        assert producer.requests.fail(asked, "second")
+        [asked] = wanted(consumer, producer)
+        assert (asked.attempt, asked.reason) == (2, "second")
+        assert asked.group_size == (2 if sized else 0)
+        more = {} if sized else {"group_size": 2}
+        assert producer.requests.answer(asked, score=1.0, x=np.ones(8), **more)
+        assert not producer.requests.is_wanted(asked)
+        producer.put("a", group_size=2, index=1, x=np.ones(8))
+        [group] = take(consumer, 1)
+        assert [sample.score for sample in group] == [1.0, 0.0]
 
 
 @pytest.fixture(params=["embedded", "daemon"])
@@ -137,10 +160,11 @@ def test_an_aborted_sample_is_asked_for_alone_and_its_group_completes(
         with pytest.raises(MemoryError), slot:
             raise MemoryError
         first.fail("a", 2, "out of memory", group_size=4)
-        assert wanted(consumer, second) == [
-            WantedSample("a", None, 2, group_size=4, attempt=1, reason="out of memory", need=4)
-        ]
-        assert first.wanted() == second.wanted() == []  # it is handed out once
+        (asked,) = wanted(consumer, second)
+        assert (asked.instance_id, asked.round, asked.index, asked.split) == ("a", None, 2, "train")
+        assert (asked.group_size, asked.need) == (4, 4)
+        assert (asked.attempt, asked.reason, asked.fields) == (1, "out of memory", {})
+        assert first.requests.retries() == second.requests.retries() == []  # it is handed out once
         put(second, "a", 2)
         (group,) = take(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2, 3] and group.complete
@@ -150,7 +174,7 @@ def test_an_aborted_sample_is_asked_for_alone_and_its_group_completes(
         group.ack()
         ledger = consumer.stats()
         assert ledger.balanced and ledger.dropped == {"failed": 1} and ledger.acknowledged == 4
-        assert wait_until(lambda: consumer.take(timeout=0.01) == [] == second.wanted())
+        assert wait_until(lambda: consumer.take(timeout=0.01) == [] == second.requests.retries())
 
 
 def test_a_sample_whose_taker_is_killed_is_asked_for_again(
@@ -162,7 +186,7 @@ def test_a_sample_whose_taker_is_killed_is_asked_for_again(
         producer.fail("a", 2, "flaky", group_size=4)
         taker = spawn.script(TAKER, bus_name)
         wait_until(lambda: consumer.take(timeout=0.01) or "took a/2/1" in taker.output())
-        assert producer.wanted() == []
+        assert producer.requests.retries() == []
         taker.kill()
         (again,) = wanted(consumer, producer)
         assert (again.instance_id, again.index, again.attempt) == ("a", 2, 2)
@@ -179,8 +203,8 @@ def test_a_taker_that_leaves_in_order_uses_up_nothing(reader: Reader, bus_name: 
         producer.fail("a", 2, "flaky", group_size=4)
         with Producer(bus_name) as leaver:
             assert [w.attempt for w in wanted(consumer, leaver)] == [1]
-            assert producer.wanted() == []
-        assert [w.attempt for w in producer.wanted()] == [1]
+            assert producer.requests.retries() == []
+        assert [w.attempt for w in producer.requests.retries()] == [1]
         left = Producer(bus_name)
         producer.fail("b", 0, "flaky", group_size=4)
         assert [w.instance_id for w in wanted(consumer, left)] == ["b"]
@@ -221,7 +245,7 @@ def test_more_failures_than_rows_are_all_asked_for(reader: Reader, bus_name: str
         groups: list[Group] = []
 
         def answer() -> bool:
-            for sample in producer.wanted(limit=20):
+            for sample in producer.requests.retries(limit=20):
                 put(producer, sample.instance_id, sample.index)
             groups.extend(consumer.take(timeout=0.01))
             return len(groups) == count
@@ -249,7 +273,7 @@ def test_a_failure_needs_no_size(reader: Reader, bus_name: str) -> None:
     with Producer(bus_name) as producer:
         producer.fail("a", 2, "flaky")
         (sample,) = wanted(consumer, producer)
-        assert sample.group_size is None
+        assert sample.group_size == 0
         producer.fail("a", 2, "flaky again")
         (sample,) = wanted(consumer, producer)
         assert (sample.attempt, sample.reason) == (2, "flaky again")
@@ -278,7 +302,7 @@ def test_a_new_collector_finds_what_failed_and_who_has_taken_what(
         for key in "ab":
             producer.fail(key, 2, f"flaky {key}", group_size=4)
         taker = Producer(bus_name, label="taker")
-        mine = wait_until(lambda: taker.wanted(limit=1))
+        mine = wait_until(lambda: taker.requests.retries(limit=1))
         assert mine[0].instance_id == "a"
         # The other's taker dies, which nothing in the ring says.
         doomed = spawn.script(TAKER, bus_name)
@@ -305,12 +329,12 @@ def test_a_request_whose_sample_came_while_nobody_collected_is_withdrawn(
         put(producer, "a", 0, 1, 3)
         old = spawn.script(CONSUMER, bus_name)
         producer.fail("a", 2, "flaky", group_size=4)
-        wait_until(producer.wanted)
+        wait_until(producer.requests.retries)
         old.kill()
         put(producer, "a", 2)
         with Consumer(bus_name, sample_retries=3) as consumer:
             (group,) = take(consumer, 1)
-            assert consumer.take(timeout=0.01) == [] == producer.wanted()
+            assert consumer.take(timeout=0.01) == [] == producer.requests.retries()
             assert read_status(bus_name).wanted == []
             group.ack()
             assert consumer.stats().balanced
@@ -327,7 +351,7 @@ def test_a_collector_that_asks_for_nothing_withdraws_what_another_asked_for(
         old.kill()
         with Consumer(bus_name) as consumer:
             wait_until(lambda: consumer.take(timeout=0.01) or consumer.stats().dropped)
-            assert consumer.stats().dropped == {"failed": 4} and producer.wanted() == []
+            assert consumer.stats().dropped == {"failed": 4} and producer.requests.retries() == []
             assert consumer.stats().groups_given_up == 1
 
 
@@ -420,7 +444,7 @@ def test_reports_survive_a_snapshot(bus_name: str, tmp_path: Path) -> None:
         found = wanted(consumer, producer, 2)
         # In either order: each waits for a backoff of its own.
         assert {(w.instance_id, w.index, w.group_size, w.reason) for w in found} == {
-            ("a", 2, 4, "flaky"), ("b", 1, None, "flaky too"),
+            ("a", 2, 4, "flaky"), ("b", 1, 0, "flaky too"),
         }  # fmt: skip
         put(producer, "a", 2)
         (group,) = take(consumer, 1)
@@ -441,7 +465,7 @@ def test_a_replay_fails_what_failed(bus_name: str, tmp_path: Path, spawn: Spawne
             assert cli("replay", str(tmp_path / "c"), bus_name, "--speed", "max").status == 0
             assert consumer.take(timeout=0.2) == []
             assert consumer.stats().dropped.get("duplicate") == 3
-            assert [w.reason for w in producer.wanted()] == ["flaky"]
+            assert [w.reason for w in producer.requests.retries()] == ["flaky"]
 
 
 def test_a_full_bus_is_an_answer_to_a_report_too(bus_name: str) -> None:
@@ -473,14 +497,14 @@ def test_wrong_reports_are_refused(bus_name: str) -> None:
                     producer.fail(*arguments, **more)
             for limit in (0, -1):
                 with pytest.raises(ValueError, match="limit: expected 1 or more"):
-                    producer.wanted(limit)
+                    producer.requests.retries(limit)
             with pytest.raises(TypeError, match="limit: expected an int"):
-                producer.wanted("all")  # type: ignore[arg-type]
-            assert producer.wanted() == []
+                producer.requests.retries("all")  # type: ignore[arg-type]
+            assert producer.requests.retries() == []
         with pytest.raises(shmbus.BusClosedError):
             producer.fail("a", 0, "x")
         with pytest.raises(shmbus.BusClosedError):
-            producer.wanted()
+            producer.requests.retries()
         for options in ({"sample_retries": -1}, {"retry_timeout": 0}, {"on_failure": "wait"}):
             with pytest.raises(ValueError, match=next(iter(options))):
                 Consumer(bus_name, **options)

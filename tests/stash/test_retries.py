@@ -16,7 +16,7 @@ from shmbus.stash.stash import StashPolicy
 TAKER = """
 import sys, time, numpy as np, shmbus
 producer = shmbus.Producer(sys.argv[1])
-while not (found := producer.wanted()):
+while not (found := producer.requests.retries()):
     time.sleep(0.002)
 print("took", flush=True)
 while producer.policy_version < 1:

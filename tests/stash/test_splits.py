@@ -172,7 +172,7 @@ def test_a_failed_sample_is_asked_for_in_its_split(bus: Bus, producer: Producer)
         producer.put("q", group_size=2, index=0, data=DATA, split="eval", round=3)
         producer.fail("q", 1, "lost", group_size=2, split="eval", round=3)
         assert taken(consumer) == []
-        [wanted] = producer.wanted()
+        [wanted] = producer.requests.retries()
         assert (wanted.split, wanted.round, wanted.index, wanted.need) == ("eval", 3, 1, 2)
         producer.put("q", group_size=2, index=1, data=DATA, split=wanted.split, round=3)
         assert taken(consumer, split="eval") == [("eval", "q")]

@@ -496,3 +496,39 @@ def test_a_short_repr_says_shapes_and_no_values(bus: Bus, samples: list[dict[str
         assert f"routed_experts uint8 [{batch.num_tokens}, 3, 2]" in text
         assert "env_id list [24]" in text and len(text) < 400
         assert "tensor(" not in repr(micro_batches(batch, count=2)[0])
+
+
+def test_tensors_that_numpy_lacks_come_into_a_batch_as_they_were(bus: Bus) -> None:
+    half = torch.arange(6).view(3, 2).to(torch.bfloat16) / 3
+    small = torch.arange(3).to(torch.float8_e4m3fn)
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        producer.put("a", group_size=1, index=0, tokens=[1, 2, 3], half=half, small=small)
+        wanted = {
+            "half": "token",
+            "small": "token",
+            "wide": ExtraField(kind="token", field="half", dtype="float32"),
+        }
+        extra = pack(consumer.take(1, 30.0), extra_fields=wanted).extra
+        assert torch.equal(extra["half"], half)
+        assert extra["small"].dtype == small.dtype
+        assert torch.equal(extra["small"].float(), small.float())
+        assert torch.equal(extra["wide"], half.float())
+
+
+def test_samples_whose_bits_have_another_dtype_do_not_fit_together(bus: Bus) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        for index, dtype in enumerate((torch.float8_e4m3fn, torch.float8_e5m2)):
+            small = torch.ones(2).to(dtype)
+            producer.put("a", group_size=2, index=index, tokens=[1, 2], small=small)
+        groups = consumer.take(1, 30.0)
+        with pytest.raises(ValueError, match=r"'small': expected float8_e4m3fn rows.*float8_e5m2"):
+            pack(groups, extra_fields={"small": "token"})
+
+
+def test_bits_are_never_taken_for_logprobs(bus: Bus) -> None:
+    half = torch.full((2,), -0.5, dtype=torch.bfloat16)
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        producer.put("a", group_size=1, index=0, tokens=[1, 2], logprobs=half)
+        groups = consumer.take(1, 30.0)
+        with pytest.raises(ValueError, match=r"'logprobs': expected .*bfloat16"):
+            pack(groups)

@@ -373,7 +373,7 @@ def test_a_packer_is_for_cuda_devices_only() -> None:
 
 
 def test_a_second_thread_is_told_who_is_in_the_packer_and_the_first_goes_on() -> None:
-    from trainer_adapter.gpu.one_thread import OneThread
+    from trainer_adapter.gpu.packer import OneThread
 
     packer = OneThread("GpuPacker", "give each thread a packer of its own")
 

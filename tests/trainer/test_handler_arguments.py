@@ -24,52 +24,6 @@ def put_pair(
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"tokens_per_batch": 1, "groups_per_batch": 1}, ValueError, "got both"),
-        ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch: expected 1 or more, got 0"),
-        ({"groups_per_batch": -1}, ValueError, "groups_per_batch: expected 1 or more, got -1"),
-        ({"groups_per_batch": 1.0}, TypeError, "groups_per_batch: expected an int, got float"),
-        ({"tokens_per_batch": True}, TypeError, "tokens_per_batch: expected an int, got bool"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank: expected 0 to 1, got 2"),
-        ({"world_size": 0}, ValueError, "world_size: expected 1 or more, got 0"),
-        ({"world_size": None}, TypeError, "world_size: expected an int, got NoneType"),
-        ({"world_size": torch.ones(2)}, TypeError, "world_size: expected an int, got Tensor"),
-        ({"prefetch": np.array([1, 2])}, TypeError, "prefetch: expected an int, got ndarray"),
-        ({"max_wait": 10**400}, ValueError, "max_wait: expected 0 or more seconds"),
-        ({"max_lag": 1}, TypeError, "'max_lag'; did you mean 'max_policy_lag'"),
-        ({"batch_size": 4}, TypeError, "mean 'groups_per_batch' or 'tokens_per_batch'\\?"),
-        ({"advantage": "grpo"}, TypeError, "'advantage'; did you mean 'advantages'\\?"),
-        ({"max_staleness": 4}, TypeError, "'max_staleness'; did you mean 'max_policy_lag'\\?"),
-        ({"group_per_batch": 4}, TypeError, "did you mean 'groups_per_batch'"),
-        ({"rewards": sum}, TypeError, "'rewards'; did you mean 'score_group'"),
-        ({"num_generations": 8}, TypeError, "expected one of bus, tokens_per_batch, .*daemon"),
-        ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
-        ({"malformed": "keep"}, ValueError, "malformed: expected .*'keep'"),
-        ({"advantages": "ppo"}, ValueError, "advantages: expected .*'ppo'"),
-        ({"advantages": None}, ValueError, "advantages: expected .*None"),
-        ({"max_wait": -1}, ValueError, "max_wait: expected .*-1"),
-        ({"max_wait": float("nan")}, ValueError, "max_wait: expected .*nan"),
-        ({"max_wait": True}, TypeError, "max_wait: expected .*True"),
-        ({"max_wait": "soon"}, TypeError, "max_wait: expected .*soon"),
-        ({"fields": {"tokens": "t"}}, TypeError, "fields: expected .*FieldNames.*dict"),
-        ({"device": "abacus"}, ValueError, "device: expected .*'abacus'"),
-        ({"device": "cuda:99"}, ValueError, "device: expected .* CUDA devices .*'cuda:99'"),
-        ({"device": None}, TypeError, "device: expected .* got NoneType"),
-        ({"progress": 3}, TypeError, "progress: expected a bool or a file, got int"),
-        ({"duplicate": "keep"}, ValueError, "duplicate: expected .*'keep'"),
-        ({"no_such": 1}, TypeError, "no_such"),
-    ],
-)
-def test_bad_arguments_are_refused_at_once_and_hold_no_bus(
-    bus: Bus, given: dict[str, Any], error: Any, match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        OnlineDataHandler(bus.name, **given)
-    Consumer(bus.name).close()
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "match"),
-    [
         ({"layout": "ragged"}, ValueError, "layout: expected .*'ragged'"),
         ({"truncated": "cut"}, ValueError, "truncated: expected .*'cut'"),
         ({"advantages": "ppo"}, ValueError, "advantages: expected .*'ppo'"),
@@ -89,14 +43,15 @@ def test_pack_refuses_the_same_and_leaves_the_group_leased(
 
 
 @pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
+    ("timeout", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), ("soon", TypeError)],
 )
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(
     bus: Bus, timeout: Any, error: Any
 ) -> None:
     with (
         OnlineDataHandler(bus.name) as handler,
-        pytest.raises(error, match=f"timeout: expected .*{timeout}"),
+        pytest.raises(error, match=r"timeout: expected .*seconds,? or None"),
     ):
         handler.next_batch(timeout)
 
@@ -162,5 +117,5 @@ def test_an_evaluation_names_what_it_refuses(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         with pytest.raises(TypeError, match="groups: expected an int, got Tensor"):
             handler.evaluate(torch.ones(2))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="timeout: expected a number of seconds"):
+        with pytest.raises(TypeError, match="timeout: expected seconds or None, got str"):
             handler.evaluate(1, timeout="soon")  # type: ignore[arg-type]

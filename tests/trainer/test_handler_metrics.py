@@ -203,7 +203,7 @@ def test_a_filter_drops_useless_groups_and_says_how_many_to_sample(
         assert set(batch.instance_ids) == {"long"}
         handler.ack(batch)
         assert handler.stats().dropped == {"filtered": 2, "zero_variance": 4}
-        assert handler.refill == producer.groups_useless == 2
+        assert handler.refill == producer.groups_dropped == 2
         assert handler.metrics()["refill/groups"] == 2
         assert handler.metrics()["refill/groups"] == 0
         put(producer, "cut", [1.0, 0.0, 0.0], meta={"finish_reason": "length"})
@@ -292,7 +292,7 @@ def test_figures_whose_count_was_interrupted_are_added_up_nevertheless(
         for _ in groups:
             handler.ack(handler.next_batch(10))
         # As an exception between noting a batch and counting its samples leaves it.
-        handler._meter._pending_samples -= 1
+        handler._metrics._meter._pending_samples -= 1
         found = handler.metrics()
         scores = [s["score"] for group in groups.values() for s in group]
         assert found["batches"] == 3

@@ -76,20 +76,22 @@ def test_a_malformed_group_is_one_warning_with_its_reason(
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_batch_that_nobody_kept_and_looked_at_is_the_next_one_again(
+def test_a_batch_that_was_returned_is_listed_until_it_ends_though_nobody_keeps_it(
     bus: Bus, producer: Producer, prefetch: int
 ) -> None:
     for number in range(3):
         put(producer, f"g{number}")
     with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
         handler.next_batch(timeout=10)
+        handler.next_batch(timeout=10)
+        assert [batch.step for batch in handler.out] == [0, 1]
+        handler.ack(handler.out[0])
+        [lost] = handler.out
+        handler.give_back(lost)
+        assert handler.out == []
         batch = handler.next_batch(timeout=10)
-        assert (batch.step, batch.groups[0].instance_id) == (0, "g0")
-        # One that was looked at is out, though nobody keeps it.
-        assert handler.next_batch(timeout=10).step == 1
-        last = handler.next_batch(timeout=10)
-        assert (last.step, last.groups[0].instance_id) == (2, "g2")
-        assert handler.state_dict()["step"] == 3
+        assert (batch.step, batch.groups[0].instance_id) == (2, "g1")
+        assert handler.out == [batch] and handler.state_dict()["step"] == 3
 
 
 def test_a_policy_version_never_goes_back_but_to_a_checkpoint(bus: Bus) -> None:

@@ -19,7 +19,8 @@ from conftest import Spawner
 from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, SamplingMask, installed
 
 import shmbus
-from shmbus.channel import ChannelBusyError, PeerGoneError, StepOrderError, unlink_channel
+from shmbus import BusBusyError, PeerGoneError
+from shmbus.channel import StepOrderError, unlink_channel
 from trainer_adapter.adapters import prime_rl
 from trainer_adapter.adapters.prime_rl import transport
 
@@ -215,7 +216,7 @@ def test_two_trainers_of_one_slice_are_not_both_served(run: str) -> None:
         sender = prime_rl.ShmbusBatchSender(run, 1)
         first, second = (receiver(run, theirs.MicroBatch, 0) for _ in range(2))
         assert not first.can_receive()
-        with pytest.raises(ChannelBusyError, match="has a living receiver"):
+        with pytest.raises(BusBusyError, match="has a living receiver"):
             second.wait()
         for end in (sender, first, second):
             end.close()

@@ -461,7 +461,7 @@ def test_wrong_options_are_refused_when_the_worker_is_made() -> None:
         ShmbusRolloutWorker("none", refused="skip")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_policy_lags"):
         ShmbusRollouts("none", max_policy_lags=4)
-    with pytest.raises(ValueError, match="'grpo' or 'dr_grpo' or 'rloo' or 'none', got 'gae'"):
+    with pytest.raises(ValueError, match="'grpo', 'dr_grpo', 'rloo' or 'none', got 'gae'"):
         ShmbusRolloutWorker("none", advantages="gae")  # type: ignore[arg-type]
     for name in ("num_generations", "max_completion_length", "token_budget"):
         options: dict[str, Any] = {name: 0}

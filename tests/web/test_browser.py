@@ -157,7 +157,7 @@ def test_a_click_tells_the_history_of_a_group_to_its_end(
     ):
         for index in range(2):
             first.put("math-1", group_size=4, index=index, score=float(index), tokens=[1])
-        second.begin("math-1", 3)
+        second.begin_sample("math-1", 3)
         second.fail("math-1", 2, "<b>out of memory</b>", group_size=4)
         wait_for(page, lambda: page.locator(".cell.b").count() > 1, "the sample that was begun")
         page.locator(".wall button").click()

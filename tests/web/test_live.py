@@ -149,7 +149,7 @@ def states_of_a_ledger(name: str, producer: Producer, served: bool) -> Iterator[
         put("f", 0)
         taker.take(timeout=0.5)
         yield "asked for again"
-        for _ in producer.wanted():
+        for _ in producer.requests.retries():
             producer.fail("f", group_size=2, index=1, reason="boom again")
         taker.take(timeout=0.5)
         yield "given up"

@@ -10,14 +10,13 @@ import pytest
 import torch
 from weight_models import many, same
 
+from shmbus import BusBusyError, WaitTimeoutError
 from shmbus.weights import (
     LoraFiles,
     ManifestError,
     ModuleSource,
     WeightPublisher,
-    WeightsBusyError,
     WeightsError,
-    WeightsTimeoutError,
     WeightSubscriber,
 )
 from shmbus.weights.carriers import checkpoint
@@ -39,7 +38,7 @@ def test_a_directory_has_one_publisher_at_a_time(tmp_path: Path) -> None:
     with publisher_of(many(3), tmp_path) as publisher:
         begun = tmp_path / ".new-0123abcd"  # what it is about to write
         begun.mkdir()
-        with pytest.raises(WeightsBusyError, match="another publisher writes there"):
+        with pytest.raises(BusBusyError, match="another publisher writes there"):
             publisher_of(many(3), linked)
         assert begun.exists()
         publisher.publish(version=1)
@@ -100,7 +99,7 @@ def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path
 
 
 def test_an_older_version_of_a_directory_that_is_not_there_yet_is_not_there(tmp_path: Path) -> None:
-    with reader_of(tmp_path / "later") as reader, pytest.raises(WeightsTimeoutError, match="none"):
+    with reader_of(tmp_path / "later") as reader, pytest.raises(WaitTimeoutError, match="none"):
         reader.at(3)
 
 
@@ -126,7 +125,7 @@ def test_a_version_that_could_not_be_written_is_not_there_and_says_what_is(
         if isinstance(error, OSError):
             text = str(caught.value)
             assert "version 2" in text and "No space" in text and "version-1-00000001" in text
-        with pytest.raises(WeightsTimeoutError, match="version 2 is not there"):
+        with pytest.raises(WaitTimeoutError, match="version 2 is not there"):
             reader.at(2)
         assert sorted(os.listdir(tmp_path)) == ["latest", "version-1-00000001"]
         publisher.publish(version=3)

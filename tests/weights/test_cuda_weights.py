@@ -12,16 +12,14 @@ import torch
 from conftest import Spawner
 from weight_models import Odd, many
 
-from shmbus import CapacityError
+from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.weights import (
     ModuleSource,
-    TornWeightsError,
     WeightPublisher,
     WeightsError,
-    WeightsTimeoutError,
     WeightSubscriber,
     probe_carriers,
 )
@@ -240,7 +238,7 @@ def test_a_reader_that_is_stopped_or_killed_decides_as_with_shm(
     child.expect("holds 1", timeout=60)
     child.send_signal(signal.SIGSTOP)
     publisher.publish(version=2)
-    with pytest.raises(WeightsTimeoutError, match="slow"):
+    with pytest.raises(WaitTimeoutError, match="slow"):
         publisher.publish(version=3)
     child.kill()
     publisher.publish(version=3)
@@ -303,7 +301,7 @@ def test_digests_find_a_scribble(bus_name: str, publishers: MakePublisher) -> No
     with WeightSubscriber(bus_name, device=DEVICE, verify="all") as reader:
         reader.latest(timeout=5).close()
         buffers._arena.buffer(0, 1)[1][100].add_(1)
-        with pytest.raises(TornWeightsError, match="do not match their digest"):
+        with pytest.raises(DamagedError, match="do not match their digest"):
             reader.latest(timeout=5)
 
 

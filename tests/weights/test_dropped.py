@@ -16,8 +16,8 @@ from conftest import Spawner, wait_until
 
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
+from shmbus.tensors import copy_table
 from shmbus.tensors.copy_table import prepare_copies
-from shmbus.tensors.device import kernels
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from shmbus.weights.carriers import exported
 
@@ -72,9 +72,9 @@ def test_kernels_are_imported_where_no_interrupt_ends_it_half_way(
         "whole = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(copy_table.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(KeyboardInterrupt):
-        kernels.import_kernels("slow_kernels")
+        copy_table.import_kernels("slow_kernels")
         signal.raise_signal(0)
     import slow_kernels  # type: ignore[import-not-found]
 

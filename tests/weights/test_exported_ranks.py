@@ -15,17 +15,12 @@ import pytest
 import torch
 from conftest import Spawner
 
+from shmbus import PeerGoneError
 from shmbus.pool import unlink_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
-from shmbus.weights import (
-    ModuleSource,
-    PeerGoneError,
-    WeightPublisher,
-    WeightsError,
-    WeightSubscriber,
-)
+from shmbus.weights import ModuleSource, WeightPublisher, WeightsError, WeightSubscriber
 
 HERE = Path(__file__).parent
 ENV = {
@@ -39,6 +34,7 @@ needs_two = pytest.mark.skipif(gpus < 2, reason="needs two CUDA devices")
 
 RANK = """
 import sys, time, torch
+from shmbus import ShmbusError
 from shmbus.weights import *
 bus, rank, first, last, size = sys.argv[1], *map(int, sys.argv[2:])
 model = torch.nn.Linear(size, 40)
@@ -52,7 +48,7 @@ for version in range(first, last):
     try:
         publisher.publish(version=version)
         print("published", version)
-    except WeightsError as error:
+    except ShmbusError as error:
         print("failed", version, type(error).__name__, error)
 print("done", flush=True)
 time.sleep(600)

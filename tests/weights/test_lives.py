@@ -11,16 +11,11 @@ import pytest
 import torch
 from conftest import Spawner
 
+from shmbus import WaitTimeoutError
 from shmbus.engines.rows import RankRows
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
-from shmbus.weights import (
-    ModuleSource,
-    VersionOrderError,
-    WeightPublisher,
-    WeightsTimeoutError,
-    WeightSubscriber,
-)
+from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
 
 MakePublisher = Callable[..., WeightPublisher]
 CARRIERS = ["shm", "memfd"]
@@ -77,7 +72,7 @@ def test_a_version_that_was_not_published_leaves_its_number_free(bus_name: str) 
         trainer.publish(1, 1)
         with subscriber.latest(timeout=5):
             trainer.publish(2, 2)
-            with pytest.raises(WeightsTimeoutError, match="no slot became free for version 3"):
+            with pytest.raises(WaitTimeoutError, match="no slot became free for version 3"):
                 trainer.publish(3, 3)
         trainer.publish(3, 3)
         assert follow(subscriber, 1) == (3, 3)
@@ -93,7 +88,7 @@ def test_a_reader_follows_where_training_went_back(bus_name: str, carrier: str, 
             trainer.publish(version, version)
             newest, value = follow(subscriber, newest)
             assert (newest, value) == (version, version)
-        with pytest.raises(WeightsTimeoutError, match="newer"):
+        with pytest.raises(WaitTimeoutError, match="newer"):
             subscriber.wait(newer_than=newest, timeout=0)
         if how == "said":
             trainer.publisher.new_life()

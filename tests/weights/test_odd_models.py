@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmbus import BusRemovedError
+from shmbus import BusRemovedError, WaitTimeoutError
 from shmbus.pool import unlink_pool
 from shmbus.weights import (
     LocalPiece,
@@ -19,7 +19,6 @@ from shmbus.weights import (
     Slice,
     WeightPublisher,
     WeightsError,
-    WeightsTimeoutError,
     WeightSubscriber,
 )
 from shmbus.weights.manifest import Manifest
@@ -284,6 +283,6 @@ def test_what_makes_no_question_is_refused_by_its_name(
 def test_a_wait_in_vain_is_said_in_the_seconds_that_were_given(bus_name: str) -> None:
     with (
         WeightSubscriber(bus_name) as subscriber,
-        pytest.raises(WeightsTimeoutError, match=r" in 0\.1 s: there is no pool"),
+        pytest.raises(WaitTimeoutError, match=r" in 0\.1 s: there is no pool"),
     ):
         subscriber.latest(timeout=0.1)

@@ -14,6 +14,7 @@ import torch
 from conftest import Spawner
 from weight_models import Odd, bits, many, same, step
 
+from shmbus import DamagedError
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.weights import (
@@ -22,7 +23,6 @@ from shmbus.weights import (
     ParamMeta,
     PatchBaseError,
     Slice,
-    TornWeightsError,
     WeightPublisher,
     Weights,
     WeightSource,
@@ -302,7 +302,7 @@ def test_a_patch_for_another_base_is_refused_by_name(
             assert same(replica, model)
             (row,) = read_pool(bus_name, "weights").readers
             assert (row.applied_version, row.refused_version) == (8, None)
-            with pytest.raises(TornWeightsError, match="was not version 7"):
+            with pytest.raises(DamagedError, match="was not version 7"):
                 weights.apply_patch(before, base=7)
             # A part of it may be written: this process says that it runs no whole version.
             (row,) = read_pool(bus_name, "weights").readers

@@ -14,15 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from shmbus import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
-from shmbus.weights import (
-    ManifestError,
-    Slice,
-    TornWeightsError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
-)
+from shmbus.weights import ManifestError, Slice, WeightsError
 from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 
@@ -133,13 +127,13 @@ def test_a_step_waits_for_readers_and_readers_for_a_step(
     with attach_model(bus_name, server) as seen:
         with (
             seen.reading(),
-            pytest.raises(WeightsTimeoutError, match="a reader has not left"),
+            pytest.raises(WaitTimeoutError, match="a reader has not left"),
             shared.stepping(2, timeout=0.05),
         ):
             raise AssertionError("stepped beside a reader")
         with (
             shared.stepping(2),
-            pytest.raises(WeightsTimeoutError, match="has not ended"),
+            pytest.raises(WaitTimeoutError, match="has not ended"),
             seen.reading(timeout=0.05),
         ):
             raise AssertionError("read in a step")
@@ -216,9 +210,9 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
     assert process.exitcode == -signal.SIGKILL
     assert shared_state(bus_name) == (1, True)
     with attach_model(bus_name, Tiny()) as seen:
-        with pytest.raises(TornWeightsError, match="a mix of version 1"), seen.reading():
+        with pytest.raises(DamagedError, match="a mix of version 1"), seen.reading():
             pass
-        with pytest.raises(WeightsBusyError, match="a living process"):
+        with pytest.raises(BusBusyError, match="a living process"):
             share_model(bus_name, Tiny())
     assert "removable" in [each.verdict for each in survey() if each.name == bus_name]
     # The next trainer goes on with the copy that a server still has, or shares a new one.
@@ -227,7 +221,7 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
         attach_model(bus_name, server) as seen,
         attach_model(bus_name, successor, writable=True) as shared,
     ):
-        with pytest.raises(WeightsBusyError, match="lives"):
+        with pytest.raises(BusBusyError, match="lives"):
             attach_model(bus_name, Tiny(), writable=True)
         with shared.stepping(5, heal=True):
             fill(successor, 5)
@@ -244,9 +238,9 @@ def test_a_step_that_fails_is_torn_until_whole_weights_are_loaded(
     model, shared = trained
     with pytest.raises(RuntimeError, match="optimizer"), shared.stepping(2):
         raise RuntimeError("the optimizer failed")
-    with pytest.raises(TornWeightsError), shared.reading():
+    with pytest.raises(DamagedError), shared.reading():
         pass
-    with pytest.raises(TornWeightsError, match="heal=True"), shared.stepping(2):
+    with pytest.raises(DamagedError, match="heal=True"), shared.stepping(2):
         pass
     with shared.stepping(1, heal=True):
         fill(model, 1)
@@ -266,7 +260,7 @@ def test_a_dead_reader_holds_nobody_up_and_a_stopped_one_does(
     assert process.pid is not None
     os.kill(process.pid, number)
     if number == signal.SIGSTOP:
-        with pytest.raises(WeightsTimeoutError), shared.stepping(2, timeout=0.1):
+        with pytest.raises(WaitTimeoutError), shared.stepping(2, timeout=0.1):
             pass
         assert not shared.torn
         process.kill()
@@ -290,7 +284,7 @@ def test_a_file_that_is_none_is_not_mapped(bus_name: str) -> None:
         with pytest.raises(WeightsError, match="nothing was mapped"):
             attach_model(bus_name, Tiny())
         path.unlink()
-        with pytest.raises(WeightsTimeoutError, match="call share"):
+        with pytest.raises(WaitTimeoutError, match="call share"):
             attach_model(bus_name, Tiny(), timeout=0)
     finally:
         path.unlink(missing_ok=True)

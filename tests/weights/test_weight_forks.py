@@ -11,13 +11,11 @@ import pytest
 import torch
 from weight_models import many, same
 
-from shmbus import BusClosedError
+from shmbus import BusBusyError, BusClosedError, WaitTimeoutError
 from shmbus.pool.lifecycle import pool_path
 from shmbus.weights import (
     ModuleSource,
     WeightPublisher,
-    WeightsBusyError,
-    WeightsTimeoutError,
     WeightSubscriber,
     attach_model,
     share_model,
@@ -86,7 +84,7 @@ def test_a_childs_weights_say_that_they_were_leased_before_the_fork(bus_name: st
             def work() -> None:
                 refused(lambda: weights.load_into(many(3)))
                 refused(lambda: weights["p1"])
-                refused(weights.applied)
+                refused(weights.report_applied)
                 weights.close()
 
             assert in_child(work) == 0
@@ -115,9 +113,9 @@ def test_a_child_that_closes_shared_weights_ends_nothing(bus_name: str) -> None:
                 shared.close()
 
             assert in_child(work) == 0
-            with pytest.raises(WeightsTimeoutError), shared.stepping(1, timeout=0.05):
+            with pytest.raises(WaitTimeoutError), shared.stepping(1, timeout=0.05):
                 pass
-        with pytest.raises(WeightsBusyError):
+        with pytest.raises(BusBusyError):
             attach_model(bus_name, many(3), timeout=0, writable=True)
         with shared.stepping(1, timeout=30):
             pass
@@ -155,13 +153,13 @@ def test_the_child_of_a_dead_process_holds_no_step_up_and_is_no_trainer(bus_name
 
 def test_readers_in_the_trainers_own_process_keep_its_step_out(bus_name: str) -> None:
     with share_model(bus_name, many(3), version=1) as shared:
-        late = pytest.raises(WeightsTimeoutError, match="has not left")
+        late = pytest.raises(WaitTimeoutError, match="has not left")
         with shared.reading(timeout=30):
             with late, shared.stepping(2, timeout=0.05):
                 pass
             with shared.reading(timeout=30) as version:
                 assert version == 1
-        late = pytest.raises(WeightsTimeoutError, match="has not ended")
+        late = pytest.raises(WaitTimeoutError, match="has not ended")
         with shared.stepping(2, timeout=30), late, shared.reading(timeout=0.05):
             pass
         with shared.reading(timeout=30) as version:

@@ -74,7 +74,7 @@ class EndedGroups:
             self._look_until_s = now_s + _SETTLE_S
         if now_s > self._look_until_s:
             return []
-        state = self._consumer.requests_state()
+        state = self._consumer.state_dict()
         is_open = {(each["instance_id"], each["round"]) for each in state["open"]}
         return [key for key in wanted if key not in is_open]
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 import shmbus
-from shmbus._checks import check_choice
+from shmbus._arguments import check_choice
 from trainer_adapter.adapters.parted import float32s, int32s
 from trainer_adapter.adapters.place import Unusable, place_of
 

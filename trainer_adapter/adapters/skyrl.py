@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import shmbus
-from shmbus._checks import check_flag, check_seconds
+from shmbus._arguments import check_flag, check_seconds
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.parted import Parted, experts_of, part_row
 from trainer_adapter.adapters.request_meta import columns_for

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import shmbus
-from shmbus._checks import check_int, check_seconds
+from shmbus._arguments import check_int, check_timeout
 from shmbus.peers.slime import Sample, SampleGroups, is_slime, item_of, sample_of
 from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.stack import BUS_VARIABLE
@@ -141,7 +141,7 @@ class SlimeRollouts:
             so the next call goes on; where there were several, the log names each.
         """
         count = check_int("count", count, 0, _LARGEST)
-        check_seconds("timeout", timeout, none="waits for ever")
+        check_timeout(timeout, "timeout")
         self.ack()
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._groups.complete() < count:

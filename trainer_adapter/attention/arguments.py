@@ -31,16 +31,9 @@ MOST_TOKENS: Final = 2**31 - 1
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call, but for its operands.
+    """The arguments of a call, but for its operands."""
 
-    Attributes
-    ----------
-    cu_seqlens_q, cu_seqlens_k : Tensor [S + 1], int32 or int64
-    max_q, max_k : int
-    scale : float
-    window : (int, int)
-    """
-
+    #: Tensor [S + 1], int32 or int64
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_q: int

@@ -66,17 +66,7 @@ def _made_on(moves: Moves, device: torch.device) -> _Rows:
 
 
 def spread(x: Tensor, moves: Moves) -> list[Tensor]:
-    """Copy packed rows to the buckets.
-
-    Parameters
-    ----------
-    x : Tensor [T, H, D]
-    moves : Moves
-
-    Returns
-    -------
-    list[Tensor], one a bucket, [B, H, n, D]
-    """
+    """Copy packed rows to the buckets."""
     # torch's own operators where nothing moves: their graph is lighter.
     if moves.starts == (0,) and moves.sizes == (len(x),):
         return [x.unflatten(0, (moves.counts[0], -1)).transpose(1, 2)]  # type: ignore[no-untyped-call]
@@ -85,18 +75,7 @@ def spread(x: Tensor, moves: Moves) -> list[Tensor]:
 
 
 def collect(parts: list[Tensor], moves: Moves) -> Tensor:
-    """Copy buckets back to packed rows.
-
-    Parameters
-    ----------
-    parts : list[Tensor], one a bucket, [B, H, n, D]
-    moves : Moves
-
-    Returns
-    -------
-    Tensor [T, H, D]
-        0 in rows of no bucket.
-    """
+    """Copy buckets back to packed rows."""
     if moves.starts == (0,) and moves.sizes == (len(moves.places),):
         return _by_slots(parts[0])
     packed: Tensor = _Collect.apply(moves, *parts)  # type: ignore[no-untyped-call]

@@ -47,13 +47,7 @@ def varlen_operator(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,
     max_k: int, scale: float, left: int, right: int, return_lse: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend, by the backend that an eager call takes.
-
-    Returns
-    -------
-    out : Tensor [T_q, H_q, D]
-    lse : Tensor [H_q, T_q], or [H_q, 0] without `return_lse`
-    """
+    """Attend, by the backend that an eager call takes."""
     with torch.no_grad():
         out, lse = _eager(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale, left, right, return_lse,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shmbus._checks import check_choice
+from shmbus._arguments import check_choice
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.flash import call_flash, flash_obstacle
 from trainer_adapter.attention.jagged import attend_jagged, is_less_work_jagged, may_be_jagged
@@ -94,23 +94,8 @@ def attention_backend(
 
 
 def is_native_of_any_length(q: Tensor, k: Tensor, call: Call, backend: Backend) -> bool:
-    """Whether the native kernel takes calls like this whatever their lengths, borders unread.
-
-    Then a compiled model has the kernel's own nodes, and one graph serves all batches.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k : Tensor [T_k, H_kv, D]
-    call : Call
-        Of it, the lengths are not looked at.
-    backend : {"auto", "native", "flash", "sdpa"}
-        As for `varlen_attention`.
-
-    Returns
-    -------
-    bool
-    """
+    """Whether the native kernel takes calls like this whatever their lengths, borders unread."""
+    # Then a compiled model has the kernel's own nodes, and one graph serves all batches.
     return (
         backend in ("auto", "native")
         and not is_for_lengths_to_decide(call.window)
@@ -122,27 +107,7 @@ def is_native_of_any_length(q: Tensor, k: Tensor, call: Call, backend: Backend) 
 def run_backend(
     chosen: str, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend by one backend, eagerly.
-
-    Parameters
-    ----------
-    chosen : {"native", "flash", "sdpa"}
-        From `attention_backend`, for these operands.
-    q : Tensor [T_q, H_q, D]
-    k, v : Tensor [T_k, H_kv, D]
-    call : Call
-    return_lse : bool
-
-    Returns
-    -------
-    Tensor or (Tensor, Tensor)
-        As for `varlen_attention`.
-
-    Raises
-    ------
-    ValueError
-        Borders that the host can read do not fit the operands.
-    """
+    """Attend by one backend, eagerly."""
     return _RUN[chosen](q, k, v, call, return_lse)
 
 
@@ -211,11 +176,9 @@ def _run_sdpa(
 
 
 def _checked_lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
-    """Bring the borders to the host, check them, and return the lengths [S].
-
-    The host waits for the device once a batch, not in every layer: the lengths are cached on the
-    tensor until it is written to.
-    """
+    """Bring the borders to the host, check them, and return the lengths [S]."""
+    # The host waits for the device once a batch, not in every layer: the lengths are cached on the
+    # tensor until it is written to.
     kept: tuple[int, int, IntArray] | None = getattr(borders, "_shmbus_lengths", None)
     version = -1 if borders.is_inference() else borders._version
     if kept is None or kept[:2] != (version, tokens) or version < 0:

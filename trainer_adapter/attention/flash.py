@@ -21,13 +21,7 @@ FLASH_MAX_HEAD_DIM: Final = 256
 
 @functools.cache
 def flash_function() -> tuple[Callable[..., Any] | None, str]:
-    """Find the package's function.
-
-    Returns
-    -------
-    (callable or None, str)
-        None with the reason if it cannot be used.
-    """
+    """Find the package's function."""
     try:
         import flash_attn
         from flash_attn import flash_attn_varlen_func
@@ -42,20 +36,7 @@ def flash_function() -> tuple[Callable[..., Any] | None, str]:
 def flash_obstacle(
     q: Tensor, k: Tensor, max_q: int, max_k: int, window: tuple[int, ...]
 ) -> str | None:
-    """Say why flash-attn cannot run this call, or would be wrong; None if it can.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k : Tensor [T_k, H_kv, D]
-    max_q, max_k : int
-        Tokens of the longest sequence.
-    window : (int, int)
-
-    Returns
-    -------
-    str or None
-    """
+    """Say why flash-attn cannot run this call, or would be wrong; None if it can."""
     if not q.is_cuda or torch.version.hip is not None:
         return f"it needs a CUDA device, got {q.device}"
     function, reason = flash_function()
@@ -83,25 +64,7 @@ def call_flash(
     q: Tensor, k: Tensor, v: Tensor, borders: list[Tensor], longest: tuple[int, int],
     scale: float, window: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run flash-attn.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k, v : Tensor [T_k, H_kv, D]
-    borders : list[Tensor], two of int32 [S + 1]
-        Of queries and keys, on the device.
-    longest : (int, int)
-        Tokens of the longest sequence, of queries and keys.
-    scale : float
-    window : (int, int)
-
-    Returns
-    -------
-    out : Tensor [T_q, H_q, D]
-    lse : Tensor [H_q, T_q], float32
-        Without a graph; -inf in rows that may see nothing.
-    """
+    """Run flash-attn."""
     function, reason = flash_function()
     assert function is not None, reason
     out, lse, _ = function(

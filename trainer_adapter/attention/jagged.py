@@ -48,34 +48,12 @@ _CAUSAL: Final[dict[Window, bool]] = {(-1, -1): False, (-1, 0): True}
 
 
 def is_less_work_jagged(plan: Plan) -> bool:
-    """Whether the copies of a plan cost a GPU more than kernels for jagged tensors do.
-
-    Parameters
-    ----------
-    plan : Plan
-
-    Returns
-    -------
-    bool
-    """
+    """Whether the copies of a plan cost a GPU more than kernels for jagged tensors do."""
     return plan.moved * MOVE_KEYS["cuda"] > _SLOWER * plan.work
 
 
 def may_be_jagged(q: Tensor, k: Tensor, lengths_q: bytes, lengths_k: bytes, window: Window) -> bool:
-    """Whether SDPA has a fused kernel for these operands as jagged tensors.
-
-    Parameters
-    ----------
-    q : Tensor [T, H_q, D]
-    k : Tensor [T, H_kv, D]
-    lengths_q, lengths_k : bytes
-        Of int64 arrays [S].
-    window : (int, int)
-
-    Returns
-    -------
-    bool
-    """
+    """Whether SDPA has a fused kernel for these operands as jagged tensors."""
     if not q.is_cuda or torch.version.hip is not None:
         return False
     head_dim = q.shape[-1]
@@ -121,22 +99,7 @@ def _is_known(name: str, parameters: tuple[str, ...]) -> bool:
 def attend_jagged(
     q: Tensor, k: Tensor, v: Tensor, *, lengths: bytes, window: Window, scale: float
 ) -> Tensor:
-    """Attend within each sequence.
-
-    Parameters
-    ----------
-    q : Tensor [T, H_q, D]
-    k, v : Tensor [T, H_kv, D]
-    lengths : bytes
-        Of an int64 array [S], of queries and keys.
-    window : (int, int)
-        For which `may_be_jagged` is true.
-    scale : float
-
-    Returns
-    -------
-    Tensor [T, H_q, D]
-    """
+    """Attend within each sequence."""
     shared = q.shape[1] // k.shape[1]
     if shared > 1:
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))

@@ -58,22 +58,7 @@ def native_entry() -> NativeEntry | None:
 def native_obstacle(
     q: Tensor, k: Tensor, max_q: int, max_k: int, default_scale: bool, window: tuple[int, ...]
 ) -> str | None:
-    """Say why the native kernel cannot run this call, or would be wrong; None if it can.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k : Tensor [T_k, H_kv, D]
-    max_q, max_k : int
-        Tokens of the longest sequence.
-    default_scale : bool
-        Whether the scale is ``D ** -0.5``.
-    window : (int, int)
-
-    Returns
-    -------
-    str or None
-    """
+    """Say why the native kernel cannot run this call, or would be wrong; None if it can."""
     if not q.is_cuda or torch.version.hip is not None:
         return f"it needs a CUDA device, got {q.device} with torch {torch.__version__}"
     entry = native_entry()
@@ -101,30 +86,15 @@ def native_obstacle(
 
 
 def is_for_lengths_to_decide(window: tuple[int, ...]) -> bool:
-    """Whether the longest lengths decide if the native kernel is right for a window.
-
-    The kernel reads a right limit of max_k or more as no limit, and sets max_k where only the left
-    is limited. For a row far above its first key, neither has the same meaning.
-    """
+    """Whether the longest lengths decide if the native kernel is right for a window."""
+    # The kernel reads a right limit of max_k or more as no limit, and sets max_k where only the
+    # left is limited. For a row far above its first key, neither has the same meaning.
     left, right = window
     return right > 0 or (left != UNLIMITED and right == UNLIMITED)
 
 
 def call_native(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Run the kernel.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k, v : Tensor [T_k, H_kv, D]
-    call : Call
-
-    Returns
-    -------
-    out : Tensor [T_q, H_q, D]
-    lse : Tensor [H_q, T_q], float32
-        Without a graph; -inf in rows that may see nothing.
-    """
+    """Run the kernel."""
     entry = native_entry()
     assert entry is not None, "attention_backend chose what this torch lacks"
     options: dict[str, Any] = {}

@@ -46,22 +46,16 @@ Kind = Literal["full", "causal", "band"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one SDPA call, without blind rows and unseen keys.
+    """Sequences that share one SDPA call, without blind rows and unseen keys."""
 
-    Attributes
-    ----------
-    kind : str
-        "full": each row sees each key. "causal": the diagonal begins in the first row, and what
-        it hides includes all padding. "band": anything else.
-    rows, keys : int
-        Shape that all are padded to.
-    row_counts, key_counts, diagonals : int64 [B]
-        Of each sequence: its real rows and keys, and the key that its first row is aligned with.
-    """
-
+    #: "full": each row sees each key. "causal": the diagonal begins in the first row, and what it
+    #: hides includes all padding. "band": anything else.
     kind: Kind
+    #: Shape that all are padded to.
     rows: int
     keys: int
+    #: int64 [B]. Of each sequence: its real rows and keys, and the key that its first row is
+    #: aligned with.
     row_counts: IntArray
     key_counts: IntArray
     diagonals: IntArray
@@ -69,70 +63,38 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """The moves of queries, or of keys: packed rows to the slots of all buckets, and back.
+    """The moves of queries, or of keys: packed rows to the slots of all buckets, and back."""
 
-    Attributes
-    ----------
-    slots : int64
-        Packed row of each slot, or -1 for padding.
-    places : int64 [T]
-        Slot of each packed row, or -1 for a row that is in no bucket.
-    counts, sizes, starts : int, one a bucket
-        Sequences of the bucket; slots of them all; the packed row that it begins with where its
-        slots are rows that lie behind each other, and -1 where they are not.
-    identity : bool
-        Slots and packed rows are the same.
-    """
-
+    #: Packed row of each slot, or -1 for padding.
     slots: IntArray
+    #: int64 [T]. Slot of each packed row, or -1 for a row that is in no bucket.
     places: IntArray
+    #: Sequences of the bucket; slots of them all; the packed row that it begins with where its
+    #: slots are rows that lie behind each other, and -1 where they are not.
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
+    #: Slots and packed rows are the same.
     identity: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a packed batch, and the moves of its tokens to them and back.
-
-    Attributes
-    ----------
-    buckets : tuple of Bucket
-    queries, keys : Moves
-    window : (int, int)
-    moved : int
-        Slots of queries that are copies.
-    work : int
-        Pairs of a row and a key of the same sequence.
-    """
+    """The buckets of a packed batch, and the moves of its tokens to them and back."""
 
     buckets: tuple[Bucket, ...]
     queries: Moves
     keys: Moves
     window: Window
+    #: Slots of queries that are copies.
     moved: int
+    #: Pairs of a row and a key of the same sequence.
     work: int
 
 
 @functools.lru_cache(maxsize=8)
 def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, device: str) -> Plan:
-    """Trim blind rows and unseen keys off each sequence, and assign sequences to calls.
-
-    Parameters
-    ----------
-    lengths_q, lengths_k : bytes
-        Of int64 arrays [S]. Bytes can be hashed, so all layers of a model find the plan in a cache.
-    window : (int, int)
-    work : int
-        Heads times head dimension.
-    device : str
-        Its type.
-
-    Returns
-    -------
-    Plan
-    """
+    """Trim blind rows and unseen keys off each sequence, and assign sequences to calls."""
     n_q = np.frombuffer(lengths_q, np.int64)
     n_k = np.frombuffer(lengths_k, np.int64)
     left, right = window
@@ -169,10 +131,8 @@ def make_plan(lengths_q: bytes, lengths_k: bytes, window: Window, work: int, dev
 
 
 def _worth_sharing(rows: IntArray, keys: IntArray, costs: tuple[int, int], together: bool) -> bool:
-    """Whether one call for all costs less than one for each, with the copies that it needs.
-
-    Sequences that are neighbours in the packed row, and of one shape, need no copy.
-    """
+    """Whether one call for all costs less than one for each, with the copies that it needs."""
+    # Sequences that are neighbours in the packed row, and of one shape, need no copy.
     call_work, move_keys = costs
     slots = int(rows.max()) * len(rows), int(keys.max()) * len(rows)
     padding = slots[0] * int(keys.max()) - int((rows * keys).sum())
@@ -209,12 +169,10 @@ def _grouped(
     kind: Kind,
     window: Window,
 ) -> list[list[int]]:
-    """Group sequences of one kind, the largest first, into calls.
-
-    A sequence joins the open group if all padding in it, which is moved and attended as what is
-    real, then stays below the work of one more call. So padding costs at most as much as the
-    calls do, and equal lengths share one for free.
-    """
+    """Group sequences of one kind, the largest first, into calls."""
+    # A sequence joins the open group if all padding in it, which is moved and attended as what is
+    # real, then stays below the work of one more call. So padding costs at most as much as the
+    # calls do, and equal lengths share one for free.
     call_work, move_keys = costs
     order = candidates[np.lexsort((keys[candidates], rows[candidates]))][::-1]
     groups: list[list[int]] = []

@@ -32,21 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Attend by a plan.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k, v : Tensor [T_k, H_kv, D]
-    plan : Plan
-        From `make_plan`, for these lengths.
-    scale : float
-
-    Returns
-    -------
-    Tensor [T_q, H_q, D]
-        0 in rows that may see nothing.
-    """
+    """Attend by a plan."""
     if not plan.buckets:
         # Connected to the operands, so that their gradients exist, and are 0.
         return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
@@ -111,12 +97,10 @@ def _attend(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """Attend by torch; the gradient of the result comes in the result's own layout.
-
-    cuDNN keeps one backward plan for the shapes and strides of a call, whatever those of the
-    gradient are: after a gradient of another layout, as that of a log-sum-exp, it would read beside
-    it (seen with torch 2.11 on an H200).
-    """
+    """Attend by torch; the gradient of the result comes in the result's own layout."""
+    # cuDNN keeps one backward plan for the shapes and strides of a call, whatever those of the
+    # gradient are: after a gradient of another layout, as that of a log-sum-exp, it would read
+    # beside it (seen with torch 2.11 on an H200).
     out = F.scaled_dot_product_attention(q, k, v, **given)
     if out.requires_grad and out.device.type == "cuda":
         out.register_hook(  # type: ignore[no-untyped-call]
@@ -162,20 +146,7 @@ def _visible(
 
 
 def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Compute the log-sum-exp by blocks of rows, without a graph.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k : Tensor [T_k, H_kv, D]
-    plan : Plan
-    scale : float
-
-    Returns
-    -------
-    Tensor [H_q, T_q], float32 or float64
-        -inf in rows that may see nothing.
-    """
+    """Compute the log-sum-exp by blocks of rows, without a graph."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     if not plan.buckets:
         return q.new_full((q.shape[1], len(q)), -math.inf, dtype=dtype)
@@ -202,12 +173,11 @@ def log_sum_exp(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
 
 
 class _DifferentiableLse(torch.autograd.Function):
-    """Give a log-sum-exp its gradient, which the backends leave out.
+    """Give a log-sum-exp its gradient, which the backends leave out."""
 
-    Its gradient to a row's query is the key that attention expects there, that is attention with
-    the keys for values; its gradient to the keys is the one that those values get where each
-    row's output gradient is its query. So a backend needs no more than its own `attend`.
-    """
+    # Its gradient to a row's query is the key that attention expects there, that is attention with
+    # the keys for values; its gradient to the keys is the one that those values get where each
+    # row's output gradient is its query. So a backend needs no more than its own `attend`.
 
     @staticmethod
     def forward(
@@ -230,22 +200,7 @@ class _DifferentiableLse(torch.autograd.Function):
 
 
 def differentiable_lse(q: Tensor, k: Tensor, lse: Tensor, scale: float, attend: Attend) -> Tensor:
-    """Connect a log-sum-exp to its queries and keys, so that it has a gradient.
-
-    Parameters
-    ----------
-    q : Tensor [T_q, H_q, D]
-    k : Tensor [T_k, H_kv, D]
-    lse : Tensor [H_q, T_q]
-        Without a graph.
-    scale : float
-    attend : callable
-        Attention of q, k and v by the backend of `lse`.
-
-    Returns
-    -------
-    Tensor [H_q, T_q]
-    """
+    """Connect a log-sum-exp to its queries and keys, so that it has a gradient."""
     connected: Tensor = _DifferentiableLse.apply(  # type: ignore[no-untyped-call]
         q, k, lse, scale, attend
     )

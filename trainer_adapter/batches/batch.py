@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
 from shmbus._format import several
-from trainer_adapter.batches.facts import BatchFacts
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
-__all__ = ["Batch", "Layout", "UnseenBatch", "copy_to_device", "pad_batch"]
+__all__ = ["Batch", "BatchFacts", "Layout", "copy_to_device", "pad_batch"]
 
 Layout = Literal["packed", "padded"]
 
@@ -268,32 +268,8 @@ def _shape(value: Any) -> str:
     return f"list [{len(value)}]"
 
 
-class UnseenBatch(Batch):
-    """A batch on its way to the trainer, at which nobody has looked; then it is a `Batch`."""
-
-    def __getattribute__(self, name: str) -> Any:
-        self.__class__ = Batch  # type: ignore[assignment]
-        return getattr(self, name)
-
-    @classmethod
-    def of(cls, batch: Batch) -> UnseenBatch:
-        """Return a batch of the same content, to which nothing else refers.
-
-        Frames that worked with the one before may live on, in the traceback of an exception.
-        """
-        made = object.__new__(cls)
-        object.__getattribute__(made, "__dict__").update(vars(batch))
-        return made
-
-
 def pad_batch(batch: Batch) -> None:
-    """Turn a packed batch into a padded one, in place, on its device.
-
-    Parameters
-    ----------
-    batch : Batch
-        Packed. Its tensors [T, ...] become [S, L, ...]; the filler is 0 and False.
-    """
+    """Turn a packed batch into a padded one, in place, on its device."""
     device = batch.tokens.device
     borders = batch.cu_seqlens.to(torch.int64)
     total = len(batch.tokens)
@@ -319,18 +295,47 @@ def pad_batch(batch: Batch) -> None:
 
 
 def copy_to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch on another device, with the same groups.
-
-    Parameters
-    ----------
-    batch : Batch
-    device : torch.device
-
-    Returns
-    -------
-    Batch
-        Its `transport` is "copy".
-    """
+    """Return a copy of a batch on another device, with the same groups."""
     copied = batch.to(device)
     copied.transport = "copy"
     return copied
+
+
+class BatchFacts(NamedTuple):
+    """Figures of the N samples, S sequences and G groups of a batch; N is S without rows."""
+
+    #: int64 [4, N]. Of each sample its score, the bits of a float64, its policy version, the newest
+    #: one, and its tokens.
+    samples: NDArray[np.int64]
+    #: int64 [G]. Samples of each group.
+    group_sizes: NDArray[np.int64]
+    #: Of all sequences.
+    tokens: int
+    #: int64 [S] or None. Tokens of each sequence, where samples have several.
+    row_lengths: NDArray[np.int64] | None = None
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """Of each sample: float64 [N]."""
+        scores: NDArray[np.float64] = self.samples[0].view(np.float64)
+        return scores
+
+    @property
+    def policy_versions(self) -> NDArray[np.int64]:
+        """Of each sample the oldest: int64 [N]."""
+        versions: NDArray[np.int64] = self.samples[1]
+        return versions
+
+    @property
+    def newest_policy_versions(self) -> NDArray[np.int64]:
+        """Of each sample: int64 [N]."""
+        newest: NDArray[np.int64] = self.samples[2]
+        return newest
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence: int64 [S]."""
+        if self.row_lengths is not None:
+            return self.row_lengths
+        lengths: NDArray[np.int64] = self.samples[3]
+        return lengths

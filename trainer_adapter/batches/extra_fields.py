@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus._checks import check_text
+from shmbus._arguments import check_text
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
 
@@ -123,34 +123,17 @@ class _Column(NamedTuple):
 
 
 class MeasuredExtras(NamedTuple):
-    """The extra fields of one batch, before they are copied.
+    """The extra fields of one batch, before they are copied."""
 
-    Attributes
-    ----------
-    columns : list
-        Of the array fields.
-    metas : dict[str, list]
-        Values of the meta, by the field's name.
-    nbytes : int
-        What the array fields take in one block.
-    """
-
+    #: Of the array fields.
     columns: list[_Column]
+    #: Values of the meta, by the field's name.
     metas: dict[str, list[Any]]
+    #: What the array fields take in one block.
     nbytes: int
 
     def packed_into(self, block: NDArray[np.uint8]) -> tuple[PackedExtra, ...]:
-        """Return where each array field goes in a block of `nbytes`.
-
-        Parameters
-        ----------
-        block : uint8 [n]
-            It begins on a multiple of 64 bytes.
-
-        Returns
-        -------
-        tuple of PackedExtra
-        """
+        """Return where each array field goes in a block of `nbytes`."""
         return tuple(
             PackedExtra(*_spec(one.field, one.form), block[one.at : one.at + one.nbytes])
             for one in self.columns
@@ -178,20 +161,7 @@ class MeasuredExtras(NamedTuple):
         return any(bool(one.lacks.any()) for one in self.columns)
 
     def values(self, block: Tensor) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
-        """Make a batch's extra fields of the block that they were copied to.
-
-        Parameters
-        ----------
-        block : uint8 [n] tensor
-            On any device.
-
-        Returns
-        -------
-        extra : dict[str, Tensor | list]
-        offsets : dict[str, int64 [S + 1] tensor]
-            Of "ragged" fields.
-        kinds : dict[str, str]
-        """
+        """Make a batch's extra fields of the block that they were copied to."""
         extra: dict[str, Any] = dict(self.metas)
         kinds = dict.fromkeys(self.metas, "meta")
         offsets: dict[str, Tensor] = {}
@@ -207,18 +177,7 @@ class MeasuredExtras(NamedTuple):
 
 
 class ExtraFields:
-    """The extra fields of a handler, or of one call of `pack`.
-
-    Parameters
-    ----------
-    given : mapping of str to kind or ExtraField
-        By the name that each has in the batch.
-
-    Raises
-    ------
-    TypeError, ValueError
-        What was given is no such mapping, or does not fit together.
-    """
+    """The extra fields of a handler, or of one call of `pack`."""
 
     def __init__(self, given: GivenExtraFields) -> None:
         if not isinstance(given, Mapping):
@@ -233,16 +192,7 @@ class ExtraFields:
 
     @classmethod
     def of(cls, given: GivenExtraFields | ExtraFields | None) -> ExtraFields | None:
-        """Return an ExtraFields as it is, one of a mapping, or None where no field is asked for.
-
-        Parameters
-        ----------
-        given : mapping, ExtraFields or None
-
-        Returns
-        -------
-        ExtraFields or None
-        """
+        """Return an ExtraFields as it is, one of a mapping, or None where no field is asked for."""
         if given is None or isinstance(given, ExtraFields):
             return given
         made = cls(given)
@@ -254,25 +204,7 @@ class ExtraFields:
         return [one.source for one in self._arrays]
 
     def measure(self, trajectories: list[shmbus.Trajectory], lengths: list[int]) -> MeasuredExtras:
-        """Find the extra fields of a batch's samples, after all checks.
-
-        Parameters
-        ----------
-        trajectories : list[shmbus.Trajectory]
-            Leased; S of them.
-        lengths : list[int]
-            Tokens of each.
-
-        Returns
-        -------
-        MeasuredExtras
-
-        Raises
-        ------
-        ValueError
-            A sample lacks a field that is not optional, or its rows differ from what was declared
-            or met first; the message names the sample and the field.
-        """
+        """Find the extra fields of a batch's samples, after all checks."""
         columns: list[_Column] = []
         at = 0
         if self._arrays:

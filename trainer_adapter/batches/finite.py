@@ -20,13 +20,7 @@ __all__ = ["NotFiniteError", "group_of_sample", "not_finite", "require_finite"]
 
 
 class NotFiniteError(ValueError):
-    """A sample has a nan or an infinity at a token that is trained.
-
-    Attributes
-    ----------
-    sample : int
-        Its position in the batch.
-    """
+    """A sample has a nan or an infinity at a token that is trained."""
 
     def __init__(self, message: str, sample: int) -> None:
         super().__init__(message)
@@ -36,17 +30,7 @@ class NotFiniteError(ValueError):
 def require_finite(
     arrays: PackedBatch, trajectories: list[shmbus.Trajectory], names: FieldNames
 ) -> None:
-    """Raise NotFiniteError for the first logprob or advantage that is not finite.
-
-    Parameters
-    ----------
-    arrays : PackedBatch
-        Of one batch. Logprobs outside the loss mask are 0 already.
-    trajectories : list[Trajectory]
-        The samples, in the batch's order.
-    names : FieldNames
-        For the message.
-    """
+    """Raise NotFiniteError for the first logprob or advantage that is not finite."""
     for name, values in ((names.logprobs, arrays.logprobs), (names.advantages, arrays.advantages)):
         token = find_not_finite(values)
         if token >= 0:
@@ -60,25 +44,7 @@ def not_finite(
     borders: Sequence[int] | NDArray[np.int32],
     trajectories: list[shmbus.Trajectory],
 ) -> NotFiniteError:
-    """Make the error for one token of the packed row.
-
-    Parameters
-    ----------
-    name : str or None
-        Of the field.
-    token : int
-        Position in the packed row.
-    value : float
-        What was found there.
-    borders : sequence of int, [S + 1]
-        Where each sequence begins in the packed row.
-    trajectories : list[Trajectory]
-        The S samples.
-
-    Returns
-    -------
-    NotFiniteError
-    """
+    """Make the error for one token of the packed row."""
     sample = bisect.bisect_right(borders, token) - 1
     trajectory = trajectories[sample]
     return NotFiniteError(
@@ -90,18 +56,6 @@ def not_finite(
 
 
 def group_of_sample(groups: list[shmbus.Group], sample: int) -> int:
-    """Return the position of the group that has a sample.
-
-    Parameters
-    ----------
-    groups : list[shmbus.Group]
-        Of one batch, in its order.
-    sample : int
-        Position of the sample in the batch.
-
-    Returns
-    -------
-    int
-    """
+    """Return the position of the group that has a sample."""
     ends = itertools.accumulate(len(group) for group in groups)
     return next(number for number, end in enumerate(ends) if sample < end)

@@ -23,29 +23,17 @@ BLOCKS_KEPT: Final = 4
 
 
 class BatchMemory:
-    """A pool of memory blocks for batches, since fresh pages cost more than filling them.
+    """A pool of memory blocks for batches, since fresh pages cost more than filling them."""
 
-    A block is free when this pool holds the only reference to it: tensors and arrays of a batch
-    refer to their block, so one that somebody kept is never written over.
-    """
+    # A block is free when this pool holds the only reference to it: tensors and arrays of a batch
+    # refer to their block, so one that somebody kept is never written over.
 
     def __init__(self) -> None:
         #: The pool: whoever takes a block of it does so by a reference to the block.
         self.blocks: list[NDArray[np.uint8]] = []
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return a block from the pool, or a new one.
-
-        Parameters
-        ----------
-        size : int
-            Bytes.
-
-        Returns
-        -------
-        uint8 [size or more]
-            Its content is arbitrary.
-        """
+        """Return a block from the pool, or a new one."""
         blocks = self.blocks
         # References to a free block: the list's, and the argument of getrefcount.
         for position in range(len(blocks)):
@@ -58,19 +46,9 @@ class BatchMemory:
         return block
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
-        """Return a new block, in huge pages where the system gives them.
-
-        Packing into huge pages is some 5% faster: a batch needs a page or two instead of hundreds.
-
-        Parameters
-        ----------
-        size : int
-            Bytes.
-
-        Returns
-        -------
-        uint8 [size]
-        """
+        """Return a new block, in huge pages where the system gives them."""
+        # Packing into huge pages is some 5% faster: a batch needs a page or two instead of
+        # hundreds.
         pages = mmap.mmap(-1, size + BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -50,16 +50,7 @@ def is_truncated(group: shmbus.Group) -> bool:
 
 
 def count_truncated(groups: list[shmbus.Group]) -> int:
-    """Return how many samples of leased groups were truncated.
-
-    Parameters
-    ----------
-    groups : list[shmbus.Group]
-
-    Returns
-    -------
-    int
-    """
+    """Return how many samples of leased groups were truncated."""
     trajectories = [t for group in groups for t in group.trajectories]
     return sum(
         meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
@@ -68,36 +59,14 @@ def count_truncated(groups: list[shmbus.Group]) -> int:
 
 
 def request_words(truncated: Truncated) -> tuple[bytes, ...]:
-    """Return the words of which each flagged sample's meta contains one.
-
-    Parameters
-    ----------
-    truncated : {"keep", "mask", "drop"}
-
-    Returns
-    -------
-    tuple of bytes
-    """
+    """Return the words of which each flagged sample's meta contains one."""
     return ZEROING_WORDS + TRUNCATED_WORDS if truncated == "mask" else ZEROING_WORDS
 
 
 def sample_flags(
     trajectories: list[shmbus.Trajectory], truncated: Truncated = "keep"
 ) -> NDArray[np.uint8] | None:
-    """Collect the requests of samples.
-
-    Parameters
-    ----------
-    trajectories : list[Trajectory]
-        Leased; S of them.
-    truncated : {"keep", "mask", "drop"}
-        With "mask", truncated samples are left out of the loss.
-
-    Returns
-    -------
-    uint8 [S] or None
-        `MASKED` and `ZEROED`, ored; None if no sample requests anything.
-    """
+    """Collect the requests of samples."""
     asked = _requesting(trajectories, ZEROING_WORDS, "set_advantage_to_zero", bool)
     cut = []
     if truncated == "mask":

@@ -36,17 +36,7 @@ _SIGNED: Final = {
 
 
 def indexable(values: Tensor) -> Tensor:
-    """Return a view of the same bits in a dtype that torch can index everywhere.
-
-    Parameters
-    ----------
-    values : Tensor
-
-    Returns
-    -------
-    Tensor
-        Of the same shape; view the result of what you did as the dtype of `values` again.
-    """
+    """Return a view of the same bits in a dtype that torch can index everywhere."""
     return values.view(_SIGNED.get(values.dtype, values.dtype))
 
 

@@ -23,23 +23,15 @@ from trainer_adapter.demo.task import SortTask, reward, solved, split_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of one evaluation.
+    """Result of one evaluation."""
 
-    Attributes
-    ----------
-    mean_reward : float
-        Mean of `task.reward`, partial credit included, in [0, 1].
-    solved_share : float
-        Share of completions that are exactly right, in [0, 1].
-    completions : int
-        Completions judged.
-    greedy : bool
-        True if the likeliest token was taken each time, False if sampled at temperature 1.
-    """
-
+    #: Mean of `task.reward`, partial credit included, in [0, 1].
     mean_reward: float
+    #: Share of completions that are exactly right, in [0, 1].
     solved_share: float
+    #: Completions judged.
     completions: int
+    #: True if the likeliest token was taken each time, False if sampled at temperature 1.
     greedy: bool
 
 
@@ -52,33 +44,7 @@ def evaluate(
     greedy: bool = False,
     samples: int = 1,
 ) -> Evaluation:
-    """Judge the sampler's weights on held-out prompts.
-
-    Parameters
-    ----------
-    sampler : Sampler
-        Holds the weights to judge.
-    task : SortTask
-        Says how long a completion may be.
-    prompts : sequence of ndarray, int32 [n_i]
-        Held-out prompts, as `SortTask.held_out_prompts` gives them.
-    rng : numpy.random.Generator
-        Source of randomness; unused if `greedy`.
-    greedy : bool
-        Take the likeliest token instead of sampling at temperature 1.
-    samples : int
-        Completions a prompt.
-
-    Returns
-    -------
-    Evaluation
-        Means over all completions.
-
-    Raises
-    ------
-    ValueError
-        If there is no prompt, or one that training may draw.
-    """
+    """Judge the sampler's weights on held-out prompts."""
     if not prompts:
         raise ValueError("no prompts: expected at least one held-out prompt")
     for prompt in prompts:

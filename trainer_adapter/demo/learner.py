@@ -58,75 +58,48 @@ class PackedBatch(Protocol):
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """Hyper-parameters of the step.
+    """Hyper-parameters of the step."""
 
-    Attributes
-    ----------
-    lr : float
-        Peak learning rate of Adam.
-    warmup_steps : int
-        Steps over which the rate rises linearly to `lr`.
-    betas : tuple of float
-        Adam's averaging factors.
-    clip_low, clip_high : float
-        The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``.
-    entropy_bonus : float
-        Weight of the mean token entropy in the objective. Without it the policy settles early on
-        answers that are partly right.
-    max_grad_norm : float
-        Gradients longer than this are scaled down to it.
-    """
-
+    #: Peak learning rate of Adam.
     lr: float = 3e-3
+    #: Steps over which the rate rises linearly to `lr`.
     warmup_steps: int = 10
+    #: Adam's averaging factors.
     betas: tuple[float, float] = (0.9, 0.99)
+    #: The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``.
     clip_low: float = 0.2
     clip_high: float = 0.28
+    #: Weight of the mean token entropy in the objective. Without it the policy settles early on
+    #: answers that are partly right.
     entropy_bonus: float = 0.1
+    #: Gradients longer than this are scaled down to it.
     max_grad_norm: float = 0.3
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step saw and did.
+    """What one step saw and did."""
 
-    Attributes
-    ----------
-    mean_score : float
-        Mean reward of the batch's sequences.
-    loss, entropy, grad_norm : float
-        Clipped policy loss; mean token entropy in nats; gradient length before clipping.
-    clip_fraction, approx_kl : float
-        Share of completion tokens whose gradient the clip took away; estimate in nats of how far
-        the policy has moved since the tokens were sampled.
-    tokens, completion_tokens, sequences : int
-        Size of the batch.
-    applied : bool
-        False if the step was skipped because its gradient was not finite.
-    """
-
+    #: Mean reward of the batch's sequences.
     mean_score: float
+    #: Clipped policy loss; mean token entropy in nats; gradient length before clipping.
     loss: float
     entropy: float
     grad_norm: float
+    #: Share of completion tokens whose gradient the clip took away; estimate in nats of how far the
+    #: policy has moved since the tokens were sampled.
     clip_fraction: float
     approx_kl: float
+    #: Size of the batch.
     tokens: int
     completion_tokens: int
     sequences: int
+    #: False if the step was skipped because its gradient was not finite.
     applied: bool
 
 
 class Learner:
-    """Policy, optimizer and step count; one call of `step` a batch.
-
-    Parameters
-    ----------
-    policy : Policy
-        Trained in place.
-    config : LearnerConfig, optional
-        Hyper-parameters.
-    """
+    """Policy, optimizer and step count; one call of `step` a batch."""
 
     def __init__(self, policy: Policy, config: LearnerConfig | None = None) -> None:
         self.policy = policy
@@ -137,18 +110,7 @@ class Learner:
         )
 
     def step(self, batch: PackedBatch) -> StepMetrics:
-        """Take one gradient step.
-
-        Parameters
-        ----------
-        batch : PackedBatch
-            Whole groups, packed; no sequence may begin with a completion token.
-
-        Returns
-        -------
-        StepMetrics
-            What the step saw and did.
-        """
+        """Take one gradient step."""
         config = self.config
         logprobs, entropies = token_logprobs(self.policy, batch)
         where = batch.loss_mask
@@ -191,20 +153,7 @@ class Learner:
 
 
 def token_logprobs(policy: Policy, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return the policy's logprob of each completion token, and the entropy at it.
-
-    Parameters
-    ----------
-    policy : Policy
-        The policy as it is now.
-    batch : PackedBatch
-        A packed batch of M completion tokens.
-
-    Returns
-    -------
-    logprobs, entropies : Tensor, float32 [M]
-        In the order of ``batch.tokens[batch.loss_mask]``; entropies carry gradient too.
-    """
+    """Return the policy's logprob of each completion token, and the entropy at it."""
     where = batch.loss_mask.nonzero().squeeze(1)
     if bool((batch.position_ids[where] == 0).any()):
         raise ValueError("a sequence begins with a completion token: nothing predicts it")

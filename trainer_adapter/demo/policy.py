@@ -25,15 +25,7 @@ from trainer_adapter.demo.sampler import NORM_EPS, PolicyConfig
 
 
 class Policy(nn.Module):
-    """The transformer that the demo trains from random weights.
-
-    Parameters
-    ----------
-    config : PolicyConfig
-        Shape, and layout of the flat weights.
-    seed : int
-        Seed of the random weights.
-    """
+    """The transformer that the demo trains from random weights."""
 
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
@@ -46,22 +38,7 @@ class Policy(nn.Module):
     def forward(
         self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
     ) -> Tensor:
-        """Run a packed batch up to the last norm; `logits` does the rest.
-
-        Parameters
-        ----------
-        tokens, position_ids : Tensor, int64 [T]
-            Packed tokens, and their positions, starting at 0 in each sequence.
-        cu_seqlens : Tensor, int32 [S + 1]
-            Offsets of the sequences.
-        max_seqlen : int
-            Length of the longest.
-
-        Returns
-        -------
-        Tensor, float32 [T, width]
-            The state that predicts the token after each.
-        """
+        """Run a packed batch up to the last norm; `logits` does the rest."""
         config, w = self.config, self.weights
         x = w["token_embedding"][tokens] + w["position_embedding"][position_ids]
         for i in range(config.layers):
@@ -77,35 +54,12 @@ class Policy(nn.Module):
         return self._norm(x, w["final_norm"])
 
     def logits(self, states: Tensor) -> Tensor:
-        """Turn states into logits.
-
-        Parameters
-        ----------
-        states : Tensor, float32 [n, width]
-            Any rows of what `forward` returned.
-
-        Returns
-        -------
-        Tensor, float32 [n, vocab_size]
-            Logits of the next token.
-        """
+        """Turn states into logits."""
         head: Tensor = self.weights["head"]
         return states @ head
 
     def export_weights(self, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Write all weights to one flat vector.
-
-        Parameters
-        ----------
-        out : ndarray, float32 [config.num_parameters], optional
-            Where to write, for instance a view of shared memory; a new array without it. Must be
-            contiguous.
-
-        Returns
-        -------
-        ndarray, float32 [config.num_parameters]
-            `out`, or the new array.
-        """
+        """Write all weights to one flat vector."""
         if out is None:
             out = np.empty(self.config.num_parameters, np.float32)
         self._check(out)
@@ -114,13 +68,7 @@ class Policy(nn.Module):
         return out
 
     def load_weights(self, flat: npt.NDArray[np.float32]) -> None:
-        """Read all weights from one flat vector.
-
-        Parameters
-        ----------
-        flat : ndarray, float32 [config.num_parameters]
-            What `export_weights` wrote for a policy of the same config.
-        """
+        """Read all weights from one flat vector."""
         self._check(flat)
         # A copy, since torch warns about arrays that it may not write to, such as views of the bus.
         source = torch.from_numpy(flat.copy())

@@ -11,19 +11,12 @@ import shmbus
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One moment of the run.
+    """One moment of the run."""
 
-    Attributes
-    ----------
-    seconds : float
-        Since the start.
-    step : int
-    reward : float
-        Mean reward of the batch (training), or of held-out prompts.
-    """
-
+    #: Since the start.
     seconds: float
     step: int
+    #: Mean reward of the batch (training), or of held-out prompts.
     reward: float
 
 

@@ -66,15 +66,7 @@ LOOK_PERIOD_S: Final = 0.25
 
 
 class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says.
-
-    Attributes
-    ----------
-    workers, group_size, seed, steps : int
-    chaos, live : bool
-    output : str
-        Folder for ``summary.json`` and ``reward.png``.
-    """
+    """What the command line says."""
 
     workers: int = 4
     group_size: int = 8
@@ -82,6 +74,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 500
     chaos: bool = False
     live: bool = True
+    #: Folder for ``summary.json`` and ``reward.png``.
     output: str = "shmbus-demo"
 
 
@@ -306,17 +299,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def main(config: DemoConfig) -> int:
-    """Run the demo and report.
-
-    Parameters
-    ----------
-    config : DemoConfig
-
-    Returns
-    -------
-    int
-        Exit status: 0, or 1 where the ledger does not balance or the run was interrupted.
-    """
+    """Run the demo and report."""
     console = Console()
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)

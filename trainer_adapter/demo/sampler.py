@@ -35,22 +35,15 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Shape of the policy, and so the layout of its flat weights.
+    """Shape of the policy, and so the layout of its flat weights."""
 
-    Attributes
-    ----------
-    width, layers, heads : int
-        Residual width, number of blocks, attention heads a block.
-    mlp_ratio : int
-        Hidden width of the MLP over `width`.
-    vocab_size, max_len : int
-        Tokens known, and positions that have an embedding.
-    """
-
+    #: Residual width, number of blocks, attention heads a block.
     width: int = 64
     layers: int = 1
     heads: int = 8
+    #: Hidden width of the MLP over `width`.
     mlp_ratio: int = 2
+    #: Tokens known, and positions that have an embedding.
     vocab_size: int = VOCAB_SIZE
     max_len: int = SortTask().max_len
 
@@ -65,15 +58,8 @@ class PolicyConfig:
         return self.width // self.heads
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of each weight, in the order of the flat vector.
-
-        Matrices are stored [in, out], so that both sides compute ``x @ w``.
-
-        Yields
-        ------
-        tuple of str and tuple of int
-            A name such as ``"block0_qkv"``, and its shape.
-        """
+        """Yield name and shape of each weight, in the order of the flat vector."""
+        # Matrices are stored [in, out], so that both sides compute ``x @ w``.
         w = self.width
         yield "token_embedding", (self.vocab_size, w)
         yield "position_embedding", (self.max_len, w)
@@ -95,23 +81,16 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled sequence, in the fields that go through the bus.
+    """One sampled sequence, in the fields that go through the bus."""
 
-    Attributes
-    ----------
-    tokens : ndarray, int32 [n]
-        Prompt, then completion.
-    loss_mask : ndarray, uint8 [n]
-        1 on the completion's tokens.
-    logprobs : ndarray, float32 [n]
-        Logprob of each completion token under the policy that sampled it; 0 on the prompt.
-    prompt_len : int
-        Tokens of the prompt.
-    """
-
+    #: ndarray, int32 [n]. Prompt, then completion.
     tokens: IntArray
+    #: ndarray, uint8 [n]. 1 on the completion's tokens.
     loss_mask: npt.NDArray[np.uint8]
+    #: ndarray, float32 [n]. Logprob of each completion token under the policy that sampled it; 0 on
+    #: the prompt.
     logprobs: FloatArray
+    #: Tokens of the prompt.
     prompt_len: int
 
     @property
@@ -120,13 +99,7 @@ class Sample:
         return self.tokens[self.prompt_len :]
 
     def fields(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays to put: ``producer.put(..., **sample.fields())``.
-
-        Returns
-        -------
-        dict of str to ndarray
-            ``tokens``, ``loss_mask`` and ``logprobs``, each [n].
-        """
+        """Return the arrays to put: ``producer.put(..., **sample.fields())``."""
         return {"tokens": self.tokens, "loss_mask": self.loss_mask, "logprobs": self.logprobs}
 
 
@@ -143,15 +116,7 @@ class _Block:
 
 
 class Sampler:
-    """Sample completions from the policy with a key-value cache, in numpy.
-
-    Parameters
-    ----------
-    config : PolicyConfig
-        Shape of the policy.
-    weights : ndarray, float32 [config.num_parameters], optional
-        Flat weights to start with; `load` changes them later.
-    """
+    """Sample completions from the policy with a key-value cache, in numpy."""
 
     def __init__(self, config: PolicyConfig, weights: FloatArray | None = None) -> None:
         self.config = config
@@ -174,14 +139,7 @@ class Sampler:
             self.load(weights)
 
     def load(self, weights: FloatArray) -> None:
-        """Copy new weights in, in one pass.
-
-        Parameters
-        ----------
-        weights : ndarray, float32 [config.num_parameters]
-            Flat weights as `Policy.export_weights` gives them, for instance a view of shared
-            memory.
-        """
+        """Copy new weights in, in one pass."""
         if weights.shape != self._flat.shape or weights.dtype != np.float32:
             raise ValueError(
                 f"flat weights are {weights.dtype} {weights.shape}, this policy needs float32 "
@@ -198,27 +156,7 @@ class Sampler:
         *,
         temperature: float = 1.0,
     ) -> list[list[Sample]]:
-        """Sample `group_size` completions of each prompt, all in one batch.
-
-        Parameters
-        ----------
-        prompts : sequence of ndarray, int32 [n_i]
-            Prompts, of any lengths.
-        group_size : int
-            Completions a prompt.
-        max_completion_len : int
-            Tokens after which a completion without EOS is cut.
-        rng : numpy.random.Generator
-            Source of randomness.
-        temperature : float
-            Divides the logits. Rollouts for training need 1, at which the learner takes its
-            ratio. 0 takes the likeliest token, and reports its logprob at temperature 1.
-
-        Returns
-        -------
-        list of list of Sample
-            One list of `group_size` samples for each prompt, in the order of `prompts`.
-        """
+        """Sample `group_size` completions of each prompt, all in one batch."""
         prompt_lens = np.array([len(p) for p in prompts])
         longest = int(prompt_lens.max())
         if longest + max_completion_len > self.config.max_len:
@@ -250,11 +188,9 @@ class Sampler:
     def _prefill(
         self, prompts: Sequence[IntArray], prompt_lens: npt.NDArray[np.int64], cache_len: int
     ) -> tuple[FloatArray, list[FloatArray]]:
-        """Run the prompts; return logits [P, V] after each, and a cache [2, P, H, L, D] a layer.
-
-        Short prompts are padded on the right. The causal mask hides the padding from the real
-        tokens, and decoding overwrites its cache entries before it can see them.
-        """
+        """Run the prompts; return logits [P, V] after each, and a cache [2, P, H, L, D] a layer."""
+        # Short prompts are padded on the right. The causal mask hides the padding from the real
+        # tokens, and decoding overwrites its cache entries before it can see them.
         config = self.config
         count, longest = len(prompts), int(prompt_lens.max())
         padded = np.full((count, longest), EOS, np.int32)

@@ -30,17 +30,7 @@ class WorkersFailedError(RuntimeError):
 
 
 class Supervisor:
-    """A fixed number of worker processes, kept alive.
-
-    Parameters
-    ----------
-    template : WorkerConfig
-        What all workers have in common.
-    count : int
-        How many.
-    chaos : bool
-        Kill a random one by SIGKILL every few seconds.
-    """
+    """A fixed number of worker processes, kept alive."""
 
     def __init__(self, template: WorkerConfig, count: int, *, chaos: bool = False) -> None:
         self._template = template
@@ -79,13 +69,7 @@ class Supervisor:
         return sum(self._lives)
 
     def tend(self) -> None:
-        """Restart dead workers; in chaos mode, sometimes kill one. Cheap: call it often.
-
-        Raises
-        ------
-        WorkersFailedError
-            A worker died by itself several times in a row.
-        """
+        """Restart dead workers; in chaos mode, sometimes kill one. Cheap: call it often."""
         if self._chaos and time.monotonic() >= self._next_kill_s:
             victim = self._random.randrange(len(self._workers))
             self._workers[victim].kill()

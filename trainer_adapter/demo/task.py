@@ -39,15 +39,10 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class SortTask:
-    """Sort between `min_digits` and `max_digits` digits.
+    """Sort between `min_digits` and `max_digits` digits."""
 
-    Attributes
-    ----------
-    min_digits, max_digits : int
-        Shortest and longest prompt, in digits; lengths are drawn uniformly, so packed batches are
-        ragged.
-    """
-
+    #: Shortest and longest prompt, in digits; lengths are drawn uniformly, so packed batches are
+    #: ragged.
     min_digits: int = 4
     max_digits: int = 8
 
@@ -75,20 +70,7 @@ class SortTask:
         return self.max_prompt_len + self.max_completion_len
 
     def sample_prompt(self, rng: np.random.Generator, split: Split = "train") -> IntArray:
-        """Draw one prompt of a split.
-
-        Parameters
-        ----------
-        rng : numpy.random.Generator
-            Source of randomness.
-        split : {"train", "held_out"}
-            Which split the prompt must belong to.
-
-        Returns
-        -------
-        ndarray, int32 [n + 1]
-            The digits, then ``SEP``.
-        """
+        """Draw one prompt of a split."""
         while True:
             n = int(rng.integers(self.min_digits, self.max_digits + 1))
             digits = rng.integers(0, DIGITS, size=n, dtype=np.int32)
@@ -96,20 +78,7 @@ class SortTask:
                 return np.append(digits, np.int32(SEP))
 
     def held_out_prompts(self, count: int, seed: int = 0) -> list[IntArray]:
-        """Return the fixed evaluation set: `count` distinct held-out prompts.
-
-        Parameters
-        ----------
-        count : int
-            How many prompts.
-        seed : int
-            Seed of the draw; the same seed always gives the same prompts.
-
-        Returns
-        -------
-        list of ndarray, int32 [n + 1]
-            Distinct prompts, none of which training can draw.
-        """
+        """Return the fixed evaluation set: `count` distinct held-out prompts."""
         rng = np.random.default_rng((seed, 0xE7A1))
         chosen: dict[bytes, IntArray] = {}
         while len(chosen) < count:
@@ -119,57 +88,20 @@ class SortTask:
 
 
 def split_of(digits: IntArray) -> Split:
-    """Return the split that a row of digits belongs to, in any order of the digits.
-
-    Parameters
-    ----------
-    digits : ndarray, int32 [n]
-        Digits without ``SEP``.
-
-    Returns
-    -------
-    {"train", "held_out"}
-        The same for every permutation of `digits`, in every process and on every machine.
-    """
+    """Return the split that a row of digits belongs to, in any order of the digits."""
     key = bytes(np.sort(digits).astype(np.uint8))
     return "held_out" if zlib.crc32(key) < HELD_OUT_SHARE * 2**32 else "train"
 
 
 def answer(prompt: IntArray) -> IntArray:
-    """Return the right completion of a prompt.
-
-    Parameters
-    ----------
-    prompt : ndarray, int32 [n + 1]
-        Digits, then ``SEP``.
-
-    Returns
-    -------
-    ndarray, int32 [n + 1]
-        The sorted digits, then ``EOS``.
-    """
+    """Return the right completion of a prompt."""
     return np.append(np.sort(prompt[:-1]), np.int32(EOS))
 
 
 def reward(prompt: IntArray, completion: IntArray) -> float:
-    """Score a completion: the share of its positions that hold the right token.
-
-    Partial credit, stated plainly: a completion with one wrong digit of six still earns most of
-    the reward, so a mean reward of 0.9 is not 90 % of prompts solved. Use `solved` for that.
-
-    Parameters
-    ----------
-    prompt : ndarray, int32 [n + 1]
-        Digits, then ``SEP``.
-    completion : ndarray, int32 [m]
-        What the policy wrote, with its ``EOS`` if it wrote one.
-
-    Returns
-    -------
-    float
-        Right positions over the length of the longer of answer and completion, in [0, 1]; tokens
-        too many therefore cost as much as tokens missing.
-    """
+    """Score a completion: the share of its positions that hold the right token."""
+    # Partial credit, stated plainly: a completion with one wrong digit of six still earns most of
+    # the reward, so a mean reward of 0.9 is not 90 % of prompts solved. Use `solved` for that.
     right = answer(prompt)
     shared = min(len(right), len(completion))
     hits = int(np.count_nonzero(right[:shared] == completion[:shared]))
@@ -177,34 +109,10 @@ def reward(prompt: IntArray, completion: IntArray) -> float:
 
 
 def solved(prompt: IntArray, completion: IntArray) -> bool:
-    """Tell whether a completion is exactly right, with no partial credit.
-
-    Parameters
-    ----------
-    prompt : ndarray, int32 [n + 1]
-        Digits, then ``SEP``.
-    completion : ndarray, int32 [m]
-        What the policy wrote.
-
-    Returns
-    -------
-    bool
-        True for the one right completion.
-    """
+    """Tell whether a completion is exactly right, with no partial credit."""
     return bool(np.array_equal(answer(prompt), completion))
 
 
 def show(tokens: IntArray) -> str:
-    """Write tokens for a human: ``3142> 1234.``, where ``>`` is ``SEP`` and ``.`` is ``EOS``.
-
-    Parameters
-    ----------
-    tokens : ndarray, int32 [n]
-        Any tokens of the vocabulary.
-
-    Returns
-    -------
-    str
-        One character a token, and a blank after ``SEP``.
-    """
+    """Write tokens for a human: ``3142> 1234.``, where ``>`` is ``SEP`` and ``.`` is ``EOS``."""
     return "".join(("0123456789>."[int(t)] + (" " if t == SEP else "")) for t in tokens).rstrip()

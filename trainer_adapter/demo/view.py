@@ -60,13 +60,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class LiveView:
-    """The view for a terminal.
-
-    Parameters
-    ----------
-    console : rich.console.Console
-    title : str
-    """
+    """The view for a terminal."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._title = title

@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, PoolTimeoutError
+from shmbus import WaitTimeoutError
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -26,17 +27,7 @@ _MAX_SLOTS: Final = 8
 
 
 class WeightsChannel:
-    """One trainer publishes, any number of workers read.
-
-    Parameters
-    ----------
-    bus : str
-        The bus that the weights belong to; their pool is its companion "weights".
-    size : int
-        Weights in one set, float32.
-    create : bool
-        True in the trainer, which also removes the pool when it closes.
-    """
+    """One trainer publishes, any number of workers read."""
 
     def __init__(self, bus: str, size: int, *, create: bool = False) -> None:
         self._publisher: PoolPublisher | None = None
@@ -51,14 +42,7 @@ class WeightsChannel:
             self._reader = PoolReader(bus, _KIND, label="demo worker")
 
     def publish(self, weights: FloatArray, version: int) -> None:
-        """Write one set; the one before it stays readable until the next.
-
-        Parameters
-        ----------
-        weights : float32 [size]
-        version : int
-            Announce it on the bus afterwards.
-        """
+        """Write one set; the one before it stays readable until the next."""
         assert self._publisher is not None
         write = self._publisher.begin(version, self._bytes)
         assert write is not None
@@ -66,41 +50,19 @@ class WeightsChannel:
             np.copyto(write.view().view(np.float32), weights)
 
     def read(self, version: int) -> FloatArray | None:
-        """Copy one set.
-
-        Parameters
-        ----------
-        version : int
-            As the bus announces it.
-
-        Returns
-        -------
-        float32 [size] or None
-            None if that version is not the newest: the bus will announce another.
-        """
+        """Copy one set."""
         found = self._copy(lambda newest: newest == version)
         return None if found is None else found[1]
 
     def newest(self, known: int = -1) -> tuple[int, FloatArray] | None:
-        """Copy the newest set, whether the bus has announced it or not.
-
-        Parameters
-        ----------
-        known : int
-            The version that the reader has.
-
-        Returns
-        -------
-        (int, float32 [size]) or None
-            Its version and itself; None where there is none, or the reader has it.
-        """
+        """Copy the newest set, whether the bus has announced it or not."""
         return self._copy(lambda newest: newest != known)
 
     def _copy(self, is_wanted: Callable[[int], bool]) -> tuple[int, FloatArray] | None:
         assert self._reader is not None
         try:
             lease = self._reader.latest(timeout=0)
-        except PoolTimeoutError:
+        except WaitTimeoutError:
             return None
         with lease:
             if not is_wanted(lease.version) or lease.size != self._bytes:

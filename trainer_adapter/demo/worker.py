@@ -29,29 +29,19 @@ PUT_TIMEOUT_S: Final = 30.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """Parameters of a worker, as JSON on its command line.
-
-    Attributes
-    ----------
-    bus : str
-    number, life : int
-        Which worker it is, and how often it was restarted: its randomness follows from both.
-    seed : int
-    samples_at_once : int
-        Samples that one batch of the sampler makes.
-    parent : int
-        Process id of the trainer: the worker ends when that is gone.
-    newest : bool
-        Take the newest weights there are, and not those that the bus announces: where weights and
-        announcement come from another machine, each by its own way.
-    """
+    """Parameters of a worker, as JSON on its command line."""
 
     bus: str
+    #: Which worker it is, and how often it was restarted: its randomness follows from both.
     number: int
     life: int
     seed: int
+    #: Samples that one batch of the sampler makes.
     samples_at_once: int
+    #: Process id of the trainer: the worker ends when that is gone.
     parent: int
+    #: Take the newest weights there are, and not those that the bus announces: where weights and
+    #: announcement come from another machine, each by its own way.
     newest: bool = False
 
 

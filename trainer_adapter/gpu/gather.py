@@ -26,19 +26,18 @@ from torch import Tensor
 
 import shmbus
 from shmbus.batch.baseline import Baseline
+from shmbus.batch.extra_fields import COPY_WORDS, plan_extras
 from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
-from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, pad_batch
-from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
-from trainer_adapter.batches.facts import BatchFacts
+from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
+from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields, MeasuredExtras
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
-from trainer_adapter.gpu.extra_fields import copy_extras
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 from trainer_adapter.scored_group import ScoredGroup, groups_of
 
-__all__ = ["Pending", "SeveralRowsError", "begin_gather"]
+__all__ = ["Pending", "SeveralRowsError", "begin_gather", "copy_extras"]
 
 #: Tokens that the parts of a block are rounded up to: they begin on multiples of as many bytes,
 #: more than vector loads need.
@@ -68,25 +67,7 @@ class SeveralRowsError(ValueError):
 
 
 class Pending:
-    """A batch in flight to the device.
-
-    Parameters
-    ----------
-    batch : Batch
-        Its tensors are being filled.
-    stream : torch.cuda.Stream or None
-        The stream that fills them; None if they are filled already.
-    keep : object
-        An object that must live until then.
-    check : callable, optional
-        Called once the batch is on the device; raises if the batch cannot be used. It is called
-        again if it raised.
-    done : torch.cuda.Event, optional
-        To be recorded behind what fills them, and recorded again by nobody until then; a new one
-        without it.
-    soon : bool
-        Whether they take no longer than to be woken up.
-    """
+    """A batch in flight to the device."""
 
     def __init__(
         self,
@@ -113,17 +94,7 @@ class Pending:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> Batch:
-        """Wait until the batch is on the device, and return it.
-
-        Returns
-        -------
-        Batch
-
-        Raises
-        ------
-        ValueError
-            A logprob or an advantage is not finite where the loss mask is True.
-        """
+        """Wait until the batch is on the device, and return it."""
         self._wait()
         if self._check is not None:
             self._check()
@@ -156,33 +127,7 @@ def begin_gather(
     truncated: Truncated = "keep",
     extra_fields: GivenExtraFields | ExtraFields | None = None,
 ) -> Pending:
-    """Pack leased groups by the kernel, on the current stream.
-
-    Parameters
-    ----------
-    groups : list[shmbus.Group]
-        Leased, of one Consumer whose ring the device can read; at least one.
-    device : torch.device
-    stream : torch.cuda.Stream or None
-        The current stream; None on a device that has none.
-    device_shift : int
-        The device's address of the ring, minus this process's.
-    staging : Staging, optional
-        The pool for tables; new memory without it.
-    advantages, layout, fields, truncated, extra_fields
-        As for `pack`.
-
-    Returns
-    -------
-    Pending
-
-    Raises
-    ------
-    ValueError
-        As for `pack`; for a value that is not finite, only from `Pending.finish`.
-    SeveralRowsError
-        A sample was put with ``rows=``.
-    """
+    """Pack leased groups by the kernel, on the current stream."""
     names = fields or FieldNames()
     staging = staging or Staging(device)
     baseline: Any = baseline_of(advantages)
@@ -285,13 +230,7 @@ def _plan(
 
 
 class _Block:
-    """Memory of a device that a batch lies in: what the table says as it is, and its tokens.
-
-    Parameters
-    ----------
-    table : GatherTable
-    device : torch.device
-    """
+    """Memory of a device that a batch lies in: what the table says as it is, and its tokens."""
 
     def __init__(self, table: GatherTable, device: torch.device) -> None:
         self._table = table
@@ -371,3 +310,63 @@ def _raise_not_finite(
             token = int(torch.isfinite(values).logical_not().nonzero()[0])
             found_in = members(groups)[0]
             raise not_finite(name, token, float(values[token]), borders.tolist(), found_in)
+
+
+#: Bytes of a program's copy: enough for some warps, and few enough for many programs.
+CHUNK_BYTES: Final = 16_384
+CHUNK_ENTRY_BYTES: Final = COPY_WORDS * 8
+
+
+def copy_extras(
+    groups: list[shmbus.Group],
+    lengths: list[int],
+    wanted: GivenExtraFields | ExtraFields | None,
+    device: torch.device,
+    shift: int,
+    blocks: list[StagingBlock],
+    staging: Staging,
+) -> dict[str, Any]:
+    """Start the copies of extra fields, on the current stream."""
+    fields = ExtraFields.of(wanted)
+    if fields is None:
+        return {}
+    trajectories = members(groups)[0]
+    measured = fields.measure(trajectories, lengths)
+    # Rows of a sample that lacks an optional field are not copied.
+    make = torch.zeros if measured.lacking else torch.empty
+    there = make(measured.nbytes, dtype=torch.uint8, device=device)
+    if measured.columns:
+        _copy(measured, trajectories, lengths, there, shift, blocks, staging)
+    extra, offsets, kinds = measured.values(there)
+    return {"extra": extra, "extra_offsets": offsets, "extra_kinds": kinds}
+
+
+def _copy(
+    measured: MeasuredExtras,
+    trajectories: list[shmbus.Trajectory],
+    lengths: list[int],
+    there: torch.Tensor,
+    shift: int,
+    blocks: list[StagingBlock],
+    staging: Staging,
+) -> None:
+    from trainer_adapter.gpu.kernel import launch_copy
+
+    # At most one chunk a sample and field that is not full.
+    most = measured.nbytes // CHUNK_BYTES + len(trajectories) * len(measured.columns)
+    block = staging.take(most * CHUNK_ENTRY_BYTES)
+    blocks.append(block)
+    places = measured.places()
+    chunks, launches = plan_extras(
+        trajectories,
+        lengths,
+        measured.specs(),
+        places,
+        block.array[: most * CHUNK_ENTRY_BYTES].view(np.int64),
+        shift=shift,
+        chunk_bytes=CHUNK_BYTES,
+    )
+    assert chunks <= most, f"{chunks} chunks of extra fields, at most {most} expected"
+    for (first, count), (_, width) in zip(launches, places, strict=True):
+        if count:
+            launch_copy(block.host, first * CHUNK_ENTRY_BYTES, count, width, there)

@@ -62,19 +62,7 @@ def launch(
     batch: Tensor,
     batch_at: Sequence[int],
 ) -> None:
-    """Start the kernel on the current stream, for chunks whose sequences have the same fields.
-
-    Parameters
-    ----------
-    kinds, chunks
-        Of `GatherTable.launches`.
-    words : int
-        Of 4 bytes, to be copied as they are.
-    table, batch : Tensor
-        Bytes that the device reads and writes.
-    table_at, batch_at : sequence of int
-        Where in them the kernel's pointers point, in its order; each a multiple of 16.
-    """
+    """Start the kernel on the current stream, for chunks whose sequences have the same fields."""
     blocks = chunks - words // -CHUNK_TOKENS
     key = (kinds, batch.device.index)
     found = _compiled.get(key)
@@ -118,21 +106,7 @@ COPY_LANES: Final = 2048
 
 
 def launch_copy(table: Tensor, table_at: int, chunks: int, width: int, there: Tensor) -> None:
-    """Start the copy of one extra field on the current stream.
-
-    Parameters
-    ----------
-    table : Tensor
-        Bytes that the device reads: chunks of `shmbus.batch.extra_fields.plan_extras`.
-    table_at : int
-        Where the field's chunks begin there.
-    chunks : int
-        How many.
-    width : int
-        Bytes of a word.
-    there : Tensor
-        The block that is filled.
-    """
+    """Start the copy of one extra field on the current stream."""
     plan = table[table_at : table_at + 8].view(torch.int64)
     kernel_type, dtype = COPY_TYPES[width]
     copy_rows[(chunks,)](

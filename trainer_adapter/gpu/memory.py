@@ -23,38 +23,13 @@ class PinnedMemory(BatchMemory):
     """Batch memory that is pinned, so that the device reads it without the driver's staging."""
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
-        """Return a new pinned block.
-
-        Parameters
-        ----------
-        size : int
-            Bytes.
-
-        Returns
-        -------
-        uint8 [size]
-
-        Raises
-        ------
-        RuntimeError
-            The system has no pinned memory left.
-        """
+        """Return a new pinned block."""
         block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         return block
 
 
 class StagingBlock:
-    """A block of `Staging`, pinned for a CUDA device.
-
-    Attributes
-    ----------
-    host : Tensor, uint8
-    array : uint8 array
-    longs : int64 array
-        The same memory.
-    done : torch.cuda.Event or None
-        To be recorded behind what reads the block, each time; None on a device that has none.
-    """
+    """A block of `Staging`, pinned for a CUDA device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -66,32 +41,16 @@ class StagingBlock:
 
 
 class Staging:
-    """Pool of pinned staging blocks for one device; a block is reused after `give_back`.
+    """Pool of pinned staging blocks for one device; a block is reused after `give_back`."""
 
-    A block that is never given back is freed by torch, once the copies from and to it are done.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    # A block that is never given back is freed by torch, once the copies from and to it are done.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._idle: list[StagingBlock] = []
 
     def take(self, size: int) -> StagingBlock:
-        """Return a block from the pool, or a new one.
-
-        Parameters
-        ----------
-        size : int
-            Bytes, at least.
-
-        Returns
-        -------
-        StagingBlock
-            Its content is arbitrary.
-        """
+        """Return a block from the pool, or a new one."""
         while self._idle:
             block = self._idle.pop()
             # A block that is too small now will be too small again.
@@ -100,34 +59,12 @@ class Staging:
         return StagingBlock(-(-size // STAGING_BYTES) * STAGING_BYTES, self._device)
 
     def give_back(self, block: StagingBlock) -> None:
-        """Return a block to the pool.
-
-        Parameters
-        ----------
-        block : StagingBlock
-            No copy from or to it is in flight.
-        """
+        """Return a block to the pool."""
         self._idle.append(block)
 
 
 class RegisteredRing:
-    """A ring that CUDA reads, until `close` or the last reference to this.
-
-    Parameters
-    ----------
-    address, nbytes : int
-        Its mapping.
-    owner : object
-        What keeps that: it is not unmapped while it is registered, as the driver would go on to
-        take the addresses for its own.
-    stream : torch.cuda.Stream
-        Whose kernels read it.
-
-    Attributes
-    ----------
-    device_shift : int
-        The device's address of it, minus this process's.
-    """
+    """A ring that CUDA reads, until `close` or the last reference to this."""
 
     _registration: Registration | None = None
 

@@ -23,16 +23,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import threading
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 import shmbus
-from shmbus._checks import check_choice
+from shmbus._arguments import check_choice
 from shmbus.batch.gather import FieldNames
 from shmbus.batch.gather_plan import mapping_of
-from shmbus.tensors.device.kernels import import_kernels
+from shmbus.tensors.copy_table import import_kernels
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout, pad_batch
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
@@ -41,9 +42,8 @@ from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
 from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
-from trainer_adapter.gpu.one_thread import OneThread
 
-__all__ = ["GpuPacker", "Pending", "Transport", "begin_gather"]
+__all__ = ["GpuPacker", "OneThread", "Pending", "Transport", "begin_gather"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,52 +51,8 @@ Transport = Literal["gather", "pinned", "copy"]
 TRANSPORTS: Final = ("gather", "pinned", "copy")
 
 
-def packer_on(device: torch.device, **options: Any) -> HostPacker | GpuPacker:
-    """Make what packs batches for a device: by the GPU itself, or by the processor.
-
-    Parameters
-    ----------
-    device : torch.device
-    **options
-        Of `HostPacker`.
-
-    Returns
-    -------
-    HostPacker or GpuPacker
-    """
-    if device.type == "cuda":
-        return GpuPacker(device, **options)
-    return HostPacker(device=device, memory=BatchMemory(), **options)
-
-
 class GpuPacker:
-    """Packs leased groups into batches on one CUDA device.
-
-    Parameters
-    ----------
-    device : torch.device or str
-        A CUDA device.
-    transport : "auto" | "gather" | "pinned" | "copy"
-        "auto" takes the first that works, in this order.
-    advantages, layout, fields, truncated, extra_fields
-        As for `pack`.
-    pack_threads : int
-        Threads that copy where the host packs: "pinned" and "copy".
-
-    Attributes
-    ----------
-    transport : "gather" | "pinned" | "copy"
-        The transport of the next batch.
-    reason : str
-        Why it is not a faster one; empty for "gather".
-
-    Raises
-    ------
-    ValueError
-        For another transport, and for a device that is not CUDA's.
-    RuntimeError
-        From `pack`: a transport that was asked for by name does not work here.
-    """
+    """Packs leased groups into batches on one CUDA device."""
 
     def __init__(
         self,
@@ -138,43 +94,11 @@ class GpuPacker:
         self.transport: Transport = "gather" if transport == "auto" else transport
 
     def pack(self, groups: list[shmbus.Group]) -> Batch:
-        """Pack leased groups into one batch on the device, and wait until it is there.
-
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased, of one Consumer, which may be another one's than before; at least one.
-
-        Returns
-        -------
-        Batch
-            Its ``transport`` is the one that was used.
-
-        Raises
-        ------
-        ValueError
-            As for `trainer_adapter.pack`.
-        """
+        """Pack leased groups into one batch on the device, and wait until it is there."""
         return self.begin(groups).finish()
 
     def begin(self, groups: list[shmbus.Group]) -> Pending:
-        """Start packing leased groups into one batch on the device, without waiting.
-
-        Parameters
-        ----------
-        groups : list[shmbus.Group]
-            Leased, of one Consumer; at least one. They stay leased until `Pending.finish`.
-
-        Returns
-        -------
-        Pending
-
-        Raises
-        ------
-        ValueError
-            As for `trainer_adapter.pack`; for a value that is not finite, only from
-            `Pending.finish`.
-        """
+        """Start packing leased groups into one batch on the device, without waiting."""
         with self._one_thread:
             return self._begin(groups)
 
@@ -209,21 +133,9 @@ class GpuPacker:
             return Pending(batch, self._stream, keep=packed)
 
     def deliver(self, batch: Batch) -> Batch:
-        """Record that the calling thread's current stream uses a batch; call it once a batch.
-
-        Its memory belongs to the packer's stream: without this, it could be used again there while
-        kernels of the current stream still read it.
-
-        Parameters
-        ----------
-        batch : Batch
-            From this packer.
-
-        Returns
-        -------
-        Batch
-            The same.
-        """
+        """Record that the calling thread's current stream uses a batch; call it once a batch."""
+        # Its memory belongs to the packer's stream: without this, it could be used again there
+        # while kernels of the current stream still read it.
         stream = torch.cuda.current_stream(self.device)
         if batch.block is not None:
             batch.block.memory.record_stream(stream)
@@ -280,3 +192,28 @@ def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
     """Make a stream the current one, by its own context manager if it has one, which is faster."""
     itself: Any = stream
     return itself if hasattr(itself, "__enter__") else torch.cuda.stream(itself)
+
+
+class OneThread:
+    """Guards an object that one thread at a time may use; to enter by ``with``."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._name = name
+        self._remedy = remedy
+        self._lock = threading.Lock()
+        self._inside = ""
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._name}: expected one thread at a time, got {_this_thread()} while "
+                f"{self._inside} is in it; {self._remedy}, or let them take turns"
+            )
+        self._inside = _this_thread()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def _this_thread() -> str:
+    return f"thread {threading.current_thread().name!r}"

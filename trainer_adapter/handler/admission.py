@@ -40,32 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Admission:
-    """Passes groups that were taken from the bus to the planner, or ends them.
-
-    Parameters
-    ----------
-    consumer : shmbus.Consumer
-        The reader that leased the groups.
-    planner : BatchPlanner
-    fields : FieldNames
-    tokens_per_batch : int or None
-        A group with a longer sequence is malformed.
-    malformed : "raise" | "drop"
-    truncated : "keep" | "mask" | "drop"
-    max_policy_lag : int or None
-        A group with a sample more versions than this behind the Consumer's is too old.
-    extra_fields : ExtraFields, optional
-        Without one of these a group is malformed.
-    keep_group : callable, optional
-        A group for which it is not true is dropped as useless.
-
-    Attributes
-    ----------
-    trained : set of bytes
-        Lasting names of samples that a loaded checkpoint had trained.
-    truncated_groups : int
-        Groups that were dropped because a sample of theirs is truncated.
-    """
+    """Passes groups that were taken from the bus to the planner, or ends them."""
 
     def __init__(
         self,
@@ -95,16 +70,9 @@ class Admission:
         self.truncated_groups = 0
 
     def admit(self) -> None:
-        """Have the groups of the inbox wait for their batches, or end them.
-
-        Where it is interrupted, the groups stay in the inbox until it is called again; those that
-        have ended are passed over then.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For the first malformed group, under ``malformed="raise"``, after all were admitted.
-        """
+        """Have the groups of the inbox wait for their batches, or end them."""
+        # Where it is interrupted, the groups stay in the inbox until it is called again; those that
+        # have ended are passed over then.
         groups = self._without_trained(_leased(self._planner.inbox))
         if self._truncated == "drop":
             cut = [group for group in groups if is_truncated(group)]
@@ -211,7 +179,7 @@ class Admission:
         pairs = [(group, [*islice(left, len(group.trajectories))]) for group in groups]
         useless = [group for group, own in pairs if not self._keeps(group, own)]
         if useless:
-            self._consumer.drop(useless, useless=True)
+            self._consumer.drop(useless, reason="filtered")
         return [(group, sum(own)) for group, own in pairs if group.state == "leased"]
 
     def _keeps(self, group: shmbus.Group, lengths: list[int]) -> bool:

@@ -31,40 +31,25 @@ _NAME: Final = struct.Struct(">16sQQ")
 
 
 class HandlerState(msgspec.Struct, frozen=True):
-    """Progress of a handler.
-
-    Attributes
-    ----------
-    rank, step, policy_version : int
-    bus : str
-        The identity of its bus.
-    trained : set of bytes
-        Lasting names of the samples of all batches that were yielded, on any rank, and that may
-        come again.
-    requests : dict | None
-        Requests that were offered and not trained, as `shmbus.Consumer.requests_state` has them.
-    offer : dict | None
-        Where it stands in the prompts of `OnlineDataHandler.offer`.
-    groups : list of (str, int or None, str)
-        Of a rank that saves no requests, the groups of its own batches that were yielded.
-    """
+    """Progress of a handler."""
 
     rank: int
     step: int
     policy_version: int
+    #: The identity of its bus.
     bus: str
+    #: Lasting names of the samples of all batches that were yielded, on any rank, and that may come
+    #: again.
     trained: set[bytes]
+    #: Requests that were offered and not trained, as `shmbus.Consumer.state_dict` has them.
     requests: Any = None
+    #: Where it stands in the prompts of `OnlineDataHandler.offer`.
     offer: Any = None
+    #: Of a rank that saves no requests, the groups of its own batches that were yielded.
     groups: list[Key] = []
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the state as a dict, for `parse`.
-
-        Returns
-        -------
-        dict
-        """
+        """Return the state as a dict, for `parse`."""
         trained: dict[str, list[list[int]]] = {}
         for identity, producer, sequence in map(_NAME.unpack, sorted(self.trained)):
             trained.setdefault(identity.hex(), []).append([producer, sequence])
@@ -87,22 +72,7 @@ class HandlerState(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, state: Any) -> HandlerState:
-        """Read a dict of `as_dict`, or a list of those that the ranks of one job saved.
-
-        Parameters
-        ----------
-        state : dict or list of dict
-
-        Returns
-        -------
-        HandlerState
-            Of a list, what all of them have trained, and the requests of rank 0 without that.
-
-        Raises
-        ------
-        ValueError
-            It is not a handler's state, of another version, or of several steps.
-        """
+        """Read a dict of `as_dict`, or a list of those that the ranks of one job saved."""
         if not isinstance(state, (list, tuple)):
             return cls._parse_one(state)
         if not state:

@@ -5,8 +5,9 @@ Invariants:
 - A batch holds whole groups. They stay leased until `ack`, so a trainer that dies before gets all
   of them again.
 - A group that was taken is in exactly one place, which the planner keeps, until it ends.
-- An exception of a signal's handler, which may come between any two steps, loses no group and
-  leaves nothing half done: the same call, or the next one, finishes what was cut short.
+- An exception of a signal's handler loses no group and doubles none: the next call finishes what
+  was cut short. A batch that leaves `next_batch` by an exception comes again; one that was returned
+  is the caller's, and in `out`, until `ack` or `give_back`.
 - After `load_state_dict`, samples that the checkpoint had trained are acknowledged and not yielded.
 """
 
@@ -16,45 +17,47 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
+from shmbus._arguments import check_timeout
 from shmbus.batch.field_presence import MixedLogprobsError
 from shmbus.inspect.stall_report import wait_sentence
+from shmbus.open_requests import RestoredRequests
 from trainer_adapter._arguments import (
+    ConsumerOptions,
     check_choices,
     check_consumer_options,
     check_for_ranks,
+    check_loader,
     check_packing,
-    check_wait,
     checked_budget,
     checked_max_wait,
     checked_pack_threads,
 )
 from trainer_adapter.advantages import Kind
-from trainer_adapter.batches.batch import Batch, Layout, UnseenBatch
+from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
-from trainer_adapter.batches.pack import FieldNames
+from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.pack import FieldNames, HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
-from trainer_adapter.gpu.packer import GpuPacker, packer_on
+from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission
 from trainer_adapter.handler.checkpoint import HandlerState
-from trainer_adapter.handler.consumer_options import ConsumerOptions
-from trainer_adapter.handler.drops import DropNotes
-from trainer_adapter.handler.evaluation import EvaluatingHandler
-from trainer_adapter.handler.iteration import BatchIteration
-from trainer_adapter.handler.metrics import MeteredHandler, OnMetrics, checked_on_metrics
+from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
+from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
-from trainer_adapter.handler.progress import Progress, describe_wait
-from trainer_adapter.handler.requests import RequestingHandler
-from trainer_adapter.handler.scoring import ScoreGroup, ScoringHandler
+from trainer_adapter.handler.progress import DropNotes, Progress, describe_wait
+from trainer_adapter.handler.prompts import PromptOffers, PromptsEndedError
+from trainer_adapter.handler.scoring import ScoreGroup, group_scoring
 from trainer_adapter.handler.take import QUIET_NOTE_S, Take, take_groups, take_shard, take_until_due
 from trainer_adapter.scored_group import ScoredGroup
 
@@ -70,9 +73,7 @@ logger = logging.getLogger(__name__)
 SENTENCE_S: Final = 0.2
 
 
-class OnlineDataHandler(
-    MeteredHandler, RequestingHandler, EvaluatingHandler, ScoringHandler, BatchIteration
-):
+class OnlineDataHandler(IterableDataset[Batch]):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     It is a torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -186,7 +187,7 @@ class OnlineDataHandler(
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
         check_choices(layout=layout, malformed=malformed, truncated=truncated)
         check_consumer_options(consumer_options, OnlineDataHandler)
-        self._on_metrics = checked_on_metrics(on_metrics)
+        on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_device = check_packing(device, fields, advantages, prefetch)
@@ -203,20 +204,31 @@ class OnlineDataHandler(
             "extra_fields": ExtraFields.of(extra_fields),
             "pack_threads": checked_pack_threads(pack_threads, world_size),
         }
-        self._packer = packer_on(on_device, **options)
-        self._gpu = self._packer if isinstance(self._packer, GpuPacker) else None
+        self._gpu = GpuPacker(on_device, **options) if on_device.type == "cuda" else None
+        self._packer = self._gpu or HostPacker(device=on_device, memory=BatchMemory(), **options)
         self._planner: BatchPlanner[Batch] = BatchPlanner(
             tokens_per_batch, groups_per_batch, max_wait_s, world_size
         )
-        self._begin_requests(
-            rank=rank,
-            world_size=world_size,
-            split=consumer_options.get("split", "train"),
-            prompt_schema=consumer_options.get("prompt_schema"),
-        )
+        self._rank, self._world_size = rank, world_size
+        self._awaited = "batch" if world_size == 1 else "step"
         self._consumer = shmbus.Consumer(bus, rank=rank, world_size=world_size, **consumer_options)
         try:
-            self._begin_scoring(score_group, world_size, consumer_options)
+            self._prompts = PromptOffers(
+                self._consumer,
+                self._planner,
+                rank=rank,
+                world_size=world_size,
+                split=consumer_options.get("split", "train"),
+                prompt_schema=consumer_options.get("prompt_schema"),
+            )
+            self._scoring = group_scoring(
+                score_group,
+                self._consumer,
+                world_size,
+                drop_equal=bool(consumer_options.get("skip_zero_variance")),
+            )
+            self._evaluation = Evaluation(self._consumer, self._fields, self._scoring)
+            max_policy_lag = consumer_options.get("max_policy_lag")
             self._admission = Admission(
                 self._consumer,
                 self._planner,
@@ -225,35 +237,37 @@ class OnlineDataHandler(
                 malformed=malformed,
                 truncated=truncated,
                 # A shard stays as it is: all ranks make as many batches.
-                max_policy_lag=None if world_size > 1 else consumer_options.get("max_policy_lag"),
+                max_policy_lag=None if world_size > 1 else max_policy_lag,
                 extra_fields=options["extra_fields"],
                 keep_group=keep_group,
             )
-            self._begin(world_size, prefetch, consumer_options.get("max_policy_lag"))
+            self._metrics = HandlerMetrics(
+                self._consumer,
+                self._planner,
+                on_metrics,
+                tokens_per_batch=tokens_per_batch,
+                groups_per_batch=groups_per_batch,
+            )
+            self._drops = DropNotes(self._consumer.stats(), max_policy_lag)
+            self._take = self._taking()
+            self._prefetcher = (
+                Prefetcher(self._planner, prefetch, self._take, self._admission.admit, self._make)
+                if prefetch
+                else None
+            )
+            with shmbus.Bus.open(self._consumer.name) as handle:
+                self._identity = handle.identity
         except BaseException:
             # Who keeps the exception keeps this handler, which nobody was given.
             self._consumer.close()
             raise
 
-    def _begin(self, world_size: int, prefetch: int, max_policy_lag: int | None) -> None:
-        self._begin_evaluation()
-        self._begin_metrics()
-        self._awaited = "batch" if world_size == 1 else "step"
-        self._take = self._taking(world_size)
-        self._prefetcher = (
-            Prefetcher(self._planner, prefetch, self._take, self._admission.admit, self._make)
-            if prefetch
-            else None
-        )
-        self._drops = DropNotes(self._consumer.stats(), max_policy_lag)
-        with shmbus.Bus.open(self._consumer.name) as handle:
-            self._identity = handle.identity
-
-    def _taking(self, world_size: int) -> Take:
-        if world_size == 1:
-            return self._scored(take_groups(self._consumer))
-        step = self._planner.step_options()
-        return self._scored(take_shard(self._consumer, {**step, "field": self._fields.tokens}))
+    def _taking(self) -> Take:
+        take = take_groups(self._consumer)
+        if self._world_size > 1:
+            step = {**self._planner.step_options(), "field": self._fields.tokens}
+            take = take_shard(self._consumer, step)
+        return take if self._scoring is None else self._scoring.before(take)
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -270,6 +284,62 @@ class OnlineDataHandler(
     def closed(self) -> bool:
         """Whether the handler, or its consumer, is closed."""
         return self._closed or self._consumer.closed
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches until `close`, or the end of what `offer` was given.
+
+        An exception does not end the iteration.
+        """
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "OnlineDataHandler: expected to be iterated by the process that made it, got a "
+                "DataLoader's worker; pass num_workers=0, and prefetch=1 to have batches ready"
+            )
+        check_loader(sys._getframe(1))
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            return self.next_batch()
+        except PromptsEndedError:
+            raise StopIteration from None
+        except shmbus.BusClosedError:
+            if self.closed:
+                raise StopIteration from None
+            raise
+
+    def iter(self, timeout: float | None = None) -> Iterator[Batch]:
+        """Yield batches until `close` or the end of the prompts, and wait only so long for each.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for a batch, as for `next_batch`.
+
+        Yields
+        ------
+        Batch
+
+        Raises
+        ------
+        TimeoutError
+            As for `next_batch`. It ends this iteration; another one goes on behind it.
+        ValueError, BusClosedError
+            As for `next_batch`.
+        """
+        check_timeout(timeout)
+        return self._iterate(timeout)
+
+    def _iterate(self, timeout: float | None) -> Iterator[Batch]:
+        while True:
+            try:
+                yield self.next_batch(timeout)
+            except PromptsEndedError:
+                return
+            except shmbus.BusClosedError:
+                if self.closed:
+                    return
+                raise
 
     def next_batch(self, timeout: float | None = None) -> Batch:
         """Wait for the next batch.
@@ -300,10 +370,25 @@ class OnlineDataHandler(
 
         Notes
         -----
-        A batch that nobody keeps, and at which nobody has looked, was not delivered: as after an
-        exception on its way, it is the next one again, of the same step.
+        After an exception, that of a signal's handler too, the next call goes on, with the same
+        batch where one was on its way. What was returned is in `out` until `ack` or `give_back`.
         """
-        check_wait("timeout", timeout)
+        check_timeout(timeout)
+        first: list[MadeBatch[Batch] | BaseException] = []
+        try:
+            return self._next_batch(timeout, first)
+        except BaseException:
+            # It has not reached the caller.
+            last = self._planner.last_out
+            if last is not None and any(last is one for one in first):
+                with self._locked():
+                    self._planner.take_back()
+            raise
+
+    def _next_batch(
+        self, timeout: float | None, handed_out: list[MadeBatch[Batch] | BaseException]
+    ) -> Batch:
+        """Wait for the next batch, and note what is handed out before it is."""
         began_s = time.monotonic()
         self._settle()
         left_s = timeout
@@ -314,39 +399,23 @@ class OnlineDataHandler(
                 there = self._wait_for_ready(self._prefetcher, left_s)
             if not there:
                 raise self._timeout_error(timeout)
-            self._measure(time.monotonic() - began_s)
+            self._metrics.measure(time.monotonic() - began_s)
             with self._locked():
                 # Else a group had to be dropped, or a batch was recalled.
                 if self._planner.ready:
+                    handed_out.append(self._planner.ready[0])
                     return self._hand_out(began_s)
             if timeout is not None:
                 left_s = max(0.0, began_s + timeout - time.monotonic())
 
     def _settle(self) -> None:
         """Finish what an exception of a signal's handler has cut short in the call before."""
-        self._take_back_unseen()
         planner = self._planner
         if planner.unsettled or (planner.inbox and self._prefetcher is None):
             with self._locked():
                 planner.keep_leased()
                 if planner.inbox:
                     self._admission.admit()
-
-    def _take_back_unseen(self) -> None:
-        """Have the batch that was handed out last come again, if it never reached anybody.
-
-        Nobody has looked at it, and nobody but the planner refers to it: an exception was raised on
-        its way out.
-        """
-        made = self._planner.last_out
-        # References: the attribute's, and the argument of getrefcount.
-        if (
-            made is not None
-            and type(made.batch) is UnseenBatch
-            and sys.getrefcount(made.batch) == 2
-        ):
-            with self._locked():
-                self._planner.take_back()
 
     def _make_next(self, timeout: float | None) -> bool:
         """Make the next batch, unless a group of it has to be dropped; False after the timeout."""
@@ -355,7 +424,7 @@ class OnlineDataHandler(
             planner.recall(time.monotonic())
         if not planner.ready:
             admission.return_stale()
-            look = self._look_at_prompts
+            look = self._look
             if not take_until_due(
                 planner, self._take, admission.admit, timeout, self._note_quiet, look
             ):
@@ -366,7 +435,7 @@ class OnlineDataHandler(
     def _wait_for_ready(self, prefetcher: Prefetcher, timeout: float | None) -> bool:
         """Wait for a batch of the thread; one that has become too old is recalled."""
         prefetcher.require_own_process()
-        if not prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet, self._look_at_prompts):
+        if not prefetcher.wait(timeout, QUIET_NOTE_S, self._note_quiet, self._look):
             return False
         with prefetcher.lock:
             if self._ready_is_stale():
@@ -382,24 +451,28 @@ class OnlineDataHandler(
         return bool(self._admission.stale([one.group for one in ready[0].planned]))
 
     def _hand_out(self, began_s: float) -> Batch:
-        """Count the first batch that is ready as a step, and return it.
-
-        No frame has it in a variable on the way out: who catches an exception may keep the frames.
-        """
+        """Count the first batch that is ready as a step, and return it."""
         first = self._planner.ready[0]
         if isinstance(first, MadeBatch):
-            first.batch.step = self._planner.step
+            batch = first.batch
+            batch.step = self._planner.step
             if self._gpu is not None:
-                self._gpu.deliver(first.batch)
-            self.progress.note(first.batch, time.monotonic() - began_s, self._consumer)
-            first.batch = UnseenBatch.of(first.batch)
+                self._gpu.deliver(batch)
+            self.progress.note(batch, time.monotonic() - began_s, self._consumer)
             if self._world_size > 1:
-                self._consumer.note_trained(
-                    [one.group for one in first.planned], self._planner.step
-                )
+                self._consumer.note_trained([one.group for one in first.planned], batch.step)
         if self._prefetcher is not None:
             self._prefetcher.wake()
         return self._planner.hand_out(self._planner.step)
+
+    def _look(self, asked: bool, deadline_s: float | None) -> float | None:
+        """Offer prompts before a wait; raises where nothing can come any more."""
+        if asked and self._prompts.is_hopeless():
+            raise TimeoutError(
+                "no batch can come: what was requested has ended, nothing is on the bus, and no "
+                f"producer is attached; {self._what_is_there()}"
+            )
+        return self._prompts.look(asked, deadline_s)
 
     def _make(self) -> None:
         """Pack the next batch of the planner; after a failure its groups still wait."""
@@ -441,20 +514,19 @@ class OnlineDataHandler(
             "still waiting for a %s%s; %s", self._awaited, self._sentence(), self._what_is_there()
         )
 
-    def _hopeless_text(self) -> str:
-        return (
-            "no batch can come: what was requested has ended, nothing is on the bus, and no "
-            f"producer is attached; {self._what_is_there()}"
-        )
-
     def _what_is_there(self) -> str:
         ledger = self._consumer.stats()
         dropped = self._drops.news(ledger, self.step)
         return describe_wait(
-            self._consumer.name, ledger, self._planner, dropped, self._open_prompts()
+            self._consumer.name, ledger, self._planner, dropped, self._prompts.open_text()
         )
 
     # -- the end of a batch ---------------------------------------------------------------------
+
+    @property
+    def out(self) -> list[Batch]:
+        """The batches that the trainer has: returned, and neither acknowledged nor given back."""
+        return [made.batch for made in self._planner.out.values()]
 
     def ack(self, batch: Batch) -> None:
         """Acknowledge a batch after its optimizer step; this frees the ring.
@@ -527,6 +599,223 @@ class OnlineDataHandler(
             "ends once"
         )
 
+    # -- prompts --------------------------------------------------------------------------------
+
+    def request(
+        self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
+    ) -> int:
+        """Offer one group to the workers, as `shmbus.Consumer.request` does, which says how.
+
+        After `load_state_dict` a trainer goes over its data again, from where the checkpoint stood.
+        What it had offered after that and the bus has still is not offered twice.
+
+        Parameters
+        ----------
+        instance_id : str or int
+            The prompt's key.
+        round : int, optional
+            Which repetition of the prompt this is.
+        split : str, default "train"
+            What the group is for.
+        **more
+            All others of `shmbus.Consumer.request`, the prompt's fields too.
+
+        Returns
+        -------
+        int
+            The request's number; 0 where it was offered before the restart.
+        """
+        return self._prompts.request(instance_id, round=round, split=split, **more)
+
+    def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
+        """Keep prompts open for the workers, whatever becomes of each, from now to their end.
+
+        `next_batch` goes on offering, before it waits and while it does. What counts is what is
+        open or on its way to a batch, so a group that fails, is late, stale, malformed or filtered
+        is replaced. Prompts from others, such as a `Feeder`, count too.
+
+        `state_dict` has the position. After `load_state_dict`, which comes first, the same call,
+        with the same data from their start in the same order, goes on at the exact prompt: each is
+        trained at most once, and none is left out but those that were given up. A prompt's round,
+        `round` of a `Request`, is its place in all that was offered, so an id may come again.
+
+        With several ranks the call is made on each: rank 0 offers for all, and it does nothing on
+        others.
+
+        Parameters
+        ----------
+        prompts : iterable, or data set with a length and ``__getitem__``
+            Of dicts, or of (id, prompt) pairs. A dict may have ``instance_id`` (its place by
+            default), ``group_size``, ``need``, ``priority`` and ``meta``. Of the others, arrays, a
+            list ``prompt`` of token ids, and what ``prompt_schema`` has are the request's fields;
+            all else, such as text, is put into its meta. An iterator's `next` is called by
+            `next_batch`, which waits for it; give a DataLoader (``batch_size=None``) to have that
+            done ahead. One with `load_state_dict`, as torchdata's StatefulDataLoader, goes on by
+            that; another is gone through again.
+        ahead : int, default 2
+            How many batches' worth of prompts are kept open when a batch is waited for, so one less
+            while it is trained; those of ready batches, of `prefetch`, are not counted. A batch is
+            `groups_per_batch` of each rank; or `tokens_per_batch` by the mean of the last 64
+            groups' tokens, and 8 groups until the first has come.
+        group_size : int, default 8
+            Samples of each group that does not say it itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is wrong, or the data are others than those of the checkpoint. A prompt that
+            is wrong is left out, and its error is raised once, here or by `next_batch`, which goes
+            on behind it.
+        Exception
+            What the iterator raises, here or by `next_batch`, which goes on at the same prompt.
+
+        Notes
+        -----
+        When there are no more prompts, and nothing is open or on its way, ``for batch in handler``
+        ends, and `next_batch` raises EOFError. The last batch has the groups that are left, with
+        `groups_per_batch` too; with several ranks, those that do not fill a step stay on the bus,
+        and rank 0 alone is told.
+
+        Called again, it goes on at the same position, or, where all had been offered, begins anew.
+        """
+        self._prompts.offer(prompts, ahead, group_size)
+
+    @property
+    def restored_requests(self) -> RestoredRequests | None:
+        """What `load_state_dict` did with requests; None before, and on ranks other than 0."""
+        return self._prompts.restored
+
+    # -- evaluation -----------------------------------------------------------------------------
+
+    def take(
+        self, split: str = "eval", *, max_groups: int = MOST_AT_ONCE, timeout: float | None = 0.1
+    ) -> list[shmbus.Group]:
+        """Take complete groups of another split than "train", as `shmbus.Consumer.take` does.
+
+        Parameters
+        ----------
+        split : str, default "eval"
+            As `request` or `shmbus.Producer.put` was given it.
+        max_groups : int, default 64
+            The most to take.
+        timeout : float, optional
+            Seconds to wait for the first: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        list of shmbus.Group
+            To be acknowledged by the caller: ``with group:`` does. With a `score_group` they are
+            scored; what it raises is raised here, and they are given back.
+
+        Raises
+        ------
+        ValueError
+            The split is "train", whose groups come as batches.
+        TypeError, BusClosedError, BusRemovedError, StallError, DaemonUnavailableError
+            As for `shmbus.Consumer.take`.
+        """
+        return self._evaluation.take(split, max_groups=max_groups, timeout=timeout)
+
+    def evaluate(
+        self, groups: int, *, timeout: float | None = None, split: str = "eval"
+    ) -> dict[str, float]:
+        """Take groups of another split, acknowledge them, and return figures to log.
+
+        Offer them by `request` with ``split="eval"`` and a high priority, so that workers take them
+        first. No batch is made meanwhile: keep no more prompts for training in the lane than the
+        bus has room for, or call this with ``timeout=0`` between steps, for what there is.
+
+        Parameters
+        ----------
+        groups : int
+            How many to take.
+        timeout : float, optional
+            Seconds to wait for all of them together: None waits for ever, 0 does not wait.
+        split : str, default "eval"
+            Which.
+
+        Returns
+        -------
+        dict of str to float
+            By names that begin with the split: ``eval/groups``, which is less than asked for where
+            the time was over first, and, of what came, ``eval/samples``; ``eval/reward/mean`` and
+            ``/std``, and ``/best``, the mean of each group's best sample; ``eval/length/mean`` in
+            tokens; ``eval/lag/mean`` and ``/max`` in versions.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `groups` is no int of 1 or more, or as for `take`.
+        BusClosedError, BusRemovedError, StallError, DaemonUnavailableError
+            As for `take`.
+
+        Examples
+        --------
+        ::
+
+            for batch in handler:
+                train(batch)
+                handler.ack(batch)
+                if handler.step % 50 == 0:
+                    for number, prompt in enumerate(held_out):
+                        handler.request(f"e{handler.step}-{number}", group_size=4, split="eval",
+                                        priority=7, prompt=prompt)
+                    wandb.log(handler.evaluate(len(held_out), timeout=600), step=handler.step)
+        """
+        return self._evaluation.evaluate(groups, timeout=timeout, split=split)
+
+    # -- figures --------------------------------------------------------------------------------
+
+    @property
+    def refill(self) -> int:
+        """Groups for training that were dropped since the handler was made: so many to replace.
+
+        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
+        without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
+        workers that choose their prompts read the same count by `Producer.groups_dropped`.
+        """
+        return self._metrics.refill
+
+    def stats(self) -> shmbus.Ledger:
+        """Return the ledger of the bus.
+
+        Returns
+        -------
+        shmbus.Ledger
+        """
+        return self._consumer.stats()
+
+    @property
+    def truncated_groups(self) -> int:
+        """Groups that were dropped under ``truncated="drop"``."""
+        return self._admission.truncated_groups
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return figures of the batches since the last call, for a logger of experiments.
+
+        Parameters
+        ----------
+        prefix : str
+            Put before each name, such as "rollout/".
+
+        Returns
+        -------
+        dict[str, float]
+            The names are in docs/trainer.md. Those of batches are left out where there was none
+            since the last call. Truncated samples are counted from the first call on.
+
+        Raises
+        ------
+        BusClosedError
+            The handler is closed.
+
+        Examples
+        --------
+        ``wandb.log(handler.metrics())``, ``mlflow.log_metrics(handler.metrics(), step=batch.step)``
+        or ``for name, value in handler.metrics().items(): writer.add_scalar(name, value, step)``.
+        """
+        return self._metrics.read(prefix)
+
     # -- state ----------------------------------------------------------------------------------
 
     def set_policy_version(self, version: int) -> None:
@@ -548,8 +837,7 @@ class OnlineDataHandler(
         """Return the state for a checkpoint, so that no trajectory is repeated or skipped.
 
         Batches that were yielded count as trained, acknowledged or not, as for torch's
-        StatefulDataLoader. One that never reached the trainer, since an exception of a signal's
-        handler was raised on its way, does not; it is the next one again. A daemon is asked for the
+        StatefulDataLoader; give back what of `out` the trainer has lost. A daemon is asked for the
         requests; where it is gone, that is a DaemonUnavailableError, and nothing is lost.
 
         Returns
@@ -558,8 +846,7 @@ class OnlineDataHandler(
             Plain ints, strs and lists, for any serialiser. With requests that are not trained it
             has these too, with their prompts; of several ranks, rank 0 has them.
         """
-        self._take_back_unseen()
-        self._settle_offer()
+        self._prompts.settle()
         # Behind what is left of a checkpoint, since that may end while this goes on.
         known = self._consumer.trained_before(self.step)
         trained = set(known.names)
@@ -571,9 +858,9 @@ class OnlineDataHandler(
             self._consumer.policy_version,
             self._identity,
             trained,
-            self._requests_to_save(Counter(known.groups)),
-            self._offer_to_save(),
-            self._groups_to_save(),
+            self._prompts.requests_to_save(Counter(known.groups)),
+            self._prompts.position(),
+            self._prompts.groups_to_save(),
         ).as_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -595,9 +882,8 @@ class OnlineDataHandler(
             of another data set than `offer` was given, or of another rank.
         """
         saved = HandlerState.parse(state)
-        self._restore_offer(saved.offer)
+        self._prompts.restore_position(saved.offer)
         self._consumer.reset_policy_version(saved.policy_version)
-        self._take_back_unseen()
         with self._locked():
             self._admission.trained = saved.trained
             self._planner.begin_at(saved.step, time.monotonic())
@@ -605,7 +891,7 @@ class OnlineDataHandler(
             self._consumer.end_trained(saved.trained)
             if self._prefetcher is not None:
                 self._prefetcher.wake()
-        self._restore_requests(saved.requests, saved.bus == self._identity)
+        self._prompts.restore_requests(saved.requests, saved.bus == self._identity)
 
     def close(self) -> None:
         """Leave the bus. Groups that are not acknowledged are delivered to the next reader.
@@ -614,15 +900,15 @@ class OnlineDataHandler(
         """
         self._closed = True
         self.progress.end()
+        if self._prefetcher is not None and self._prefetcher.forked:
+            # The thread may have held the reader's lock at the time of the fork.
+            return
+        if self._scoring is not None:
+            self._scoring.close()  # first: the thread may wait for scores
         if self._prefetcher is not None:
-            if self._prefetcher.forked:
-                # The thread may have held the reader's lock at the time of the fork.
-                return
-            self._end_scoring()
             self._prefetcher.stop()
-        self._end_scoring()
         self._packer.close()
-        self._end_evaluation()
+        self._evaluation.close()
         self._consumer.close()
 
     @property

@@ -20,18 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.batches.batch import Batch
-from trainer_adapter.batches.facts import BatchFacts
+from trainer_adapter.batches.batch import Batch, BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
-from trainer_adapter.handler.admission import Admission
-from trainer_adapter.handler.drops import REASONS_IN_WORDS
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
+from trainer_adapter.handler.progress import REASONS_IN_WORDS
 
 __all__ = [
     "KINDS",
     "BatchFigures",
     "BatchMeter",
-    "MeteredHandler",
+    "HandlerMetrics",
     "Moments",
     "OnMetrics",
     "checked_on_metrics",
@@ -80,17 +78,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: NDArray[np.float64]) -> list[Moments]:
-        """Take those of each row of an array, in a few calls for all of them.
-
-        Parameters
-        ----------
-        rows : float64 [m, n]
-            At least one column.
-
-        Returns
-        -------
-        list[Moments], [m]
-        """
+        """Take those of each row of an array, in a few calls for all of them."""
         count = rows.shape[1]
         means = np.add.reduce(rows, axis=1) / count
         rest = rows - means[:, None]
@@ -100,16 +88,7 @@ class Moments(NamedTuple):
         return [cls(count, *each) for each in zip(*columns, strict=True)]
 
     def joined(self, other: Moments) -> Moments:
-        """Return those of both sets of values (Chan, Golub and LeVeque 1979).
-
-        Parameters
-        ----------
-        other : Moments
-
-        Returns
-        -------
-        Moments
-        """
+        """Return those of both sets of values (Chan, Golub and LeVeque 1979)."""
         total = self.size + other.size
         step = other.mean - self.mean
         return Moments(
@@ -127,44 +106,27 @@ class Moments(NamedTuple):
 
 
 class BatchFigures(NamedTuple):
-    """What a meter is told of one batch.
-
-    Attributes
-    ----------
-    facts : BatchFacts
-    policy_version : int
-        Of the trainer, when it got the batch.
-    truncated : int
-        Its truncated sequences.
-    fill : float
-        The share of its budget that it uses.
-    waited_s : float
-        Seconds that the trainer waited for it.
-    packed_s : float
-        Seconds that packing took, and the way to the device.
-    """
+    """What a meter is told of one batch."""
 
     facts: BatchFacts
+    #: Of the trainer, when it got the batch.
     policy_version: int
+    #: Its truncated sequences.
     truncated: int
+    #: The share of its budget that it uses.
     fill: float
+    #: Seconds that the trainer waited for it.
     waited_s: float
+    #: Seconds that packing took, and the way to the device.
     packed_s: float
 
 
 class BatchMeter:
-    """Adds up the batches between two readings.
-
-    Parameters
-    ----------
-    ledger : shmbus.Ledger
-        The bus now: drops are counted from here on.
-    now_s : float
-    """
+    """Adds up the batches between two readings."""
 
     def __init__(self, ledger: shmbus.Ledger, now_s: float) -> None:
         self._dropped: Mapping[str, int] = dict(ledger.dropped)
-        self._useless = ledger.groups_useless
+        self._useless = ledger.groups_dropped
         self._since_s = now_s
         self._begin()
 
@@ -176,12 +138,7 @@ class BatchMeter:
         self._fill = self._waited_s = self._packed_s = 0.0
 
     def note(self, figures: BatchFigures) -> None:
-        """Count a batch.
-
-        Parameters
-        ----------
-        figures : BatchFigures
-        """
+        """Count a batch."""
         self._pending.append(figures)
         self._pending_samples += figures.facts.samples.shape[1]
         if len(self._pending) >= PENDING_BATCHES or self._pending_samples >= PENDING_SAMPLES:
@@ -223,20 +180,7 @@ class BatchMeter:
             self._packed_s += one.packed_s
 
     def read(self, ledger: shmbus.Ledger, step: int, now_s: float) -> Metrics:
-        """Return the figures since the last reading, and begin anew.
-
-        Parameters
-        ----------
-        ledger : shmbus.Ledger
-            The bus now.
-        step : int
-            The handler's.
-        now_s : float
-
-        Returns
-        -------
-        dict[str, float]
-        """
+        """Return the figures since the last reading, and begin anew."""
         self._add_up()
         found: Metrics = {
             "step": float(step),
@@ -246,7 +190,7 @@ class BatchMeter:
             **self._of_bus(ledger),
         }
         self._dropped = dict(ledger.dropped)
-        self._useless = ledger.groups_useless
+        self._useless = ledger.groups_dropped
         self._since_s = now_s
         self._begin()
         return found
@@ -285,7 +229,7 @@ class BatchMeter:
         return {
             "drops/total": sum(drops.values()),
             **{f"drops/{reason}": count for reason, count in drops.items()},
-            "refill/groups": float(ledger.groups_useless - self._useless),
+            "refill/groups": float(ledger.groups_dropped - self._useless),
             "bus/fill": 1 - ledger.free / ledger.capacity if ledger.capacity else 0.0,
             "bus/groups_open": float(ledger.groups_open),
             "bus/groups_ready": float(ledger.groups_ready),
@@ -294,78 +238,40 @@ class BatchMeter:
         }
 
 
-class MeteredHandler:
-    """What of a handler counts its batches; the rest of it is `OnlineDataHandler`."""
+class HandlerMetrics:
+    """Counts the batches of a handler, for those who read figures and those who are called."""
 
-    tokens_per_batch: int | None
-    groups_per_batch: int | None
-    _consumer: shmbus.Consumer
-    _admission: Admission
-    _planner: BatchPlanner[Batch]
-    _on_metrics: OnMetrics | None
-
-    def _begin_metrics(self) -> None:
-        now_s, ledger = time.monotonic(), self._consumer.stats()
-        self._useless_before = ledger.groups_useless
+    def __init__(
+        self,
+        consumer: shmbus.Consumer,
+        planner: BatchPlanner[Batch],
+        on_metrics: OnMetrics | None,
+        *,
+        tokens_per_batch: int | None,
+        groups_per_batch: int | None,
+    ) -> None:
+        self._consumer, self._planner, self._on_metrics = consumer, planner, on_metrics
+        self._tokens_per_batch, self._groups_per_batch = tokens_per_batch, groups_per_batch
+        now_s, ledger = time.monotonic(), consumer.stats()
+        self._dropped_before = ledger.groups_dropped
         self._meter = BatchMeter(ledger, now_s)
-        self._told = None if self._on_metrics is None else BatchMeter(ledger, now_s)
-        # Looking for truncated samples costs a search of each meta.
-        self._metered = self._on_metrics is not None
+        self._told = None if on_metrics is None else BatchMeter(ledger, now_s)
+        # Finding truncated samples costs a search of each meta.
+        self._counts_truncated = on_metrics is not None
         self._measured: MadeBatch[Batch] | None = None
 
     @property
     def refill(self) -> int:
-        """Groups for training that were dropped since the handler was made: so many to replace.
+        """Groups for training that were dropped since the handler was made."""
+        return self._consumer.stats().groups_dropped - self._dropped_before
 
-        For any reason, on the whole bus: failed, late, stale, too many, malformed, truncated,
-        without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
-        workers that choose their prompts read the same count by `Producer.groups_useless`.
-        """
-        return self._consumer.stats().groups_useless - self._useless_before
-
-    def stats(self) -> shmbus.Ledger:
-        """Return the ledger of the bus.
-
-        Returns
-        -------
-        shmbus.Ledger
-        """
-        return self._consumer.stats()
-
-    @property
-    def truncated_groups(self) -> int:
-        """Groups that were dropped under ``truncated="drop"``."""
-        return self._admission.truncated_groups
-
-    def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return figures of the batches since the last call, for a logger of experiments.
-
-        Parameters
-        ----------
-        prefix : str
-            Put before each name, such as "rollout/".
-
-        Returns
-        -------
-        dict[str, float]
-            The names are in docs/trainer.md. Those of batches are left out where there was none
-            since the last call. Truncated samples are counted from the first call on.
-
-        Raises
-        ------
-        BusClosedError
-            The handler is closed.
-
-        Examples
-        --------
-        ``wandb.log(handler.metrics())``, ``mlflow.log_metrics(handler.metrics(), step=batch.step)``
-        or ``for name, value in handler.metrics().items(): writer.add_scalar(name, value, step)``.
-        """
-        self._metered = True
+    def read(self, prefix: str) -> Metrics:
+        """Return the figures since the last call, their names behind a prefix."""
+        self._counts_truncated = True
         found = self._meter.read(self._consumer.stats(), self._planner.step, time.monotonic())
         return {prefix + name: value for name, value in found.items()} if prefix else found
 
-    def _measure(self, waited_s: float) -> None:
+    def measure(self, waited_s: float) -> None:
         """Count the first batch that is ready, once, and call `on_metrics`."""
         ready = self._planner.ready
         if not ready or ready[0] is self._measured or not isinstance(ready[0], MadeBatch):
@@ -373,7 +279,7 @@ class MeteredHandler:
         self._measured = first = ready[0]
         facts = first.batch.facts
         assert facts is not None, "a handler's batch has them"
-        truncated = count_truncated(first.batch.groups) if self._metered else 0
+        truncated = count_truncated(first.batch.groups) if self._counts_truncated else 0
         fill = self._fill(len(first.planned), facts.tokens)
         version = self._consumer.policy_version
         figures = BatchFigures(facts, version, truncated, fill, waited_s, first.packed_s)
@@ -393,6 +299,6 @@ class MeteredHandler:
             callback({"step": found["step"], **own})
 
     def _fill(self, groups: int, tokens: int) -> float:
-        if self.tokens_per_batch is not None:
-            return tokens / self.tokens_per_batch
-        return groups / (self.groups_per_batch or 1)
+        if self._tokens_per_batch is not None:
+            return tokens / self._tokens_per_batch
+        return groups / (self._groups_per_batch or 1)

@@ -94,27 +94,7 @@ class _Places(NamedTuple):
 
 
 class BatchPlanner(Generic[BatchT]):
-    """Groups and batches of one handler, from the bus to their acknowledgement.
-
-    Parameters
-    ----------
-    tokens_per_batch, groups_per_batch : int or None
-        The budget of a batch; one of them. A group larger than `tokens_per_batch` comes alone.
-    max_wait_s : float or None
-        Seconds after which a batch is due though it is not full; None until it is full.
-    world_size : int
-        With several ranks a batch is one shard: the groups of one `add`. The daemon has formed it
-        by the budget and `max_wait_s`.
-
-    Attributes
-    ----------
-    unsettled : bool
-        Whether some groups that wait may have ended; `keep_leased` settles it.
-    last : bool
-        Whether no more groups come, so that those that wait are the last batch.
-    interrupted : bool
-        Whether a wait for a batch ended before it was due; the next one goes on with it.
-    """
+    """Groups and batches of one handler, from the bus to their acknowledgement."""
 
     def __init__(
         self,
@@ -175,14 +155,7 @@ class BatchPlanner(Generic[BatchT]):
         return [planned.group for planned in self.waiting]
 
     def add(self, groups: Iterable[tuple[shmbus.Group, int]], now_s: float) -> None:
-        """Have groups of the inbox wait, behind all others, and empty the inbox.
-
-        Parameters
-        ----------
-        groups : iterable of (shmbus.Group, int)
-            Each with its tokens; together they are a shard.
-        now_s : float
-        """
+        """Have groups of the inbox wait, behind all others, and empty the inbox."""
         shard = next(self._shards)
         places = self._places
         new = [PlannedGroup(group, tokens, shard) for group, tokens in groups]
@@ -199,13 +172,7 @@ class BatchPlanner(Generic[BatchT]):
         places.inbox.extend([group for group in groups if id(group) not in known])
 
     def keep(self, keeps: Callable[[shmbus.Group], bool]) -> None:
-        """Forget waiting groups, which the caller ends.
-
-        Parameters
-        ----------
-        keeps : callable
-            False for a group to forget.
-        """
+        """Forget waiting groups, which the caller ends."""
         places = self._places
         kept = [planned for planned in places.waiting if keeps(planned.group)]
         self._places = places.with_waiting(kept, None)
@@ -230,35 +197,14 @@ class BatchPlanner(Generic[BatchT]):
         )
 
     def due(self, now_s: float, *, awaited: bool = True) -> bool:
-        """Whether to make a batch: a full one, or an awaited one that has waited long enough.
-
-        Parameters
-        ----------
-        now_s : float
-        awaited : bool
-            Whether the trainer waits for it. If not, a batch can wait until it is full.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether to make a batch: a full one, or an awaited one that has waited long enough."""
         if self.full or (self.last and self.waiting):
             return True
         left_s = self.left_s(now_s) if awaited else None
         return left_s is not None and left_s <= 0
 
     def left_s(self, now_s: float) -> float | None:
-        """Return the seconds until `max_wait_s` is over.
-
-        Parameters
-        ----------
-        now_s : float
-
-        Returns
-        -------
-        float or None
-            None if no group waits, or if `max_wait_s` is None.
-        """
+        """Return the seconds until `max_wait_s` is over."""
         since_s = self._places.since_s
         if self._max_wait_s is None or since_s is None:
             return None
@@ -285,11 +231,9 @@ class BatchPlanner(Generic[BatchT]):
 
     @property
     def batch_groups(self) -> int:
-        """How many groups make a batch of each rank, all together; an estimate from their tokens.
-
-        A budget of tokens is divided by the mean of the last 64 groups; before the first group it
-        is taken to hold 8.
-        """
+        """How many groups make a batch of each rank, all together; estimated from their tokens."""
+        # A budget of tokens is divided by the mean of the last 64 groups; before the first group it
+        # is taken to hold 8.
         if self._groups is not None:
             return self._groups * self._world_size
         mean = sum(self._recent) / len(self._recent) if self._recent else 0
@@ -299,32 +243,11 @@ class BatchPlanner(Generic[BatchT]):
     # -- batches --------------------------------------------------------------------------------
 
     def next_groups(self) -> list[PlannedGroup]:
-        """Return the groups of the next batch, which still wait until it is `made`.
-
-        Returns
-        -------
-        list[PlannedGroup]
-            Empty if no group waits.
-        """
+        """Return the groups of the next batch, which still wait until it is `made`."""
         return list(itertools.islice(self.waiting, self._count()))
 
     def made(self, planned: list[PlannedGroup], batch: BatchT, packed_s: float = 0.0) -> None:
-        """Move groups from those that wait to a batch that is ready.
-
-        Parameters
-        ----------
-        planned : list[PlannedGroup]
-            From `next_groups`.
-        batch : BatchT
-            Packed from them.
-        packed_s : float
-            The seconds that it took, if somebody measured them.
-
-        Raises
-        ------
-        RuntimeError
-            They do not wait any more: another thread made a batch of them.
-        """
+        """Move groups from those that wait to a batch that is ready."""
         places = self._places
         if not places.waiting or places.waiting[0] is not planned[0]:
             raise RuntimeError(
@@ -340,22 +263,7 @@ class BatchPlanner(Generic[BatchT]):
         self._places = places._replace(ready=(*places.ready, error))
 
     def hand_out(self, step: int) -> BatchT:
-        """Move the first batch that is ready to those that are out.
-
-        Parameters
-        ----------
-        step : int
-            Its key there; the next one is counted from it.
-
-        Returns
-        -------
-        BatchT
-
-        Raises
-        ------
-        BaseException
-            The error in the place of the batch, once.
-        """
+        """Move the first batch that is ready to those that are out."""
         places = self._places
         first, *ready = places.ready
         if isinstance(first, BaseException):
@@ -366,7 +274,6 @@ class BatchPlanner(Generic[BatchT]):
         self._places = _Places(
             places.inbox, places.waiting, tuple(ready), out, places.since_s, step + 1
         )
-        # Through no other call, whose frame would have it: see `OnlineDataHandler._hand_out`.
         return made.batch
 
     def take_back(self) -> None:
@@ -390,27 +297,15 @@ class BatchPlanner(Generic[BatchT]):
         made.batch, made.planned = cast("BatchT", None), []
 
     def give_back(self, step: int, now_s: float) -> None:
-        """Have the groups of a batch that was out wait again, before all others.
-
-        Ready batches are recalled, since they are behind it in order.
-
-        Parameters
-        ----------
-        step : int
-        now_s : float
-        """
+        """Have the groups of a batch that was out wait again, before all others."""
+        # Ready batches are recalled, since they are behind it in order.
         places = self._recalled(now_s)
         out = self.out
         made = out.pop(step)
         self._places = places.with_waiting([*made.planned, *places.waiting], now_s, out=out)
 
     def recall(self, now_s: float) -> None:
-        """Have the groups of all ready batches wait again, in their order; errors stay.
-
-        Parameters
-        ----------
-        now_s : float
-        """
+        """Have the groups of all ready batches wait again, in their order; errors stay."""
         self._places = self._recalled(now_s)
 
     def begin_at(self, step: int, now_s: float) -> None:
@@ -441,13 +336,7 @@ class BatchPlanner(Generic[BatchT]):
     # -- steps of several ranks -----------------------------------------------------------------
 
     def step_options(self) -> dict[str, Any]:
-        """Return this budget as options of `Consumer.take_step`.
-
-        Returns
-        -------
-        dict
-            groups, tokens and max_wait.
-        """
+        """Return this budget as options of `Consumer.take_shard`."""
         return {"groups": self._groups, "tokens": self._tokens, "max_wait": self._max_wait_s}
 
     @property
@@ -458,18 +347,7 @@ class BatchPlanner(Generic[BatchT]):
         return self._world_size
 
     def step_requirement(self, trajectories: int) -> str:
-        """Describe for a message the groups that a step of several ranks needs.
-
-        Parameters
-        ----------
-        trajectories : int
-            Trajectories in complete groups that are not acknowledged.
-
-        Returns
-        -------
-        str
-            Empty for one rank.
-        """
+        """Describe for a message the groups that a step of several ranks needs."""
         if self._world_size == 1:
             return ""
         if self._max_wait_s is not None:

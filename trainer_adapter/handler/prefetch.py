@@ -46,21 +46,7 @@ for a batch whether another took its notice."""
 
 
 class Prefetcher:
-    """Keeps up to `depth` batches ready.
-
-    Parameters
-    ----------
-    planner : BatchPlanner
-        It decides when a batch is due, and holds those that are ready.
-    depth : int
-        1 or more.
-    take : Take
-        Called without the lock.
-    admit : callable
-        Has the groups of the planner's inbox wait there; may raise for a malformed one.
-    make : callable
-        Packs the next batch of the planner; may raise.
-    """
+    """Keeps up to `depth` batches ready."""
 
     def __init__(
         self,
@@ -112,27 +98,7 @@ class Prefetcher:
     def wait(
         self, timeout: float | None, note_s: float, note: Callable[[], None], look: Look
     ) -> bool:
-        """Wait until a batch, or an error in its place, is ready; call it without the lock.
-
-        Parameters
-        ----------
-        timeout : float or None
-            Seconds to wait; one that is due then is waited for a moment more.
-        note_s : float
-            Seconds between two calls of `note` while no batch is ready.
-        note : callable
-        look : Look
-
-        Returns
-        -------
-        bool
-            False after the timeout.
-
-        Raises
-        ------
-        BusClosedError
-            The bus, or the handler, was closed.
-        """
+        """Wait until a batch, or an error in its place, is ready; call it without the lock."""
         began_s = noted_s = time.monotonic()
         deadline_s = None if timeout is None else began_s + timeout
         if self._thread is None:
@@ -258,18 +224,7 @@ class Prefetcher:
 
 
 class _Wait:
-    """One wait of the thread: for groups, or for a request. It does not refer to the handler.
-
-    Parameters
-    ----------
-    take : Take or None
-        Waits for groups; None to wait for `requests`.
-    requests : queue.SimpleQueue
-        Has an item when a batch is requested.
-    seconds : float
-    awaited : bool
-        Whether the trainer waits for a batch.
-    """
+    """One wait of the thread: for groups, or for a request. It does not refer to the handler."""
 
     def __init__(
         self, take: Take | None, requests: queue.SimpleQueue[None], seconds: float, awaited: bool

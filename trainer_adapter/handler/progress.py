@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple, TextIO
 
@@ -16,7 +17,7 @@ from shmbus._format import several
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["Progress", "describe_wait"]
+__all__ = ["REASONS_IN_WORDS", "DropNotes", "Progress", "describe_wait"]
 
 #: Seconds between two lines on a terminal. Each reads the ledger, a system call a producer.
 TERMINAL_PERIOD_S: Final = 1.0
@@ -38,18 +39,7 @@ class _Last(NamedTuple):
 
 
 class Progress:
-    """Counts the batches of a handler, and describes them in one line.
-
-    Parameters
-    ----------
-    stream : file or None
-        Target of the lines; on a terminal each overwrites the last. None writes nothing.
-
-    Attributes
-    ----------
-    waited_s : float
-        Seconds for which the trainer has waited for batches, in total.
-    """
+    """Counts the batches of a handler, and describes them in one line."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -69,21 +59,7 @@ class Progress:
 
     @classmethod
     def of(cls, wanted: bool | TextIO) -> Progress:
-        """Make one for True (stderr), False (no output) or a stream.
-
-        Parameters
-        ----------
-        wanted : bool or file
-
-        Returns
-        -------
-        Progress
-
-        Raises
-        ------
-        TypeError
-            It is neither.
-        """
+        """Make one for True (stderr), False (no output) or a stream."""
         if isinstance(wanted, bool):
             return cls(sys.stderr if wanted else None)
         if not (hasattr(wanted, "write") and hasattr(wanted, "isatty")):
@@ -91,15 +67,7 @@ class Progress:
         return cls(wanted)
 
     def note(self, batch: Batch, waited_s: float, consumer: shmbus.Consumer) -> None:
-        """Count a batch that is about to be yielded; write a line if the period is over.
-
-        Parameters
-        ----------
-        batch : Batch
-        waited_s : float
-            Seconds for which the trainer waited for it.
-        consumer : shmbus.Consumer
-        """
+        """Count a batch that is about to be yielded; write a line if the period is over."""
         self.waited_s += waited_s
         now_s = time.monotonic()
         tokens = _tokens(batch)
@@ -144,23 +112,7 @@ def describe_wait(
     dropped: str = "",
     prompts: str = "",
 ) -> str:
-    """Describe for a message what the bus holds while no batch is due.
-
-    Parameters
-    ----------
-    name : str
-        Of the bus.
-    ledger : shmbus.Ledger
-    planner : BatchPlanner
-    dropped : str
-        What was dropped lately.
-    prompts : str
-        What is open of prompts.
-
-    Returns
-    -------
-    str
-    """
+    """Describe for a message what the bus holds while no batch is due."""
     held, wanted = len(planner.waiting), planner.wanted_text
     text = (
         f"bus {name!r} has {several(ledger.groups_open, 'incomplete group')} with "
@@ -183,3 +135,61 @@ def describe_wait(
 def _tokens(batch: Batch) -> int:
     """Return the tokens of a batch, without waiting for its device if it is packed."""
     return batch.total_tokens
+
+
+#: Why samples are dropped, and what to do, by the ledger's reasons.
+REASONS_IN_WORDS: Final[dict[str, str]] = {
+    "duplicate": (
+        "their index was there already; a prompt that is sampled again needs its own round=, from "
+        "producer.next_round()"
+    ),
+    "size_mismatch": (
+        "their group_size differs from their group's; a prompt that is sampled again needs its own "
+        "round=, from producer.next_round()"
+    ),
+    "surplus": (
+        "their group was complete; a prompt that is sampled again needs its own round=, from "
+        "producer.next_round()"
+    ),
+    "timeout": "their groups stayed incomplete for group_timeout",
+    "stale": "older than max_policy_lag allows; do workers pass policy_version=?",
+    "zero_variance": "all scores of their group are the same, under skip_zero_variance",
+    "overflow": "their incomplete groups held more than max_stash_bytes",
+    "malformed": "their fields do not fit together; the log names each group",
+    "corrupt": "their records are damaged; see `shmbus doctor`",
+    "filtered": "keep_group or score_group refused their group",
+    "failed": "a sample of their group failed for good; see `shmbus status`",
+}
+
+
+class DropNotes:
+    """Says once what was dropped."""
+
+    def __init__(self, ledger: shmbus.Ledger, max_policy_lag: int | None) -> None:
+        self._before: Mapping[str, int] = dict(ledger.dropped)
+        self._since = "since this handler was made"
+        self._max_policy_lag = max_policy_lag
+
+    def news(self, ledger: shmbus.Ledger, step: int) -> str:
+        """Describe what was dropped since the last call."""
+        counts = {
+            reason: count - self._before.get(reason, 0)
+            for reason, count in ledger.dropped.items()
+            if count > self._before.get(reason, 0)
+        }
+        if not counts:
+            return ""
+        since, self._since = self._since, f"since the last such note, before step {step}"
+        self._before = dict(ledger.dropped)
+        each = [f"{n} {reason} ({self._why(reason, ledger)})" for reason, n in counts.items()]
+        return (
+            f"{several(sum(counts.values()), 'sample', 'were')} dropped {since}: {', '.join(each)}"
+        )
+
+    def _why(self, reason: str, ledger: shmbus.Ledger) -> str:
+        if reason == "stale" and self._max_policy_lag is not None:
+            return (
+                f"the trainer is at version {ledger.policy_version}, they are below "
+                f"{ledger.policy_version - self._max_policy_lag}; do workers pass policy_version=?"
+            )
+        return REASONS_IN_WORDS.get(reason, "see `shmbus status`")

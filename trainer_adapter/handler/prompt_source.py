@@ -30,25 +30,7 @@ _OPTIONS: Final = frozenset({"instance_id", "group_size", "need", "priority", "m
 
 
 class PromptSource:
-    """Prompts in their order, each as the arguments of a request.
-
-    Parameters
-    ----------
-    prompts : iterable, or data set
-        With a length and ``__getitem__`` it is read by number; else from its start.
-    fields : collection of str
-        Names that are fields of a prompt whatever their values are.
-
-    Attributes
-    ----------
-    prompts : iterable, or data set
-    group_size : int
-        Of prompts that say none.
-    ended : bool
-        Whether there are no more prompts.
-    unchecked : bool
-        Whether `next` is still to compare the data with what a checkpoint says of the last prompt.
-    """
+    """Prompts in their order, each as the arguments of a request."""
 
     def __init__(self, prompts: Any, fields: frozenset[str]) -> None:
         self.prompts = _checked(prompts)
@@ -86,22 +68,7 @@ class PromptSource:
     # -- drawing --------------------------------------------------------------------------------
 
     def next(self) -> dict[str, Any] | None:
-        """Return the arguments of the next request, the same ones until it is passed.
-
-        Returns
-        -------
-        dict or None
-            None where there are no more.
-
-        Raises
-        ------
-        TypeError
-            It is no prompt, and is passed over.
-        ValueError
-            The data are others than those of the checkpoint.
-        Exception
-            Whatever the iterator raises; the next call goes on at the same prompt.
-        """
+        """Return the arguments of the next request, the same ones until it is passed."""
         position = self.position
         if self._arguments is not None and self._arguments[0] == position:
             return self._arguments[1]
@@ -241,18 +208,7 @@ class PromptSource:
         return state
 
     def go_to(self, state: dict[str, Any]) -> None:
-        """Go on from a position, of this run or of another.
-
-        Parameters
-        ----------
-        state : dict
-            Of `state`.
-
-        Raises
-        ------
-        ValueError
-            It is none, or the data have another length.
-        """
+        """Go on from a position, of this run or of another."""
         position, last, length = check_state(state)
         if length is not None and self.is_numbered and length != len(self.prompts):
             raise _others(position, f"it had {length} prompts, and these are {len(self.prompts)}")
@@ -318,18 +274,7 @@ def _others(position: int, why: str) -> ValueError:
 
 
 def check_state(state: Any) -> tuple[int, Any, int | None]:
-    """Return position, mark of the last prompt and length of a saved position.
-
-    Parameters
-    ----------
-    state : dict
-        Of `PromptSource.state`.
-
-    Raises
-    ------
-    ValueError
-        It is none, or of another version.
-    """
+    """Return position, mark of the last prompt and length of a saved position."""
     version = state.get("version") if isinstance(state, dict) else type(state).__name__
     if version != _VERSION:
         raise ValueError(
@@ -353,13 +298,7 @@ def check_state(state: Any) -> tuple[int, Any, int | None]:
 
 
 def rank_state(rank: int) -> dict[str, Any]:
-    """Return what the state of a rank says that offers nothing.
-
-    Parameters
-    ----------
-    rank : int
-        1 or more.
-    """
+    """Return what the state of a rank says that offers nothing."""
     return {"version": _VERSION, "rank": rank}
 
 

@@ -24,34 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.handler.consumer_options import ConsumerOptions
 from trainer_adapter.handler.take import Take
 
-__all__ = ["GroupScoring", "ScoreGroup", "ScoringHandler"]
+__all__ = ["GroupScoring", "ScoreGroup", "group_scoring"]
 
 #: Scores a group: a number for each sample, or None to drop it. It may be a coroutine function.
 ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
-def _check_score_group(value: object) -> None:
-    """Raise TypeError unless it is None or a callable."""
-    if value is not None and not callable(value):
-        raise TypeError(f"score_group: expected a callable, got {type(value).__name__}")
-
-
 class GroupScoring:
-    """Has a callable score what producers left open.
-
-    Parameters
-    ----------
-    score_group : callable
-        Of one group. Of a coroutine function the groups of a take are scored at the same time, in a
-        thread that has one event loop for all of them.
-    drop : callable or None
-        Ends groups that cannot be scored, or teach nothing; None where a rank must keep each group.
-    drop_equal : bool
-        Whether a group that was scored here and has equal scores is dropped.
-    """
+    """Has a callable score what producers left open."""
 
     def __init__(
         self,
@@ -68,17 +50,7 @@ class GroupScoring:
         self._loop = _LoopThread() if is_async else None
 
     def before(self, take: Take) -> Take:
-        """Return a `Take` whose groups are scored.
-
-        Parameters
-        ----------
-        take : Take
-
-        Returns
-        -------
-        Take
-            Where scoring raises, the groups wait, and its next call goes on with them.
-        """
+        """Return a `Take` whose groups are scored."""
         waiting: list[shmbus.Group] = []
 
         def take_scored(seconds: float, awaited: bool) -> list[shmbus.Group]:
@@ -91,27 +63,7 @@ class GroupScoring:
         return take_scored
 
     def score(self, groups: list[shmbus.Group], *, trained: bool = True) -> list[shmbus.Group]:
-        """Score the samples of groups that have no score yet.
-
-        Parameters
-        ----------
-        groups : list of shmbus.Group
-            Leased. Those that have ended are passed over.
-        trained : bool
-            Whether they are trained on; of others equal scores are no reason to drop them.
-
-        Returns
-        -------
-        list of shmbus.Group
-            Those that are leased still.
-
-        Raises
-        ------
-        TypeError, ValueError
-            The callable returned neither None nor a finite number for each sample.
-        Exception
-            Whatever the callable raises; the groups stay leased.
-        """
+        """Score the samples of groups that have no score yet."""
         leased = [group for group in groups if group.state == "leased"]
         unscored = [g for g in leased if not all([t.scored for t in g.trajectories])]
         if not unscored:
@@ -152,31 +104,16 @@ class GroupScoring:
             self._loop.close()
 
 
-class ScoringHandler:
-    """What of a handler scores groups; the rest of it is `OnlineDataHandler`."""
-
-    _consumer: shmbus.Consumer
-    _scoring: GroupScoring | None
-
-    def _begin_scoring(
-        self, score_group: ScoreGroup | None, world_size: int, options: ConsumerOptions
-    ) -> None:
-        _check_score_group(score_group)
-        self._scoring = None
-        if score_group is not None:
-            drop = functools.partial(self._consumer.drop, useless=True)
-            self._scoring = GroupScoring(
-                score_group,
-                drop if world_size == 1 else None,
-                drop_equal=bool(options.get("skip_zero_variance")),
-            )
-
-    def _scored(self, take: Take) -> Take:
-        return take if self._scoring is None else self._scoring.before(take)
-
-    def _end_scoring(self) -> None:
-        if self._scoring is not None:
-            self._scoring.close()
+def group_scoring(
+    score_group: ScoreGroup | None, consumer: shmbus.Consumer, world_size: int, *, drop_equal: bool
+) -> GroupScoring | None:
+    """Return what scores groups by a callable; None for None, TypeError for what is neither."""
+    if score_group is None:
+        return None
+    if not callable(score_group):
+        raise TypeError(f"score_group: expected a callable, got {type(score_group).__name__}")
+    drop = functools.partial(consumer.drop, reason="filtered")
+    return GroupScoring(score_group, drop if world_size == 1 else None, drop_equal=drop_equal)
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
@@ -196,11 +133,10 @@ def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
 
 
 class _LoopThread:
-    """One event loop in a thread of its own, begun by the first use.
+    """One event loop in a thread of its own, begun by the first use."""
 
-    Clients of servers belong to the loop in which they were first used, so there is one for all
-    calls; and the caller's thread may have a loop that runs, as in a notebook.
-    """
+    # Clients of servers belong to the loop in which they were first used, so there is one for all
+    # calls; and the caller's thread may have a loop that runs, as in a notebook.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -32,16 +32,7 @@ Look: TypeAlias = Callable[[bool, "float | None"], "float | None"]
 
 
 def take_groups(consumer: shmbus.Consumer) -> Take:
-    """Return a `Take` of any complete groups.
-
-    Parameters
-    ----------
-    consumer : shmbus.Consumer
-
-    Returns
-    -------
-    Take
-    """
+    """Return a `Take` of any complete groups."""
 
     def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
         return consumer.take(TAKE_GROUPS, seconds)
@@ -50,21 +41,10 @@ def take_groups(consumer: shmbus.Consumer) -> Take:
 
 
 def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
-    """Return a `Take` of this rank's shard of its next step.
-
-    Parameters
-    ----------
-    consumer : shmbus.Consumer
-    options : dict
-        Of `Consumer.take_step`: groups, tokens, max_wait, field.
-
-    Returns
-    -------
-    Take
-    """
+    """Return a `Take` of this rank's shard of its next step."""
 
     def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
-        return consumer.take_step(**options, timeout=seconds, only_full=not awaited)
+        return consumer.take_shard(**options, timeout=seconds, only_full=not awaited)
 
     return take
 
@@ -77,25 +57,7 @@ def take_until_due(
     note: Callable[[], None],
     look: Look,
 ) -> bool:
-    """Take groups until a batch is due, in the calling thread.
-
-    Parameters
-    ----------
-    planner : BatchPlanner
-    take : Take
-    admit : callable
-        Has groups of the inbox wait in the planner; may raise for a malformed one.
-    timeout : float or None
-        Seconds to wait; None waits for ever. What the bus has is taken in any case.
-    note : callable
-        Called each half minute while no group is delivered.
-    look : Look
-
-    Returns
-    -------
-    bool
-        False after the timeout; the groups that were taken wait for the next call.
-    """
+    """Take groups until a batch is due, in the calling thread."""
     began_s = noted_s = now_s = time.monotonic()
     deadline_s = None if timeout is None else began_s + timeout
     if not planner.interrupted:

@@ -42,15 +42,7 @@ SYNONYMS: Final = {
 
 
 class UnreadFields:
-    """Warns once of each name that is nearly right.
-
-    Parameters
-    ----------
-    fields : FieldNames
-        The names that are looked for.
-    extra : iterable of str
-        Other fields that are read.
-    """
+    """Warns once of each name that is nearly right."""
 
     def __init__(self, fields: FieldNames, extra: Iterable[str] = ()) -> None:
         self._wanted = {
@@ -64,12 +56,7 @@ class UnreadFields:
         self._told: set[str] = set()
 
     def note(self, measured: Measured) -> None:
-        """Warn of the fields of groups that were just measured.
-
-        Parameters
-        ----------
-        measured : Measured
-        """
+        """Warn of the fields of groups that were just measured."""
         for names in measured.field_names:
             if names not in self._known:
                 self._known.add(names)

@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from shmbus import ShmbusError
+from shmbus.errors import PeerGoneError
 
-__all__ = ["DescriptorServer", "PeerGoneError", "fetch_descriptor"]
+__all__ = ["DescriptorServer", "fetch_descriptor"]
 
 #: Seconds that one asker may take; each has a thread, and there are a few.
 ASK_S: Final = 5.0
@@ -29,10 +29,6 @@ MAX_ASKERS: Final = 16
 MAX_MESSAGE_BYTES: Final = 4096
 #: Between two tries to reach a server that is not there yet, seconds.
 RETRY_S: Final = 0.02
-
-
-class PeerGoneError(ShmbusError):
-    """The process at the other side has gone: the kernel has closed what it held."""
 
 
 class DescriptorServer:

@@ -11,9 +11,9 @@ from typing import Final, Literal
 import msgspec
 import torch
 
-from shmbus import ShmbusError
+from shmbus.errors import DeviceMismatchError
 
-__all__ = ["NO_UUID", "DeviceHandle", "DeviceMismatchError", "device_of", "uuid_of"]
+__all__ = ["NO_UUID", "DeviceHandle", "device_of", "uuid_of"]
 
 UUID_BYTES: Final = 16
 #: Of memory that no device has.
@@ -22,10 +22,6 @@ NO_UUID: Final = bytes(UUID_BYTES)
 MAX_BYTES: Final = 1 << 44
 #: Of one message, with its largest handle.
 MAX_MESSAGE_BYTES: Final = 512
-
-
-class DeviceMismatchError(ShmbusError):
-    """Memory of a device that this process does not see, or a tensor on another device."""
 
 
 class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="device-memory/1"):

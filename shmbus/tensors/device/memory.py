@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device import driver
 from shmbus.tensors.device.driver import CudaDriverError, call, in_context
-from shmbus.tensors.device.handles import DeviceHandle, DeviceMismatchError, device_of, uuid_of
+from shmbus.tensors.device.handles import DeviceHandle, device_of, uuid_of
 
 __all__ = ["DeviceMemory", "Kind", "refusals"]
 

@@ -159,6 +159,8 @@ class Carrier(ABC):
     by_name_only: ClassVar[str] = ""
     #: Whether it takes `directory`.
     takes_directory: ClassVar[bool] = False
+    #: Whether its versions may have patches.
+    takes_patches: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -22,14 +22,16 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 import torch
 
-from shmbus._checks import check_text, checked_int
+from shmbus._arguments import check_int, check_text, is_text
+from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
+from shmbus.segment.locked_file import LockedFile
 from shmbus.weights.carriers.base import (
     DEFAULT_SLOTS,
     Carrier,
@@ -38,15 +40,9 @@ from shmbus.weights.carriers.base import (
 )
 from shmbus.weights.errors import (
     ManifestError,
-    TornWeightsError,
-    WeightsBusyError,
-    WeightsError,
-    WeightsTimeoutError,
 )
-from shmbus.weights.file_form import faults_in_file
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.owned_file import OwnedFile
 from shmbus.weights.patches import VersionChanges
 from shmbus.weights.source import LocalPiece, dtype_name
 
@@ -56,7 +52,9 @@ __all__ = [
     "CheckpointReader",
     "CheckpointVersion",
     "CheckpointWriter",
+    "faults_in_file",
     "newest_checkpoints",
+    "sync_path",
 ]
 
 FILE: Final = "model.safetensors"
@@ -66,6 +64,42 @@ _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
 _NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 #: Seconds between two looks at the link; there is no bell on a disk.
 _POLL_S: Final = 0.05
+
+
+#: Where a header keeps what is no tensor: one of that name makes a file that nobody can read.
+METADATA: Final = "__metadata__"
+
+
+def faults_in_file(tensors: Mapping[str, torch.dtype]) -> list[str]:
+    """Find what no file of safetensors can hold."""
+    written = {dtype: _is_written(dtype) for dtype in set(tensors.values())}
+    faults = []
+    for name, dtype in tensors.items():
+        if name == METADATA or not is_text(name):
+            faults.append(f"{name!r}: no name that a file can have")
+        elif not written[dtype]:
+            faults.append(f"{name!r}: {dtype} is no dtype of safetensors")
+    return faults
+
+
+def _is_written(dtype: torch.dtype) -> bool:
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, ValueError, SafetensorError):
+        return False
+    return True
+
+
+def sync_path(path: Path) -> None:
+    """Have a file, or a folder's names, be on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class CheckpointPlace(NamedTuple):
@@ -142,12 +176,12 @@ class CheckpointWriter:
 
         fresh.mkdir()
         save_file(tensors, fresh / FILE, metadata)
-        _sync(fresh / FILE)
-        _sync(fresh)
+        sync_path(fresh / FILE)
+        sync_path(fresh)
         fresh.rename(self._directory / name)
         link.symlink_to(name)
         link.replace(self._directory / _LINK)
-        _sync(self._directory)
+        sync_path(self._directory)
 
 
 class _CheckpointSink:
@@ -207,7 +241,7 @@ class CheckpointVersion:
                 metadata = opened.metadata() or {}
                 self._tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"{path}: {error}; nothing was loaded: publish again, or remove the directory"
             ) from error
         try:
@@ -285,11 +319,11 @@ class CheckpointReader:
             if target is not None and sequence > after:
                 try:
                     return CheckpointVersion(target, sequence)
-                except TornWeightsError:
+                except DamagedError:
                     if target.exists():  # else a newer one has replaced it
                         raise
             elif deadline is not None and time.monotonic() >= deadline:
-                raise WeightsTimeoutError(
+                raise WaitTimeoutError(
                     f"{self._directory}: no {'newer ' if after else ''}version in {timeout:g} s "
                     f"(newest publication: {sequence or 'none'}); start the publisher, or wait"
                 )
@@ -308,7 +342,7 @@ class CheckpointReader:
         }
         sequence = max((of for number, of in there if number == version), default=None)
         if sequence is None:
-            raise WeightsTimeoutError(
+            raise WaitTimeoutError(
                 f"{self._directory}: version {version} is not there; there are: "
                 f"{', '.join(str(number) for number, _ in sorted(there)) or 'none'}"
             )
@@ -350,7 +384,7 @@ class CheckpointCarrier(Carrier):
         slots, max_slots, when_held = options.slots, options.max_slots, options.when_held
         check_text("when_held", when_held)
         plain = max_slots is None and when_held == "wait"
-        if checked_int("slots", slots) != DEFAULT_SLOTS or not plain:
+        if check_int("slots", slots) != DEFAULT_SLOTS or not plain:
             raise ValueError(
                 "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
                 f"not, got {slots}, {max_slots} and {when_held!r}"
@@ -398,15 +432,15 @@ def _newest_in(directory: Path) -> str:
     return ""
 
 
-def _locked(directory: Path) -> OwnedFile:
+def _locked(directory: Path) -> LockedFile:
     """Be the one that writes into a directory, until the file is closed or the process ends."""
-    file = OwnedFile()
+    file = LockedFile()
     file.open(os.path.realpath(directory), os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise WeightsBusyError(
+        raise BusBusyError(
             f"{directory}: another publisher writes there; close that one first, or give this one "
             "a directory of its own"
         ) from error
@@ -422,14 +456,6 @@ def _locked(directory: Path) -> OwnedFile:
 def _published(directory: Path) -> list[tuple[int, Path]]:
     found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     return sorted((int(match[2]), path) for match, path in found)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _payload_bytes(said: bytes) -> int:

@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from shmbus import CapacityError
+from shmbus.errors import DamagedError, DeviceMismatchError, PeerGoneError, WeightsError
 from shmbus.pool import VersionLease, VersionWrite
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import (
@@ -37,9 +38,7 @@ from shmbus.tensors.device.arena import (
     MemoryKind,
     allocator,
 )
-from shmbus.tensors.device.descriptors import PeerGoneError as OwnerGoneError
 from shmbus.tensors.device.driver import CudaDriverError
-from shmbus.tensors.device.handles import DeviceMismatchError as ForeignDeviceError
 from shmbus.weights.carriers.base import ReaderOptions, WriterOptions
 from shmbus.weights.carriers.pool import (
     KIND,
@@ -48,14 +47,7 @@ from shmbus.weights.carriers.pool import (
     VersionMeta,
     no_digests,
 )
-from shmbus.weights.errors import (
-    DeviceMismatchError,
-    ManifestError,
-    PeerGoneError,
-    TornWeightsError,
-    WeightsError,
-    translated,
-)
+from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import VersionChanges
 
@@ -124,7 +116,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         try:
             return msgspec.msgpack.decode(data[_LENGTH_BYTES : _LENGTH_BYTES + size], type=cls)
         except msgspec.MsgspecError as error:
-            raise TornWeightsError(
+            raise DamagedError(
                 f"the newest version's slot does not say where its bytes are ({error}); publish "
                 "again, and look for a process that writes where it should not"
             ) from error
@@ -208,11 +200,11 @@ class LeadersBuffers:
         stays = "the version before it stays the newest"
         try:
             return self._view.memory(name).tensor()
-        except (OwnerGoneError, BufferLostError) as error:
+        except (PeerGoneError, BufferLostError) as error:
             raise PeerGoneError(
                 f"rank 0, which has the memory of this version, has ended ({error}); {stays}", 0
             ) from error
-        except ForeignDeviceError as error:
+        except DeviceMismatchError as error:
             raise DeviceMismatchError(
                 f"this rank cannot write to rank 0's device: {error}"
             ) from error
@@ -286,19 +278,16 @@ class ExportedWriter:
     def finish(self, write: VersionWrite) -> None:
         """Publish; a rank above 0 says that its pieces are there."""
         if self._options.rank:
-            with translated():
-                write.finish()
+            write.finish()
             return
         digests = self._options.digests
         name, payload = self._buffer(write)
         if digests:
-            with translated():
-                write.await_ranks()
+            write.await_ranks()
         said = Placed(name, self._total, block_sums(payload) if digests else []).encode()
-        with translated():
-            memoryview(write.buffer)[: len(said)] = said
-            # Of the slot, which is small: a scribble over the buffer's name is found.
-            write.finish(digests=True)
+        memoryview(write.buffer)[: len(said)] = said
+        # Of the slot, which is small: a scribble over the buffer's name is found.
+        write.finish(digests=True)
 
     def close(self) -> None:
         """Let go of the buffers; readers keep what they have mapped."""
@@ -320,19 +309,18 @@ class ExportedReaders:
 
     def open(self, lease: VersionLease) -> ExportedReader:
         """Map what a version lies in."""
-        with translated():
-            lease.check(0, 1)
+        lease.check(0, 1)
         placed = Placed.decode(bytes(memoryview(lease.buffer)))
         try:
             memory = self._buffers.memory(placed.buffer)
-        except (OwnerGoneError, BufferLostError) as error:
+        except (PeerGoneError, BufferLostError) as error:
             raise LostVersionError(
                 f"version {lease.version} lay in the memory of its publisher, which has ended or "
                 f"replaced it ({error}); start the publisher again, or use the carrier 'shm', "
                 "whose versions outlive it",
                 lease.sequence,
             ) from error
-        except ForeignDeviceError as error:
+        except DeviceMismatchError as error:
             raise DeviceMismatchError(
                 f"version {lease.version}: {error}. The weights that this process runs stay"
             ) from error
@@ -392,7 +380,7 @@ class ExportedReader:
         for block in random.sample(blocks, min(SAMPLED_BLOCKS, len(blocks))) if sample else blocks:
             if block_sum(payload, block) != sums[block]:
                 end = min(self.total, (block + 1) * BLOCK_BYTES)
-                raise TornWeightsError(
+                raise DamagedError(
                     f"version {self._version}: bytes {block * BLOCK_BYTES} to {end} do not match "
                     "their digest; do not load it: publish again, and look for a process that "
                     "writes where it should not"

@@ -17,8 +17,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 import torch
 
+from shmbus.errors import DamagedError, WeightsError
 from shmbus.pool import (
-    PoolDamagedError,
     PoolPublisher,
     PoolReader,
     PoolSpec,
@@ -33,12 +33,7 @@ from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
 from shmbus.weights.carriers.base import WriterOptions
-from shmbus.weights.errors import (
-    LOADING_CODE,
-    ManifestError,
-    WeightsError,
-    translated,
-)
+from shmbus.weights.errors import LOADING_CODE, ManifestError
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patches import (
@@ -165,8 +160,7 @@ class SlotWriter:
 
     def finish(self, write: VersionWrite) -> None:
         """Publish."""
-        with translated():
-            write.finish(digests=self._digests)
+        write.finish(digests=self._digests)
 
     def close(self) -> None:
         """Unregister the slots."""
@@ -202,17 +196,16 @@ class PoolWriter:
             meta_bytes=int((said + _META_BYTES) * _META_SPARE),
             patch_bytes=memory.patch_bytes,
         )
-        with translated():
-            self._publisher = PoolPublisher(
-                options.bus,
-                KIND,
-                rank=options.rank,
-                world_size=options.world_size,
-                spec=spec if options.rank == 0 else None,
-                label=options.label,
-                when_held=options.when_held,
-                timeout=options.timeout,
-            )
+        self._publisher = PoolPublisher(
+            options.bus,
+            KIND,
+            rank=options.rank,
+            world_size=options.world_size,
+            spec=spec if options.rank == 0 else None,
+            label=options.label,
+            when_held=options.when_held,
+            timeout=options.timeout,
+        )
         try:
             memory.open()
         except BaseException:
@@ -223,10 +216,9 @@ class PoolWriter:
         """Take a slot, or join the version that rank 0 writes; None where it was skipped."""
         memory = self.memory
         wants = self.policy is not None and self.policy.wants()
-        with translated():
-            write = self._publisher.begin(
-                version, memory.slot_bytes, meta=memory.meta, text=text, patch=wants
-            )
+        write = self._publisher.begin(
+            version, memory.slot_bytes, meta=memory.meta, text=text, patch=wants
+        )
         if write is None:
             return None
         try:
@@ -437,7 +429,7 @@ class SlotReader:
         """Return what changed since the version before; None also where that is damaged."""
         try:
             found = self._lease.patch()
-        except PoolDamagedError:
+        except DamagedError:
             return None
         return None if found is None else VersionChanges(found, manifest, self._lease)
 
@@ -446,12 +438,11 @@ class SlotReader:
         blocks = self._lease.digests
         if blocks == 0:
             raise no_digests(self._lease.version)
-        with translated():
-            if not sample:
-                self._lease.check()
-                return
-            for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
-                self._lease.check(block, 1)
+        if not sample:
+            self._lease.check()
+            return
+        for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
+            self._lease.check(block, 1)
 
     def close(self) -> None:
         """Do nothing: the lease keeps the slot."""

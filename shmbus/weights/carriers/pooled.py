@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 import torch
 
 from shmbus import BusNotFoundError, BusRemovedError
+from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.tensors.device.arena import MemoryKind
 from shmbus.tensors.device.memory import refusals
@@ -32,14 +33,7 @@ from shmbus.weights.carriers.pool import (
     VersionMemory,
     VersionMeta,
 )
-from shmbus.weights.errors import (
-    MANIFEST_CODE,
-    TORN_CODE,
-    TornWeightsError,
-    WeightsError,
-    WeightsTimeoutError,
-    translated,
-)
+from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.manifest import Manifest
 
 __all__ = ["CudaIpcCarrier", "CudaVmmCarrier", "MemfdCarrier", "PooledReader", "ShmCarrier"]
@@ -68,27 +62,23 @@ class PooledReader:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                with translated():
-                    reader = self._reader = self._reader or self._attach(left)
-                    lease = reader.latest(
-                        after=after if lost is None else lost.sequence, timeout=left
-                    )
+                reader = self._reader = self._reader or self._attach(left)
+                lease = reader.latest(after=after if lost is None else lost.sequence, timeout=left)
                 return self._opened(lease, reader)
             except BusRemovedError:
                 self._forget_pool()
                 after, lost = 0, None  # the pool that follows counts from 1
             except LostVersionError as error:
                 lost = error
-            except WeightsTimeoutError as error:
+            except WaitTimeoutError as error:
                 if lost is None:
                     raise
                 raise WeightsError(str(lost)) from error
 
     def at(self, version: int) -> PooledVersion:
         """Lease a version that is still there, newest or not."""
-        with translated():
-            reader = self._reader = self._reader or self._attach(0.0)
-            lease = reader.at(version)
+        reader = self._reader = self._reader or self._attach(0.0)
+        lease = reader.at(version)
         return self._opened(lease, reader)
 
     def removed(self) -> bool:
@@ -106,15 +96,14 @@ class PooledReader:
         """Check a version; where it cannot be used the reader's row says so."""
         try:
             return self._checked(lease, reader)
-        except WeightsError as error:
-            code = TORN_CODE if isinstance(error, TornWeightsError) else MANIFEST_CODE
+        except UNUSABLE as error:
+            code = TORN_CODE if isinstance(error, DamagedError) else MANIFEST_CODE
             reader.refused(lease, code, str(error))
             lease.close()  # now, not with the error's traceback
             raise
 
     def _checked(self, lease: VersionLease, reader: PoolReader) -> PooledVersion:
-        with translated():
-            said = VersionMeta.decode(lease.meta())
+        said = VersionMeta.decode(lease.meta())
         memory: VersionMemory
         if said.memory == "slot":
             memory = SlotReader(lease, reader, self._registered)
@@ -141,7 +130,7 @@ class PooledReader:
                 return PoolReader(bus, KIND, label=label, device=str(device))
             except BusNotFoundError as error:
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise WeightsTimeoutError(
+                    raise WaitTimeoutError(
                         f"no weights of bus {bus!r} in {timeout:.3g} s: {error}"
                     ) from error
                 time.sleep(_RETRY_S)
@@ -160,6 +149,7 @@ class ShmCarrier(Carrier):
     """Versions in the slots of a pool in /dev/shm."""
 
     why = ("/dev/shm is there", "whole versions, views without a copy, any death")
+    takes_patches = True
 
     @classmethod
     def problem(cls, device: torch.device, size: int, directory: Path | str | None) -> str:

@@ -1,9 +1,8 @@
 /* batch/baseline.c for Python: rules as they come from there, and whole batches of groups.
  *
  * Invariant: sizes are checked against the scores before anything is read by them. */
-#include "python/batch/baseline_functions.h"
+#include "python/batch/batch.h"
 
-#include "python/batch/arrays.h"
 
 bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
     int kind, bessel;

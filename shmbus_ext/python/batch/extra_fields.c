@@ -1,10 +1,8 @@
-/* Further fields of a batch (see extra_fields.h). */
-#include "python/batch/extra_fields.h"
+/* Further fields of a batch. */
+#include "python/batch/batch.h"
 
 #include <string.h>
 
-#include "python/batch/arrays.h"
-#include "python/batch/field_lookup.h"
 
 /* ---- What the caller asks for ---- */
 

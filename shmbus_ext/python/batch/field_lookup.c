@@ -1,5 +1,10 @@
-/* Where the fields of trajectories lie (see field_lookup.h). */
-#include "python/batch/field_lookup.h"
+/* Where the fields of trajectories lie. */
+#define _GNU_SOURCE /* memmem */
+#include "python/batch/batch.h"
+
+#include "batch/convert.h"
+
+#include <string.h>
 
 bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
                     PyObject *got) {
@@ -186,11 +191,123 @@ static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
                          (unsigned long long)segment->c.bytes, (PyObject *)segment);
 }
 
+/* ---- Which trajectories mention a word in their encoded meta, without decoding it: apart from the
+ * lookup of fields, since it reads bytes that no schema describes.
+ *
+ * Invariant: only trajectories that are readable are looked into; nothing is copied or held. */
+
+bool py_meta_mentions(const TrajectoryObject *t, PyObject *words) {
+    const uint8_t *meta = NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(words); i++) {
+        PyObject *word = PyTuple_GET_ITEM(words, i);
+        if ((size_t)t->meta_bytes < (size_t)PyBytes_GET_SIZE(word)) {
+            continue;
+        }
+        meta = meta == NULL ? py_trajectory_bytes(t) + t->meta_offset : meta;
+        if (memmem(meta, t->meta_bytes, PyBytes_AS_STRING(word),
+                   (size_t)PyBytes_GET_SIZE(word)) != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool py_append_number(PyObject *list, Py_ssize_t number) {
+    PyObject *item = PyLong_FromSsize_t(number);
+    bool appended = item != NULL && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
+    return appended;
+}
+
+bool py_check_words(PyObject *words) {
+    bool good = PyTuple_Check(words);
+    for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(words); i++) {
+        good = PyBytes_Check(PyTuple_GET_ITEM(words, i));
+    }
+    if (!good) {
+        PyErr_Format(PyExc_TypeError, "words: expected a tuple of bytes, got %R", words);
+    }
+    return good;
+}
+
+static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *item,
+                                PyObject *words) {
+    return !py_meta_mentions((const TrajectoryObject *)item, words) ||
+           py_append_number(found, position);
+}
+
+/* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */
+static PyObject *py_mentioning(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *items, *words;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !py_check_words(words)) {
+        return NULL;
+    }
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        if (!Py_IS_TYPE(item, &TrajectoryType)) {
+            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
+            Py_CLEAR(found);
+        } else if (((const TrajectoryObject *)item)->meta_bytes > 0 &&
+                   (!py_trajectory_readable((const TrajectoryObject *)item) ||
+                    !append_if_mentioned(found, i, item, words))) {
+            Py_CLEAR(found);
+        }
+    }
+    return found;
+}
+
+/* ---- Arrays of the caller's. */
+uint64_t py_array_elements(PyObject *object) {
+    return PyArray_Check(object) ? (uint64_t)PyArray_SIZE((PyArrayObject *)object) : 0;
+}
+
+bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
+                    void *data) {
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_Check(object) || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type ||
+        !PyArray_IS_C_CONTIGUOUS(array) || (uint64_t)PyArray_SIZE(array) != length ||
+        (writeable && !PyArray_ISWRITEABLE(array))) {
+        PyArray_Descr *dtype = PyArray_DescrFromType(type);
+        PyErr_Format(PyExc_ValueError,
+                     "%s: expected a contiguous%s array of dtype %R with %llu elements, got %R",
+                     name, writeable ? " writable" : "", dtype, (unsigned long long)length,
+                     PyArray_Check(object) ? (PyObject *)PyArray_DESCR(array) : object);
+        Py_XDECREF(dtype);
+        return false;
+    }
+    *(void **)data = PyArray_DATA(array);
+    return true;
+}
+
+/* find_not_finite(array float32 [n]) -> position of the first nan or infinity, or -1. */
+static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
+    (void)module;
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
+        PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "find_not_finite: expected a contiguous float32 array of one dimension");
+        return NULL;
+    }
+    npy_intp n = PyArray_SIZE(array);
+    const float *values = PyArray_DATA(array);
+    uint64_t at;
+    Py_BEGIN_ALLOW_THREADS
+    at = gather_find_not_finite(values, (uint64_t)n);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
+}
+
 static PyMethodDef functions[] = {
     {"mapping_of", py_mapping_of, METH_O, NULL},
+    {"mentioning", py_mentioning, METH_VARARGS, NULL},
+    {"find_not_finite", py_find_not_finite, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_field_lookup_add_functions(PyObject *module) {
+bool py_arrays_add_functions(PyObject *module) {
     return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -2,14 +2,11 @@
  *
  * Invariant: every length, dtype and bound is checked before the first byte is copied; while bytes
  * are copied the trajectories' space is held, whatever another thread acknowledges. */
-#include "python/batch/pack.h"
+#include "python/batch/batch.h"
 
-#include "python/batch/arrays.h"
-#include "python/batch/baseline_functions.h"
-#include "python/batch/copy_job.h"
-#include "python/batch/gather_threads.h"
-#include "python/group/group_object.h"
-#include "python/record/score.h"
+#include "batch/convert.h"
+#include "python/group/group.h"
+#include "python/record/record.h"
 
 /* ---- Where a batch goes ---- */
 

@@ -2,14 +2,15 @@
  *
  * Invariant: at most one ChannelMemory of a handle is current; it ends before its slot changes
  * hands. */
-#include "python/channel/channel_messages.h"
+#define _GNU_SOURCE
+#include "python/channel/channel.h"
 
 #include <sys/mman.h>
 
+#include "base/checksum.h"
 #include "channel/messages.h"
-#include "python/channel/channel_object.h"
-#include "python/segment/segment_object.h"
-#include "ring/checksum.h"
+#include "python/hooks.h"
+#include "python/segment/segment.h"
 
 /* NULL where no byte of the slot is needed; -1 with an exception. */
 static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t **at) {
@@ -27,7 +28,7 @@ static int map_slot(ChannelObject *self, uint32_t slot, uint64_t bytes, uint8_t 
         bool writable = self->c.side == CHANNEL_SENDER;
         uint8_t *mapped = channel_map_slot(&self->c, slot, needed, writable);
         if (mapped == NULL) {
-            py_raise_system("channel", self->name);
+            py_companion_system_error(&self->base);
             return -1;
         }
         self->slots[slot].at = mapped;
@@ -44,7 +45,7 @@ bool py_channel_end_memory(ChannelObject *self) {
     }
     if (memory->exports > 0 && memory->at != NULL) {
         if (!py_channel_memory_keep(memory, self->slots[self->memory_slot].mapped)) {
-            py_raise_system("channel", self->name);
+            py_companion_system_error(&self->base);
             return false;
         }
         self->slots[self->memory_slot].at = NULL;
@@ -64,7 +65,7 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
     unsigned long long bytes, meta_bytes;
     uint32_t slot = 0;
     if (!PyArg_ParseTuple(args, "O!KK", &ChannelType, &self, &bytes, &meta_bytes) ||
-        !py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+        !py_companion_usable(&self->base) || !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
     if (bytes > self->c.max_bytes || meta_bytes > CHANNEL_MAX_META_BYTES ||
@@ -72,28 +73,28 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError,
                             "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
                             "%llu bytes",
-                            self->name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
+                            self->base.name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
     }
     if (!py_channel_end_memory(self)) {
         return NULL;
     }
-    enum channel_status status;
-    py_channel_begin_call(self);
+    enum shared_status status;
+    py_companion_add_user(&self->base);
     Py_BEGIN_ALLOW_THREADS
     status = messages_begin(&self->c, bytes, meta_bytes, &slot);
     Py_END_ALLOW_THREADS
-    py_channel_end_call(self);
-    if (status == CHANNEL_NOTHING) {
+    py_companion_drop_user(&self->base);
+    if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    if (status == CHANNEL_SYSTEM_ERROR) {
-        return py_raise_system("channel", self->name);
+    if (status == SHARED_SYSTEM_ERROR) {
+        return py_companion_system_error(&self->base);
     }
-    if (status != CHANNEL_OK) {
+    if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     uint8_t *at;
-    if (!py_channel_usable(self) ||
+    if (!py_companion_usable(&self->base) ||
         map_slot(self, slot, channel_meta_at(bytes) + meta_bytes, &at) < 0) {
         return NULL;
     }
@@ -113,7 +114,7 @@ static PyObject *py_channel_send(PyObject *module, PyObject *args) {
         return NULL;
     }
     PyObject *result = NULL;
-    if (!py_channel_usable(self) || !py_channel_has_side(self, CHANNEL_SENDER)) {
+    if (!py_companion_usable(&self->base) || !py_channel_has_side(self, CHANNEL_SENDER)) {
         goto done;
     }
     ChannelMemoryObject *memory = self->memory;
@@ -126,7 +127,7 @@ static PyObject *py_channel_send(PyObject *module, PyObject *args) {
                         "meta, and a kind of message");
         goto done;
     }
-    enum channel_status status =
+    enum shared_status status =
         messages_send(&self->c, (enum channel_kind)kind, memory->bytes,
                       self->slots[self->memory_slot].at, meta.buf, length, reason);
     if (py_channel_end_memory(self)) {
@@ -143,15 +144,15 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
     struct channel_row row;
-    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
-    enum channel_status status = messages_peek(&self->c, &row);
-    if (status == CHANNEL_NOTHING) {
+    enum shared_status status = messages_peek(&self->c, &row);
+    if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    if (status != CHANNEL_OK) {
+    if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     if (!py_channel_end_memory(self)) {
@@ -171,7 +172,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
     }
     if (shmbus_crc32c(0, PyBytes_AS_STRING(meta), row.meta_bytes) != row.meta_crc) {
         Py_DECREF(meta);
-        return PyLong_FromLong(CHANNEL_DAMAGED);
+        return PyLong_FromLong(SHARED_DAMAGED);
     }
     self->memory = py_channel_memory_new(at, row.bytes, true);
     self->memory_slot = slot;
@@ -188,7 +189,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
 static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
@@ -210,7 +211,7 @@ static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
         return NULL;
     }
-    if (self->generation != fork_generation || py_channel_end_memory(self)) {
+    if (self->base.generation != fork_generation || py_channel_end_memory(self)) {
         Py_RETURN_NONE;
     }
     return NULL;
@@ -221,11 +222,11 @@ static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
     struct channel_counts counts;
-    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base)) {
         return NULL;
     }
-    enum channel_status status = messages_counts(&self->c, &counts);
-    if (status != CHANNEL_OK) {
+    enum shared_status status = messages_counts(&self->c, &counts);
+    if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
     uint64_t growths = atomic_load_explicit(&self->c.header->growths, memory_order_relaxed);
@@ -239,12 +240,12 @@ static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
     (void)module;
     ChannelObject *self;
     long long step;
-    if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_channel_usable(self) ||
+    if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
-    enum channel_status status = messages_begin_at(&self->c, step);
-    return status == CHANNEL_SYSTEM_ERROR ? py_raise_system("channel", self->name)
+    enum shared_status status = messages_begin_at(&self->c, step);
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
                                           : PyLong_FromLong(status);
 }
 

@@ -3,72 +3,33 @@
  * Invariants: a handle is one side for as long as it lives. What runs without the interpreter lock
  * keeps the mapping, whoever closes the handle meanwhile. A forked child has no mapping and no lock. */
 #define _GNU_SOURCE
-#include "python/channel/channel_object.h"
+#include "python/channel/channel.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "channel/bell.h"
 #include "channel/sides.h"
 #include "python/hooks.h"
-#include "python/segment/segment_object.h"
-
-static struct list_link all_channels = {&all_channels, &all_channels};
-
-/* A copy of a description keeps its locks, and with them the parent's proof of life. */
-static void after_fork_in_child(void) {
-    for (struct list_link *l = all_channels.next; l != &all_channels; l = l->next) {
-        ChannelObject *self = LIST_ENTRY(l, ChannelObject, of_all);
-        if (self->c.fd >= 0) {
-            close(self->c.fd);
-            self->c.fd = -1;
-        }
-        self->c.control = NULL; /* it was not inherited */
-        for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
-            self->slots[i].at = NULL;
-            self->slots[i].mapped = 0;
-        }
-    }
-}
-
-bool py_channel_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
-}
-
-bool py_channel_usable(ChannelObject *self) {
-    if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "channel '%U': this handle was made in process %d, before a fork; open the "
-                     "channel in this process",
-                     self->name, self->pid);
-        return false;
-    }
-    if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "channel '%U': this handle is closed; open it again",
-                     self->name);
-        return false;
-    }
-    return true;
-}
+#include "python/segment/segment.h"
 
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
     if (self->c.side < 0) {
         /* By a close() that was interrupted, as a rule. */
         PyErr_Format(hooks.closed_error,
                      "channel '%U': this handle is no side, or has left; open the channel again",
-                     self->name);
+                     self->base.name);
         return false;
     }
     if (self->c.side != (int32_t)side) {
-        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->name,
+        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->base.name,
                      side == CHANNEL_SENDER ? "sender" : "receiver");
         return false;
     }
     return true;
 }
 
-static void shut(ChannelObject *self) {
+static void shut(CompanionObject *base) {
+    ChannelObject *self = (ChannelObject *)base;
     ChannelMemoryObject *memory = self->memory;
     self->memory = NULL;
     if (memory != NULL) {
@@ -89,60 +50,24 @@ static void shut(ChannelObject *self) {
         }
     }
     channel_unmap(&self->c);
-    if (self->c.fd >= 0) {
-        close(self->c.fd);
-        self->c.fd = -1;
+}
+
+static void isolate(CompanionObject *base) {
+    ChannelObject *self = (ChannelObject *)base;
+    self->c.file.control = NULL; /* nothing that was mapped was inherited */
+    for (size_t i = 0; i < CHANNEL_MAX_SLOTS; i++) {
+        self->slots[i].at = NULL;
+        self->slots[i].mapped = 0;
     }
 }
 
-void py_channel_begin_call(ChannelObject *self) {
-    self->busy++;
+static enum shared_status open_channel(CompanionObject *self, int fd, bool read_only) {
+    return channel_open(&((ChannelObject *)self)->c, fd, read_only);
 }
 
-void py_channel_end_call(ChannelObject *self) {
-    self->busy--;
-    if (self->busy == 0 && self->handle_closed) {
-        shut(self);
-    }
-}
-
-static ChannelObject *channel_alloc(PyTypeObject *type, PyObject *name) {
-    ChannelObject *self = (ChannelObject *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        self->c.fd = -1;
-        self->c.side = -1;
-        self->name = Py_NewRef(name);
-        self->generation = fork_generation;
-        self->pid = (int)getpid();
-        list_insert_before(&all_channels, &self->of_all);
-    }
-    return self;
-}
-
-static void py_channel_dealloc(ChannelObject *self) {
-    list_unlink(&self->of_all);
-    shut(self); /* without a word to the other side: it sees the lock */
-    Py_XDECREF(self->name);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-/* The channel, or (status, what was found) where it is none; the descriptor is the caller's then. */
-static PyObject *result_of(ChannelObject *self, enum channel_status status) {
-    if (status == CHANNEL_OK) {
-        return (PyObject *)self;
-    }
-    unsigned long long found = status == CHANNEL_TRUNCATED ? self->c.found_bytes
-                                                           : self->c.found_version;
-    PyObject *result = NULL;
-    if (status == CHANNEL_SYSTEM_ERROR) {
-        py_raise_system("channel", self->name);
-    } else {
-        result = Py_BuildValue("(iK)", (int)status, found);
-    }
-    self->c.fd = -1;
-    Py_DECREF(self);
-    return result;
-}
+static const struct companion_kind channel_kind = {
+    "channel", offsetof(ChannelObject, c.file), open_channel, shut, isolate,
+};
 
 /* create(fd, name, slots, max_bytes) */
 static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
@@ -159,25 +84,17 @@ static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
                      CHANNEL_MAX_SLOTS, (unsigned long long)CHANNEL_MAX_BYTES, slots, max_bytes);
         return NULL;
     }
-    ChannelObject *self = channel_alloc(type, name);
+    CompanionObject *self = py_companion_alloc(type, &channel_kind, name);
     if (self == NULL) {
         return NULL;
     }
-    return result_of(self, channel_create(&self->c, fd, slots, max_bytes));
+    ((ChannelObject *)self)->c.side = -1;
+    return py_companion_result(
+        self, channel_create(&((ChannelObject *)self)->c, fd, slots, max_bytes));
 }
 
-/* open(fd, name, read_only=False) */
 static PyObject *py_channel_open(PyTypeObject *type, PyObject *args) {
-    int fd, read_only = 0;
-    PyObject *name;
-    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
-        return NULL;
-    }
-    ChannelObject *self = channel_alloc(type, name);
-    if (self == NULL) {
-        return NULL;
-    }
-    return result_of(self, channel_open(&self->c, fd, read_only != 0));
+    return py_companion_open(type, &channel_kind, args);
 }
 
 static bool is_side(unsigned int side) {
@@ -193,37 +110,26 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
     unsigned int side;
     const char *label;
     if (!PyArg_ParseTuple(args, "Is", &side, &label) || !is_side(side) ||
-        !py_channel_usable(self)) {
+        !py_companion_usable(&self->base)) {
         return NULL;
     }
-    if (self->c.side >= 0 || self->c.read_only) {
-        return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->name);
+    if (self->c.side >= 0 || self->c.file.read_only) {
+        return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->base.name);
     }
-    enum channel_status status =
+    enum shared_status status =
         sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
-    return status == CHANNEL_SYSTEM_ERROR
-               ? py_raise_system("channel", self->name)
-               : PyBool_FromLong(status == CHANNEL_OK);
+    return status == SHARED_SYSTEM_ERROR
+               ? py_companion_system_error(&self->base)
+               : PyBool_FromLong(status == SHARED_OK);
 }
 
 /* leave(reason): tells the other side that this one ends by its own will. */
 static PyObject *py_channel_leave(ChannelObject *self, PyObject *args) {
     const char *reason;
-    if (!PyArg_ParseTuple(args, "s", &reason) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "s", &reason) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     sides_leave(&self->c, reason);
-    Py_RETURN_NONE;
-}
-
-static PyObject *py_channel_close(ChannelObject *self, PyObject *ignored) {
-    (void)ignored;
-    if (!self->handle_closed) {
-        self->handle_closed = true;
-        if (self->busy == 0) {
-            shut(self);
-        }
-    }
     Py_RETURN_NONE;
 }
 
@@ -234,13 +140,13 @@ static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
         return NULL;
     }
     bool fits = data.len <= CHANNEL_STATEMENT_BYTES;
-    bool may = py_channel_usable(self) && fits && self->c.side >= 0;
+    bool may = py_companion_usable(&self->base) && fits && self->c.side >= 0;
     if (may) {
         sides_state(&self->c, data.buf, (uint32_t)data.len);
     } else if (!PyErr_Occurred()) {
         PyErr_Format(PyExc_ValueError,
                      "channel '%U': expected a side's statement of at most %u bytes, got %zd",
-                     self->name, CHANNEL_STATEMENT_BYTES, data.len);
+                     self->base.name, CHANNEL_STATEMENT_BYTES, data.len);
     }
     PyBuffer_Release(&data);
     return may ? Py_NewRef(Py_None) : NULL;
@@ -249,7 +155,7 @@ static PyObject *py_channel_state(ChannelObject *self, PyObject *args) {
 /* stated(side): the version of its statement, 0 for none; cheap. */
 static PyObject *py_channel_stated(ChannelObject *self, PyObject *args) {
     unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(sides_stated(&self->c, (enum channel_side_name)side));
@@ -260,16 +166,16 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
     unsigned int side;
     uint32_t length;
     uint64_t version;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     uint8_t *copy = PyMem_Malloc(CHANNEL_STATEMENT_BYTES);
     if (copy == NULL) {
         return PyErr_NoMemory();
     }
-    enum channel_status status =
+    enum shared_status status =
         sides_statement(&self->c, (enum channel_side_name)side, copy, &length, &version);
-    PyObject *result = status == CHANNEL_OK
+    PyObject *result = status == SHARED_OK
                            ? Py_BuildValue("(Ky#)", (unsigned long long)version, (char *)copy,
                                            (Py_ssize_t)length)
                            : PyLong_FromLong(status);
@@ -280,7 +186,7 @@ static PyObject *py_channel_statement(ChannelObject *self, PyObject *args) {
 /* look(side): (life, pid, claims, label, reason) of a side. */
 static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
     unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     enum channel_life life = sides_life(&self->c, (enum channel_side_name)side);
@@ -302,11 +208,11 @@ static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
 /* announce(side): a ticket for waiting until that side does something. */
 static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
     unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_channel_usable(self)) {
+    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     return PyLong_FromUnsignedLong(
-        channel_announce(self->c.header, (enum channel_side_name)side));
+        bell_announce(channel_bell(self->c.header, (enum channel_side_name)side)));
 }
 
 /* wait(side, ticket, timeout_s): whether it was rung. */
@@ -314,21 +220,12 @@ static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
     unsigned int side, ticket;
     double timeout_s;
     if (!PyArg_ParseTuple(args, "IId", &side, &ticket, &timeout_s) || !is_side(side) ||
-        !py_channel_usable(self)) {
+        !py_companion_usable(&self->base)) {
         return NULL;
     }
-    timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
-    enum channel_wait outcome;
-    py_channel_begin_call(self);
-    Py_BEGIN_ALLOW_THREADS
-    outcome = channel_wait(self->c.header, (enum channel_side_name)side, ticket,
-                           (int64_t)(timeout_s * 1e9));
-    Py_END_ALLOW_THREADS
-    py_channel_end_call(self);
-    if (outcome == CHANNEL_INTERRUPTED && PyErr_CheckSignals() != 0) {
-        return NULL;
-    }
-    return PyBool_FromLong(outcome == CHANNEL_RUNG);
+    return py_companion_wait(&self->base,
+                             channel_bell(self->c.header, (enum channel_side_name)side), ticket,
+                             timeout_s);
 }
 
 #define METHOD(name, function, flags) \
@@ -339,7 +236,7 @@ static PyMethodDef channel_methods[] = {
     METHOD("open", py_channel_open, METH_VARARGS | METH_CLASS),
     METHOD("claim", py_channel_claim, METH_VARARGS),
     METHOD("leave", py_channel_leave, METH_VARARGS),
-    METHOD("close", py_channel_close, METH_NOARGS),
+    METHOD("close", py_companion_close, METH_NOARGS),
     METHOD("state", py_channel_state, METH_VARARGS),
     METHOD("stated", py_channel_stated, METH_VARARGS),
     METHOD("statement", py_channel_statement, METH_VARARGS),
@@ -353,25 +250,22 @@ static PyMemberDef channel_members[] = {
     {"slots", T_UINT, offsetof(ChannelObject, c.slots), READONLY, NULL},
     {"max_bytes", T_ULONGLONG, offsetof(ChannelObject, c.max_bytes), READONLY, NULL},
     {"file_bytes", T_ULONGLONG, offsetof(ChannelObject, c.file_bytes), READONLY, NULL},
-    {"fd", T_INT, offsetof(ChannelObject, c.fd), READONLY, NULL},
-    {"closed", T_BOOL, offsetof(ChannelObject, handle_closed), READONLY, NULL},
+    {"fd", T_INT, offsetof(ChannelObject, c.file.fd), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(ChannelObject, base.handle_closed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 PyTypeObject ChannelType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.Channel",
     .tp_basicsize = sizeof(ChannelObject),
-    .tp_dealloc = (destructor)py_channel_dealloc,
+    .tp_dealloc = py_companion_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = channel_methods,
     .tp_members = channel_members,
 };
 
 bool py_channel_add_constants(PyObject *module) {
-    struct {
-        const char *name;
-        long value;
-    } constants[] = {
+    const struct named_value constants[] = {
         {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
         {"CHANNEL_MAX_SLOTS", CHANNEL_MAX_SLOTS},
         {"CHANNEL_MAX_BYTES", (long)CHANNEL_MAX_BYTES},
@@ -385,24 +279,108 @@ bool py_channel_add_constants(PyObject *module) {
         {"CHANNEL_STEP", CHANNEL_STEP},
         {"CHANNEL_SKIP", CHANNEL_SKIP},
         {"CHANNEL_FAIL", CHANNEL_FAIL},
-        {"CHANNEL_NO_SPACE", CHANNEL_NO_SPACE},
-        {"CHANNEL_UNFINISHED", CHANNEL_UNFINISHED},
-        {"CHANNEL_BAD_MAGIC", CHANNEL_BAD_MAGIC},
-        {"CHANNEL_BAD_VERSION", CHANNEL_BAD_VERSION},
-        {"CHANNEL_BAD_GEOMETRY", CHANNEL_BAD_GEOMETRY},
-        {"CHANNEL_TRUNCATED", CHANNEL_TRUNCATED},
-        {"CHANNEL_NOTHING", CHANNEL_NOTHING},
-        {"CHANNEL_HELD", CHANNEL_HELD},
-        {"CHANNEL_DAMAGED", CHANNEL_DAMAGED},
+        {"CHANNEL_NO_SPACE", SHARED_NO_SPACE},
+        {"CHANNEL_UNFINISHED", SHARED_UNFINISHED},
+        {"CHANNEL_BAD_MAGIC", SHARED_BAD_MAGIC},
+        {"CHANNEL_BAD_VERSION", SHARED_BAD_VERSION},
+        {"CHANNEL_BAD_GEOMETRY", SHARED_BAD_GEOMETRY},
+        {"CHANNEL_TRUNCATED", SHARED_TRUNCATED},
+        {"CHANNEL_NOTHING", SHARED_NOTHING},
+        {"CHANNEL_HELD", SHARED_HELD},
+        {"CHANNEL_DAMAGED", SHARED_DAMAGED},
         {"CHANNEL_ABSENT", CHANNEL_ABSENT},
         {"CHANNEL_ALIVE", CHANNEL_ALIVE},
         {"CHANNEL_DEAD", CHANNEL_DEAD},
         {"CHANNEL_LEFT", CHANNEL_LEFT},
     };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
-            return false;
-        }
+    return ADD_CONSTANTS(module, constants);
+}
+
+/* ---- ChannelMemory: a message's payload as a buffer, in place.
+ *
+ * Invariants: a view that was made of a receiver's memory never changes: where views outlive the
+ * acknowledgement, their pages are replaced by a copy at the same address before the sender may
+ * write. Without such views no byte is copied. */
+ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_only) {
+    ChannelMemoryObject *self = PyObject_New(ChannelMemoryObject, &ChannelMemoryType);
+    if (self != NULL) {
+        self->at = at;
+        self->bytes = bytes;
+        self->mapped = 0;
+        self->read_only = read_only;
+        self->ended = false;
+        self->exports = 0;
+        self->generation = fork_generation;
     }
+    return self;
+}
+
+static void py_channel_memory_dealloc(ChannelMemoryObject *self) {
+    if (self->mapped > 0) {
+        munmap(self->at, self->mapped);
+    }
+    PyObject_Free(self);
+}
+
+bool py_channel_memory_end(ChannelMemoryObject *self) {
+    self->ended = true;
+    return self->exports > 0;
+}
+
+bool py_channel_memory_keep(ChannelMemoryObject *self, size_t mapped) {
+    void *copy = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) {
+        return false;
+    }
+    memcpy(copy, self->at, self->bytes);
+    if (mprotect(copy, mapped, PROT_READ) != 0 ||
+        mremap(copy, mapped, mapped, MREMAP_MAYMOVE | MREMAP_FIXED, self->at) == MAP_FAILED) {
+        munmap(copy, mapped);
+        return false;
+    }
+    self->mapped = mapped;
     return true;
 }
+
+static int memory_get(ChannelMemoryObject *self, Py_buffer *view, int flags) {
+    const char *why = self->ended ? "its step was acknowledged; clone() what is to stay"
+                      : self->generation != fork_generation
+                          ? "this process was forked; open the channel in the child"
+                          : NULL;
+    if (why != NULL) {
+        PyErr_Format(PyExc_BufferError, "the memory of a channel's step: %s", why);
+        view->obj = NULL;
+        return -1;
+    }
+    static uint8_t empty;
+    uint8_t *at = self->at == NULL ? &empty : self->at;
+    int rc = PyBuffer_FillInfo(view, (PyObject *)self, at, (Py_ssize_t)self->bytes,
+                               self->read_only, flags);
+    self->exports += rc == 0;
+    return rc;
+}
+
+static void memory_release(ChannelMemoryObject *self, Py_buffer *view) {
+    (void)view;
+    self->exports--;
+}
+
+static PyMemberDef memory_members[] = {
+    {"bytes", T_ULONGLONG, offsetof(ChannelMemoryObject, bytes), READONLY, NULL},
+    {"exports", T_PYSSIZET, offsetof(ChannelMemoryObject, exports), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyBufferProcs memory_buffer = {
+    .bf_getbuffer = (getbufferproc)memory_get,
+    .bf_releasebuffer = (releasebufferproc)memory_release,
+};
+
+PyTypeObject ChannelMemoryType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.ChannelMemory",
+    .tp_basicsize = sizeof(ChannelMemoryObject),
+    .tp_dealloc = (destructor)py_channel_memory_dealloc,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_members = memory_members,
+    .tp_as_buffer = &memory_buffer,
+};

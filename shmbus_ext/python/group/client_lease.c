@@ -2,7 +2,7 @@
  * trajectories are named between the two, without Python work for each.
  *
  * Invariant: the refs of a lease lie in its borrower's segment; what is there is another matter. */
-#include "python/group/client_lease.h"
+#include "python/group/group.h"
 
 static struct {
     PyObject *number, *size, *places;

@@ -1,10 +1,9 @@
-/* What the segment says of deliveries (see delivery.h).
+/* What the segment says of deliveries.
  *
  * Invariant: a group is counted once in the life of its entry, however often it is given back. */
-#include "python/group/delivery.h"
+#include "python/group/group.h"
 
-#include "python/group/group_lists.h"
-#include "ring/figures.h"
+#include "ring/observe.h"
 
 /* Tokens are the rows of this field; of a record without it, the rows of its first. */
 #define TOKENS_FIELD "tokens"
@@ -98,23 +97,23 @@ static PyObject *py_note_useless(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OK", &object, &groups) || (segment = usable(object)) == NULL) {
         return NULL;
     }
-    atomic_fetch_add_explicit(&segment->c.figures->groups_useless, groups, memory_order_relaxed);
+    atomic_fetch_add_explicit(&segment->c.figures->groups_dropped, groups, memory_order_relaxed);
     Py_RETURN_NONE;
 }
 
-/* groups_useless(segment) -> int: since the bus was created. */
-static PyObject *py_groups_useless(PyObject *module, PyObject *object) {
+/* groups_dropped(segment) -> int: since the bus was created. */
+static PyObject *py_groups_dropped(PyObject *module, PyObject *object) {
     (void)module;
     SegmentObject *segment = usable(object);
     return segment == NULL ? NULL
                            : PyLong_FromUnsignedLongLong(atomic_load_explicit(
-                                 &segment->c.figures->groups_useless, memory_order_relaxed));
+                                 &segment->c.figures->groups_dropped, memory_order_relaxed));
 }
 
 static PyMethodDef functions[] = {
     {"count_delivered", py_count_delivered, METH_VARARGS, NULL},
     {"note_useless", py_note_useless, METH_VARARGS, NULL},
-    {"groups_useless", py_groups_useless, METH_O, NULL},
+    {"groups_dropped", py_groups_dropped, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

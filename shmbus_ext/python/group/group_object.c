@@ -4,10 +4,9 @@
  *
  * Invariant: `samples` is the lease's own list, which is never changed: what the caller does to
  * `trajectories`, a copy made when it is first asked for, never changes what is acknowledged. */
-#include "python/group/group_object.h"
+#include "python/group/group.h"
+#include "public_docs.h"
 
-#include "python/group/client_lease.h"
-#include "python/group/group_lists.h"
 
 typedef struct {
     PyObject_HEAD
@@ -183,38 +182,8 @@ static void py_group_dealloc(GroupObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-PyDoc_STRVAR(group_doc,
-    "The samples of one lease, for reading: what `shmbus.Group` is made of.\n\n"
-    "``len(group)``, ``group[i]`` and iteration are those of `trajectories`.\n\n"
-    "Attributes\n----------\n"
-    "instance_id : str\n"
-    "    The prompt's key.\n"
-    "round : int or None\n"
-    "    The producers' round, where they gave one.\n"
-    "size : int\n"
-    "    Samples in a complete group.\n"
-    "state : str\n"
-    "    Where the lease stands.\n"
-    "trajectories : list of Trajectory\n"
-    "    The samples, ordered by index: a list of the caller's own, which it may change.");
-
-PyDoc_STRVAR(make_doc,
-    "make($type, consumer, leases, /)\n--\n\n"
-    "Make a group of each lease; what a consumer calls.\n\n"
-    "Parameters\n----------\n"
-    "consumer : object\n"
-    "    Who is asked to end the leases.\n"
-    "leases : list\n"
-    "    What is under lease: entries of a group table, or leases of a daemon's client.\n\n"
-    "Returns\n-------\n"
-    "list\n"
-    "    A group of this type for each, in their order.\n\n"
-    "Raises\n------\n"
-    "TypeError\n"
-    "    The samples of a lease are no list.");
-
 static PyMethodDef group_methods[] = {
-    {"make", (PyCFunction)(void (*)(void))py_group_make, METH_VARARGS | METH_CLASS, make_doc},
+    {"make", (PyCFunction)(void (*)(void))py_group_make, METH_VARARGS | METH_CLASS, DOC_GroupBase_make},
     {NULL, NULL, 0, NULL},
 };
 
@@ -245,7 +214,7 @@ PyTypeObject GroupBaseType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_traverse = (traverseproc)py_group_traverse,
     .tp_clear = (inquiry)py_group_clear,
-    .tp_doc = group_doc,
+    .tp_doc = DOC_GroupBase,
     .tp_methods = group_methods,
     .tp_members = group_members,
     .tp_getset = group_getset,

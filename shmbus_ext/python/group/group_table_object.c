@@ -7,9 +7,8 @@
  *
  * Invariant: each cell that is not NULL owns a reference; an entry's cells are emptied before the
  * entry goes back to its pool. */
-#include "python/group/group_table_object.h"
+#include "python/group/group.h"
 
-#include "python/group/arrival.h"
 
 static PyObject *first_sample(struct group_entry *entry) {
     uint32_t i = 0;

@@ -2,18 +2,18 @@
  *
  * Invariant: the slot is leased until the object is gone; arrays and tensors that were made of its
  * buffer keep the object. There is no earlier end, since a view cannot be taken back. */
-#include "python/pool/pool_lease.h"
+#include "python/pool/pool.h"
 
-#include "pool/digest.h"
+#include "pool/pool.h"
 #include "pool/lease.h"
-#include "ring/checksum.h"
+#include "base/checksum.h"
 
 static bool is_reader(PoolObject *pool) {
-    if (!py_pool_usable(pool)) {
+    if (!py_companion_usable(&pool->base)) {
         return false;
     }
     if (pool->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->name);
+        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->base.name);
         return false;
     }
     return true;
@@ -29,15 +29,15 @@ static PoolLeaseObject *new_lease(void) {
 }
 
 /* The lease, or what became of it. */
-static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum pool_status status) {
-    if (status != POOL_OK) {
+static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_status status) {
+    if (status != SHARED_OK) {
         Py_DECREF(self);
-        return status == POOL_SYSTEM_ERROR
-                   ? py_raise_system("pool", pool->name)
+        return status == SHARED_SYSTEM_ERROR
+                   ? py_companion_system_error(&pool->base)
                    : PyLong_FromLong(status);
     }
     self->pool = pool;
-    py_pool_add_user(pool);
+    py_companion_add_user(&pool->base);
     return (PyObject *)self;
 }
 
@@ -71,16 +71,16 @@ static PyObject *py_pool_lease_version(PyObject *module, PyObject *args) {
 
 static void py_pool_lease_dealloc(PoolLeaseObject *self) {
     if (self->pool != NULL) {
-        if (py_pool_is_own(self->pool)) {
+        if (py_companion_is_own(&self->pool->base)) {
             lease_drop(&self->pool->c, self->slot);
         }
-        py_pool_drop_user(self->pool);
+        py_companion_drop_user(&self->pool->base);
     }
     PyObject_Free(self);
 }
 
 bool py_pool_lease_is_readable(const PoolLeaseObject *self) {
-    if (!py_pool_is_own(self->pool)) {
+    if (!py_companion_is_own(&self->pool->base)) {
         PyErr_SetString(PyExc_BufferError,
                         "this lease was taken before a fork: its memory is not mapped in the "
                         "child; open the pool there");

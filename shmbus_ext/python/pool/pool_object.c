@@ -3,109 +3,33 @@
  * Invariants: a handle is a writer or a reader, never both, since a lock that it took as the one
  * would replace that of the other. Leases and writes keep the mapping and its locks until the last
  * of them is gone, whatever was closed before. */
-#include "python/pool/pool_object.h"
+#include "python/pool/pool.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
-#include "python/hooks.h"
-#include "python/segment/segment_object.h"
-#include "pool/bell.h"
 #include "pool/lease.h"
 #include "pool/publish.h"
 #include "pool/rows.h"
 
-static struct list_link all_pools = {&all_pools, &all_pools};
-
-/* A copy of a description keeps its locks, and with them the parent's proof of life. */
-static void after_fork_in_child(void) {
-    for (struct list_link *l = all_pools.next; l != &all_pools; l = l->next) {
-        pool_isolate(&LIST_ENTRY(l, PoolObject, of_all)->c);
-    }
+static enum shared_status open_pool(CompanionObject *self, int fd, bool read_only) {
+    return pool_open(&((PoolObject *)self)->c, fd, read_only);
 }
 
-bool py_pool_init_fork(void) {
-    return pthread_atfork(NULL, NULL, after_fork_in_child) == 0;
-}
-
-bool py_pool_is_own(const PoolObject *self) {
-    return self->generation == fork_generation && self->c.fd >= 0;
-}
-
-bool py_pool_usable(PoolObject *self) {
-    if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "pool '%U': this handle was made in process %d, before a fork; make a new one "
-                     "in this process",
-                     self->name, self->pid);
-        return false;
-    }
-    if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "pool '%U': this handle is closed; make a new one",
-                     self->name);
-        return false;
-    }
-    return true;
-}
-
-static void shut(PoolObject *self) {
-    if (py_pool_is_own(self)) {
+static void shut(CompanionObject *base) {
+    PoolObject *self = (PoolObject *)base;
+    if (py_companion_is_own(base)) {
         rows_leave(&self->c);
-        close(self->c.fd);
-        self->c.fd = -1;
     }
     pool_unmap(&self->c);
 }
 
-void py_pool_add_user(PoolObject *self) {
-    Py_INCREF(self);
-    self->users++;
+static void isolate(CompanionObject *self) {
+    pool_isolate(&((PoolObject *)self)->c);
 }
 
-void py_pool_drop_user(PoolObject *self) {
-    self->users--;
-    if (self->users == 0 && self->handle_closed) {
-        shut(self);
-    }
-    Py_DECREF(self);
-}
-
-static PoolObject *pool_alloc(PyTypeObject *type, PyObject *name) {
-    PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        self->c.fd = -1;
-        self->name = Py_NewRef(name);
-        self->generation = fork_generation;
-        self->pid = (int)getpid();
-        list_insert_before(&all_pools, &self->of_all);
-    }
-    return self;
-}
-
-static void py_pool_dealloc(PoolObject *self) {
-    list_unlink(&self->of_all);
-    shut(self);
-    Py_XDECREF(self->name);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-/* The pool, or (status, what was found) where it is none; the descriptor is the caller's then. */
-static PyObject *result_of(PoolObject *self, enum pool_status status) {
-    if (status == POOL_OK) {
-        return (PyObject *)self;
-    }
-    unsigned long long found = status == POOL_TRUNCATED ? self->c.found_bytes
-                                                        : self->c.found_version;
-    PyObject *result = NULL;
-    if (status == POOL_SYSTEM_ERROR) {
-        py_raise_system("pool", self->name);
-    } else {
-        result = Py_BuildValue("(iK)", (int)status, found);
-    }
-    self->c.fd = -1;
-    Py_DECREF(self);
-    return result;
-}
+static const struct companion_kind pool_kind = {
+    "pool", offsetof(PoolObject, c.file), open_pool, shut, isolate,
+};
 
 /* create(fd, name, slots, max_slots, slot_bytes, meta_bytes, block_bytes, patch_bytes) */
 static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
@@ -132,46 +56,26 @@ static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
                      patch_bytes);
         return NULL;
     }
-    PoolObject *self = pool_alloc(type, name);
+    PoolObject *self = (PoolObject *)py_companion_alloc(type, &pool_kind, name);
     if (self == NULL) {
         return NULL;
     }
-    enum pool_status status;
+    enum shared_status status;
     Py_BEGIN_ALLOW_THREADS
     status = pool_create(&self->c, fd, &plan);
     Py_END_ALLOW_THREADS
-    return result_of(self, status);
+    return py_companion_result(&self->base, status);
 }
 
 static PyObject *py_pool_open(PyTypeObject *type, PyObject *args) {
-    int fd, read_only = 0;
-    PyObject *name;
-    if (!PyArg_ParseTuple(args, "iU|p", &fd, &name, &read_only)) {
-        return NULL;
-    }
-    PoolObject *self = pool_alloc(type, name);
-    if (self == NULL) {
-        return NULL;
-    }
-    return result_of(self, pool_open(&self->c, fd, read_only != 0));
-}
-
-static PyObject *py_pool_close(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
-    if (!self->handle_closed) {
-        self->handle_closed = true;
-        if (self->users == 0) {
-            shut(self);
-        }
-    }
-    Py_RETURN_NONE;
+    return py_companion_open(type, &pool_kind, args);
 }
 
 static bool has_no_role(PoolObject *self) {
-    if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.read_only) {
+    if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only) {
         PyErr_Format(PyExc_RuntimeError,
                      "pool '%U': a handle has one role, and this one has it: open another handle",
-                     self->name);
+                     self->base.name);
         return false;
     }
     return true;
@@ -180,7 +84,7 @@ static bool has_no_role(PoolObject *self) {
 static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
     unsigned int rank;
     const char *label;
-    if (!PyArg_ParseTuple(args, "Is", &rank, &label) || !py_pool_usable(self) ||
+    if (!PyArg_ParseTuple(args, "Is", &rank, &label) || !py_companion_usable(&self->base) ||
         !has_no_role(self)) {
         return NULL;
     }
@@ -188,49 +92,49 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "rank: expected 0 to %u, got %u", POOL_MAX_RANKS - 1,
                             rank);
     }
-    enum pool_status status = rows_claim_writer(&self->c, rank, label, (uint32_t)getpid());
-    if (status == POOL_OK) {
+    enum shared_status status = rows_claim_writer(&self->c, rank, label, (uint32_t)getpid());
+    if (status == SHARED_OK) {
         Py_BEGIN_ALLOW_THREADS
         status = pool_allow_writing(&self->c);
         Py_END_ALLOW_THREADS
-        if (status != POOL_OK) {
+        if (status != SHARED_OK) {
             rows_leave(&self->c);
         }
     }
-    return status == POOL_SYSTEM_ERROR ? py_raise_system("pool", self->name)
-                                       : PyBool_FromLong(status == POOL_OK);
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
+                                       : PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
     const char *label, *device;
-    if (!PyArg_ParseTuple(args, "ss", &label, &device) || !py_pool_usable(self) ||
+    if (!PyArg_ParseTuple(args, "ss", &label, &device) || !py_companion_usable(&self->base) ||
         !has_no_role(self)) {
         return NULL;
     }
-    enum pool_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
-    return status == POOL_SYSTEM_ERROR ? py_raise_system("pool", self->name)
-                                       : PyBool_FromLong(status == POOL_OK);
+    enum shared_status status = rows_claim_reader(&self->c, label, device, (uint32_t)getpid());
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
+                                       : PyBool_FromLong(status == SHARED_OK);
 }
 
 /* True; False where all slots have their memory; raises where there is no memory. */
 static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_pool_usable(self)) {
+    if (!py_companion_usable(&self->base)) {
         return NULL;
     }
-    enum pool_status status;
+    enum shared_status status;
     Py_BEGIN_ALLOW_THREADS
     status = pool_grow(&self->c);
     Py_END_ALLOW_THREADS
-    if (status == POOL_NO_SPACE || status == POOL_SYSTEM_ERROR) {
-        return py_raise_system("pool", self->name);
+    if (status == SHARED_NO_SPACE || status == SHARED_SYSTEM_ERROR) {
+        return py_companion_system_error(&self->base);
     }
-    return PyBool_FromLong(status == POOL_OK);
+    return PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_pool_usable(self)) {
+    if (!py_companion_usable(&self->base)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(pool_word_sequence(lease_newest(&self->c)));
@@ -241,7 +145,7 @@ static bool parse_bell(PoolObject *self, unsigned int which) {
         PyErr_Format(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
         return false;
     }
-    return py_pool_usable(self);
+    return py_companion_usable(&self->base);
 }
 
 static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
@@ -249,7 +153,7 @@ static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "I", &which) || !parse_bell(self, which)) {
         return NULL;
     }
-    return PyLong_FromUnsignedLong(bell_announce(self->c.header, (enum pool_bell)which));
+    return PyLong_FromUnsignedLong(bell_announce(pool_bell(&self->c, (enum pool_bell)which)));
 }
 
 /* wait(bell, ticket, timeout_s): whether it was rung. */
@@ -259,22 +163,13 @@ static PyObject *py_pool_wait(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "IId", &which, &ticket, &timeout_s) || !parse_bell(self, which)) {
         return NULL;
     }
-    timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
-    enum bell_wait result;
-    py_pool_add_user(self); /* another thread may close the handle meanwhile */
-    Py_BEGIN_ALLOW_THREADS
-    result = bell_wait(self->c.header, (enum pool_bell)which, ticket, (int64_t)(timeout_s * 1e9));
-    Py_END_ALLOW_THREADS
-    py_pool_drop_user(self);
-    if (result == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {
-        return NULL;
-    }
-    return PyBool_FromLong(result == BELL_RUNG);
+    return py_companion_wait(&self->base, pool_bell(&self->c, (enum pool_bell)which), ticket,
+                             timeout_s);
 }
 
 static bool is_reader(PoolObject *self) {
-    if (py_pool_usable(self) && self->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", self->name);
+    if (py_companion_usable(&self->base) && self->c.reader < 0) {
+        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", self->base.name);
     }
     return !PyErr_Occurred();
 }
@@ -303,7 +198,7 @@ static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
 
 static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
     (void)ignored;
-    if (!py_pool_usable(self)) {
+    if (!py_companion_usable(&self->base)) {
         return NULL;
     }
     publish_count_skipped(&self->c);
@@ -313,20 +208,20 @@ static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
 /* outcome(sequence): True when it became whole, False when it was given up, None for not yet. */
 static PyObject *py_pool_outcome(PoolObject *self, PyObject *args) {
     unsigned long long sequence;
-    if (!PyArg_ParseTuple(args, "K", &sequence) || !py_pool_usable(self)) {
+    if (!PyArg_ParseTuple(args, "K", &sequence) || !py_companion_usable(&self->base)) {
         return NULL;
     }
-    enum pool_status status = publish_outcome(&self->c, sequence);
-    if (status == POOL_NOTHING) {
+    enum shared_status status = publish_outcome(&self->c, sequence);
+    if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    return PyBool_FromLong(status == POOL_OK);
+    return PyBool_FromLong(status == SHARED_OK);
 }
 
 static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
     unsigned long long sequence;
     unsigned int rank;
-    if (!PyArg_ParseTuple(args, "KI", &sequence, &rank) || !py_pool_usable(self)) {
+    if (!PyArg_ParseTuple(args, "KI", &sequence, &rank) || !py_companion_usable(&self->base)) {
         return NULL;
     }
     if (rank >= POOL_MAX_RANKS) {
@@ -339,7 +234,7 @@ static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
 static PyMethodDef pool_methods[] = {
     {"create", (PyCFunction)(void (*)(void))py_pool_create, METH_VARARGS | METH_CLASS, NULL},
     {"open", (PyCFunction)(void (*)(void))py_pool_open, METH_VARARGS | METH_CLASS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_pool_close, METH_NOARGS, NULL},
+    {"close", (PyCFunction)(void (*)(void))py_companion_close, METH_NOARGS, NULL},
     {"claim_writer", (PyCFunction)(void (*)(void))py_pool_claim_writer, METH_VARARGS, NULL},
     {"claim_reader", (PyCFunction)(void (*)(void))py_pool_claim_reader, METH_VARARGS, NULL},
     {"grow", (PyCFunction)(void (*)(void))py_pool_grow, METH_NOARGS, NULL},
@@ -355,7 +250,7 @@ static PyMethodDef pool_methods[] = {
 };
 
 static PyMemberDef pool_members[] = {
-    {"name", T_OBJECT_EX, offsetof(PoolObject, name), READONLY, NULL},
+    {"name", T_OBJECT_EX, offsetof(PoolObject, base.name), READONLY, NULL},
     {"slot_bytes", T_ULONGLONG, offsetof(PoolObject, c.slot_bytes), READONLY, NULL},
     {"meta_bytes", T_ULONGLONG, offsetof(PoolObject, c.meta_bytes), READONLY, NULL},
     {"block_bytes", T_ULONGLONG, offsetof(PoolObject, c.block_bytes), READONLY, NULL},
@@ -366,24 +261,21 @@ static PyMemberDef pool_members[] = {
     {"created_unix_ns", T_ULONGLONG, offsetof(PoolObject, c.created_unix_ns), READONLY, NULL},
     {"rank", T_INT, offsetof(PoolObject, c.rank), READONLY, NULL},
     {"reader", T_INT, offsetof(PoolObject, c.reader), READONLY, NULL},
-    {"closed", T_BOOL, offsetof(PoolObject, handle_closed), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(PoolObject, base.handle_closed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 PyTypeObject PoolType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmbus_ext._core.SlotPool",
     .tp_basicsize = sizeof(PoolObject),
-    .tp_dealloc = (destructor)py_pool_dealloc,
+    .tp_dealloc = py_companion_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = pool_methods,
     .tp_members = pool_members,
 };
 
 bool py_pool_add_constants(PyObject *module) {
-    struct {
-        const char *name;
-        long value;
-    } constants[] = {
+    const struct named_value constants[] = {
         {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
         {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
         {"POOL_MAX_RANKS", POOL_MAX_RANKS},
@@ -396,15 +288,15 @@ bool py_pool_add_constants(PyObject *module) {
         {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
         {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
         {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
-        {"POOL_NO_SPACE", POOL_NO_SPACE},
-        {"POOL_UNFINISHED", POOL_UNFINISHED},
-        {"POOL_BAD_MAGIC", POOL_BAD_MAGIC},
-        {"POOL_BAD_VERSION", POOL_BAD_VERSION},
-        {"POOL_BAD_GEOMETRY", POOL_BAD_GEOMETRY},
-        {"POOL_TRUNCATED", POOL_TRUNCATED},
-        {"POOL_NOTHING", POOL_NOTHING},
-        {"POOL_HELD", POOL_HELD},
-        {"POOL_DAMAGED", POOL_DAMAGED},
+        {"POOL_NO_SPACE", SHARED_NO_SPACE},
+        {"POOL_UNFINISHED", SHARED_UNFINISHED},
+        {"POOL_BAD_MAGIC", SHARED_BAD_MAGIC},
+        {"POOL_BAD_VERSION", SHARED_BAD_VERSION},
+        {"POOL_BAD_GEOMETRY", SHARED_BAD_GEOMETRY},
+        {"POOL_TRUNCATED", SHARED_TRUNCATED},
+        {"POOL_NOTHING", SHARED_NOTHING},
+        {"POOL_HELD", SHARED_HELD},
+        {"POOL_DAMAGED", SHARED_DAMAGED},
         {"POOL_BELL_VERSION", POOL_BELL_VERSION},
         {"POOL_BELL_SPACE", POOL_BELL_SPACE},
         {"POOL_BELL_RANKS", POOL_BELL_RANKS},
@@ -418,10 +310,118 @@ bool py_pool_add_constants(PyObject *module) {
         {"ROW_ALIVE", ROW_ALIVE},
         {"ROW_DEAD", ROW_DEAD},
     };
-    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++) {
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) {
+    return ADD_CONSTANTS(module, constants);
+}
+
+/* ---- The tables of a pool as dictionaries. Nothing here is a bound for anything. */
+static PyObject *text_of(const char *text, size_t room) {
+    char copy[POOL_ERROR_BYTES];
+    memcpy(copy, text, room);
+    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strnlen(copy, room), "replace");
+}
+
+#define LOAD(field) atomic_load_explicit(&(field), memory_order_relaxed)
+
+static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t latest) {
+    struct slot_row row;
+    bool whole = lease_peek(pool, slot, &row);
+    uint32_t state = LOAD(row.state);
+    const char *name = whole                   ? "ready"
+                       : state == POOL_EMPTY   ? "empty"
+                       : state == POOL_WRITING ? "writing"
+                                               : "damaged";
+    return Py_BuildValue(
+        "{s:I,s:s,s:O,s:K,s:L,s:K,s:K,s:I,s:I,s:K,s:K,s:L,s:N}", "slot", slot, "state", name, "newest",
+        latest == pool_word(row.sequence, slot) ? Py_True : Py_False, "sequence",
+        (unsigned long long)row.sequence, "version", (long long)row.version, "bytes",
+        (unsigned long long)row.bytes, "meta_bytes", (unsigned long long)row.meta_bytes, "digests",
+        row.digests, "ranks", row.ranks, "published_unix_ns",
+        (unsigned long long)row.published_unix_ns, "base_sequence",
+        (unsigned long long)row.base_sequence, "base_version", (long long)row.base_version, "text", text_of(row.text, sizeof row.text));
+}
+
+static PyObject *describe_rank(const struct pool *pool, uint32_t rank) {
+    const struct rank_row *row = &pool->rank_rows[rank];
+    return Py_BuildValue("{s:I,s:i,s:I,s:N,s:K,s:K,s:K,s:N}", "rank", rank, "life",
+                         (int)rows_writer_life(pool, rank), "pid", LOAD(row->pid), "label",
+                         text_of(row->label, sizeof row->label), "started",
+                         (unsigned long long)LOAD(row->started), "done",
+                         (unsigned long long)LOAD(row->done), "failed",
+                         (unsigned long long)LOAD(row->failed), "error",
+                         text_of(row->error, sizeof row->error));
+}
+
+static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
+    const struct reader_row *row = &pool->reader_rows[index];
+    /* SYNC: pool-applied. */
+    unsigned long long applied = atomic_load_explicit(&row->applied, memory_order_acquire);
+    unsigned long long refused = atomic_load_explicit(&row->refused, memory_order_acquire);
+    return Py_BuildValue(
+        "{s:I,s:i,s:I,s:N,s:N,s:I,s:K,s:L,s:K,s:L,s:i,s:N}", "reader", index, "life",
+        (int)rows_reader_life(pool, index), "pid", LOAD(row->pid), "label",
+        text_of(row->label, sizeof row->label), "device", text_of(row->device, sizeof row->device),
+        "holds", LOAD(row->holds), "applied", applied, "applied_version",
+        (long long)LOAD(row->applied_version), "refused", refused, "refused_version",
+        (long long)LOAD(row->refused_version), "error_code", (int)LOAD(row->error_code), "error",
+        text_of(row->error, sizeof row->error));
+}
+
+static bool append(PyObject *list, PyObject *item) {
+    bool done = item != NULL && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
+    return done;
+}
+
+static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyObject *readers) {
+    uint64_t latest = lease_newest(pool);
+    for (uint32_t i = 0; i < pool->max_slots; i++) {
+        if (!append(slots, describe_slot(pool, i, latest))) {
+            return false;
+        }
+    }
+    for (uint32_t i = 0; i < POOL_MAX_RANKS; i++) {
+        if (rows_writer_life(pool, i) != ROW_FREE && !append(ranks, describe_rank(pool, i))) {
+            return false;
+        }
+    }
+    for (uint32_t i = 0; i < POOL_MAX_READERS; i++) {
+        if (rows_reader_life(pool, i) != ROW_FREE && !append(readers, describe_reader(pool, i))) {
             return false;
         }
     }
     return true;
+}
+
+/* pool_rows(pool): the tables; rows of nobody are left out. */
+static PyObject *py_pool_rows(PyObject *module, PyObject *args) {
+    (void)module;
+    PoolObject *self;
+    if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_companion_usable(&self->base)) {
+        return NULL;
+    }
+    const struct pool_header *header = self->c.header;
+    PyObject *slots = PyList_New(0), *ranks = PyList_New(0), *readers = PyList_New(0);
+    PyObject *result = NULL;
+    if (slots != NULL && ranks != NULL && readers != NULL &&
+        fill(&self->c, slots, ranks, readers)) {
+        result = Py_BuildValue(
+            "{s:O,s:O,s:O,s:I,s:K,s:K,s:K}", "slots", slots, "ranks", ranks, "readers", readers,
+            "slots_open", LOAD(header->slots_open), "published",
+            (unsigned long long)LOAD(header->published), "skipped",
+            (unsigned long long)LOAD(header->skipped), "writing",
+            (unsigned long long)pool_word_sequence(LOAD(header->writing)));
+    }
+    Py_XDECREF(slots);
+    Py_XDECREF(ranks);
+    Py_XDECREF(readers);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"pool_rows", py_pool_rows, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_pool_rows_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -1,10 +1,9 @@
-/* Samples that a writer has begun (see begun_samples.h); the table is ring/begun.h. */
-#include "python/put/begun_samples.h"
+/* Samples that a writer has begun; the table is in ring/observe.h. */
+#include "python/put/put.h"
 
-#include "python/requests/request_arguments.h"
-#include "python/segment/split_labels.h"
-#include "ring/begun.h"
-#include "ring/waits.h"
+#include "python/requests/requests.h"
+#include "python/segment/segment.h"
+#include "ring/observe.h"
 
 struct sample {
     uint64_t key;

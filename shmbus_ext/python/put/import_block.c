@@ -3,13 +3,10 @@
  * Invariants: a block is checked as a whole before any record of it is committed, and the head of
  * each record again as it is written, since a buffer may be another process's memory. Records are
  * committed in their order, so how many the lane has gained says which. */
-#include "python/put/import_block.h"
+#include "python/put/put.h"
 
 #include "python/hooks.h"
-#include "python/put/claim_room.h"
-#include "python/put/put_arguments.h"
-#include "python/put/writer_object.h"
-#include "python/record/schema.h"
+#include "python/record/record.h"
 #include "ring/block.h"
 #include "ring/lead.h"
 #include "ring/origin.h"

@@ -1,13 +1,11 @@
 /* The relay's journal for shmbus.relay: entries and origins come and go as packed bytes.
  *
  * Invariant: an entry's number from Python is bounded before it is used. */
-#include "python/put/journal_functions.h"
+#include "python/put/put.h"
 
-#include "python/put/claim_room.h"
-#include "python/put/writer_object.h"
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 #include "ring/origin.h"
-#include "ring/relay_begin.h"
+#include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
 /* A segment that this process may write; false with an exception. */

@@ -3,10 +3,10 @@
  * Invariants: a reservation ends once, by commit or abort, at the latest when it is collected.
  * After that nothing is written through its arrays: they are read-only, and where somebody holds
  * views of them the record's space is kept until those are gone. */
-#include "python/put/reservation.h"
+#include "python/put/put.h"
 
+#include "public_docs.h"
 #include "python/hooks.h"
-#include "python/put/plan_reservation.h"
 #include "ring/doorbell.h"
 #include "ring/lead.h"
 
@@ -422,81 +422,13 @@ static PyObject *py_reservation_get_ended(ReservationObject *self, void *ignored
     return PyBool_FromLong(self->ended);
 }
 
-PyDoc_STRVAR(reservation_doc,
-    "A record whose arrays are filled in the ring itself; `Producer.reserve` makes it.\n\n"
-    "``slot[name]`` is a writable view of the ring until commit or abort. As a context manager it\n"
-    "commits, or aborts on an exception. It aborts when it is collected, too.\n\n"
-    "Attributes\n----------\n"
-    "fields : tuple of str\n"
-    "    The names of its arrays.\n"
-    "score : float or None\n"
-    "    The reward; can be set until the end.\n"
-    "policy_version : int or tuple of (int, int)\n"
-    "    The policy that sampled it, or the oldest and the newest; can be set until the end.\n"
-    "meta : object\n"
-    "    Whatever msgspec can encode, within the `meta_room` of `reserve`; can be set, not read.\n"
-    "ended : bool\n"
-    "    Whether it was committed or aborted.\n\n"
-    "Notes\n-----\n"
-    "After its end, and when the producer is closed, filling, setting and ending raise\n"
-    "BusClosedError. Several threads may fill one reservation; one of them ends it.\n\n"
-    "Examples\n--------\n"
-    ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
-    "shmbus.Producer(\"run1\") as producer:\n"
-    "...     fields = {\"tokens\": (\"int32\", 2048)}\n"
-    "...     with producer.reserve(\"q1\", group_size=1, index=0, fields=fields) as slot:\n"
-    "...         slot[\"tokens\"][:3] = 7\n"
-    "...         slot.resize(\"tokens\", 3)\n"
-    "...         slot.score = 0.5\n"
-    "...     producer.stats().committed\n"
-    "1");
-
-PyDoc_STRVAR(resize_doc,
-    "resize($self, name, length, /)\n--\n\n"
-    "Cut the first dimension of a field to what was really written.\n\n"
-    "``slot[name]`` is the shorter view from then on; views taken before are read-only. The space\n"
-    "of the rest stays part of the record.\n\n"
-    "Parameters\n----------\n"
-    "name : str\n"
-    "    A field.\n"
-    "length : int\n"
-    "    Its new length, 0 to the present one.\n\n"
-    "Raises\n------\n"
-    "KeyError\n"
-    "    The reservation has no such field.\n"
-    "ValueError\n"
-    "    The length is out of range, or the field has no dimension.\n"
-    "BusClosedError\n"
-    "    The reservation has ended, or the producer is closed.");
-
-PyDoc_STRVAR(commit_doc,
-    "commit($self)\n--\n\n"
-    "Publish the record, as leaving the ``with`` block does.\n\n"
-    "Its views are read-only from then on. Where a slice of one is still held, which stays\n"
-    "writable, a copy of the record is committed in its place if there is room for one.\n\n"
-    "Raises\n------\n"
-    "ValueError\n"
-    "    What `resize` left is not what the schema declares. The reservation stays open; at the\n"
-    "    end of a ``with`` block it is aborted.\n"
-    "BusClosedError\n"
-    "    The reservation has ended, or the producer is closed.");
-
-PyDoc_STRVAR(abort_doc,
-    "abort($self)\n--\n\n"
-    "Give the space back; nobody ever sees the record.\n\n"
-    "An exception in the ``with`` block does the same.\n\n"
-    "Raises\n------\n"
-    "BusClosedError\n"
-    "    The reservation has ended, or the producer is closed.");
-
 static PyMethodDef reservation_methods[] = {
     {"resize", (PyCFunction)(void (*)(void))py_reservation_resize, METH_VARARGS,
-     resize_doc},
+     DOC_Reservation_resize},
     {"commit", (PyCFunction)(void (*)(void))py_reservation_commit, METH_NOARGS,
-     commit_doc},
+     DOC_Reservation_commit},
     {"abort", (PyCFunction)(void (*)(void))py_reservation_abort, METH_NOARGS,
-     abort_doc},
+     DOC_Reservation_abort},
     {"__enter__", (PyCFunction)(void (*)(void))py_reservation_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)(void (*)(void))py_reservation_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -528,7 +460,7 @@ PyTypeObject ReservationType = {
     .tp_basicsize = sizeof(ReservationObject),
     .tp_dealloc = (destructor)py_reservation_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = reservation_doc,
+    .tp_doc = DOC_Reservation,
     .tp_methods = reservation_methods,
     .tp_getset = reservation_getset,
     .tp_members = reservation_members,
@@ -539,4 +471,117 @@ void py_writer_abort_open(WriterObject *self) {
     while (!list_is_empty(&self->reservations)) {
         py_reservation_finish(LIST_ENTRY(self->reservations.next, ReservationObject, link), false);
     }
+}
+
+/* ---- What a reservation is to have room for.
+ *
+ * Invariant: nothing is taken from the ring here. */
+/* Sizes of the fields into the arguments, as put takes them from arrays. */
+static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
+                        uint64_t limit) {
+    uint32_t words = 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *shape = PyTuple_GET_ITEM(fields->shapes, i);
+        Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+        if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
+            return false;
+        }
+        uint64_t bytes =
+            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
+        double estimate = (double)bytes;
+        arguments->field_ndim[i] = (uint8_t)ndim;
+        words++;
+        for (Py_ssize_t d = 0; d < ndim; d++) {
+            uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
+            if (PyErr_Occurred()) {
+                return false;
+            }
+            estimate *= (double)size;
+            bytes *= size;
+            arguments->shape[words++] = size;
+        }
+        /* A product that overflows is above any limit, and must stay so. */
+        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
+    }
+    arguments->spec.shape_words = words;
+    return true;
+}
+
+bool py_check_declared(const DeclaredSchemaObject *declared, PyObject *const *names,
+                       PyArray_Descr *const *dtypes, uint32_t count, const uint8_t *ndim,
+                       const uint64_t *shape) {
+    uint8_t fields[SHMBUS_MAX_FIELDS];
+    struct declared_bindings bindings;
+    bindings.bound = 0;
+    if (!py_declared_match(declared, names, count, fields)) {
+        return false;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (fields[i] == DECLARED_BY_THE_CORE) {
+            shape += 1 + ndim[i];
+            continue;
+        }
+        if (!py_declared_has_dtype(declared, fields[i], dtypes[i])) {
+            PyObject *wanted = py_dtype_text(declared->dtypes[fields[i]]);
+            PyObject *got = py_dtype_text(dtypes[i]);
+            if (wanted != NULL && got != NULL) {
+                PyErr_Format(PyExc_TypeError, "%U: expected %U, as the schema has it, got %U",
+                             names[i], wanted, got);
+            }
+            Py_XDECREF(wanted);
+            Py_XDECREF(got);
+            return false;
+        }
+        if (!py_declared_fits(declared, &bindings, fields[i], ndim[i], shape + 1)) {
+            return false;
+        }
+        shape += 1 + ndim[i];
+    }
+    return true;
+}
+
+bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, PyObject *head,
+                         const struct field_list *fields, uint64_t meta_room) {
+    PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
+    PyObject *names[SHMBUS_MAX_FIELDS];
+    struct record_spec *spec = &arguments->spec;
+    Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
+    if (!py_arguments_take_mapping(arguments, head) || !py_arguments_finish_head(arguments)) {
+        return false;
+    }
+    if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
+        PyTuple_GET_SIZE(fields->shapes) != count) {
+        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
+                     count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        names[i] = PyTuple_GET_ITEM(fields->names, i);
+        dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
+    }
+    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
+        return false;
+    }
+    arguments->declared = Py_XNewRef((PyObject *)self->declared);
+    if (self->declared != NULL &&
+        !py_check_declared(self->declared, names, dtypes, (uint32_t)count, arguments->field_ndim,
+                           arguments->shape)) {
+        return false;
+    }
+    spec->field_count = (uint32_t)count;
+    spec->shape = arguments->shape;
+    spec->field_bytes = arguments->field_bytes;
+    spec->field_ndim = arguments->field_ndim;
+    arguments->schema =
+        py_schema_cache_find(&self->schemas, spec, names, dtypes, arguments->field_ndim);
+    if (arguments->schema == NULL) {
+        return false;
+    }
+    spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
+    if (!record_plan(spec)) {
+        PyErr_SetString(hooks.too_large_error, "the reservation is larger than any record");
+        return false;
+    }
+    return true;
 }

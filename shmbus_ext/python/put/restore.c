@@ -5,17 +5,16 @@
  * counters come last, and with them the ledger is what it was. Records go one behind the other; or,
  * where their runs are named, those of a run into one of its length, so that they take no more
  * extents than they took before. */
-#include "python/put/restore.h"
+#include "python/put/put.h"
 
 #include <string.h>
 
 #include "python/hooks.h"
-#include "python/put/put_arguments.h"
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"
-#include "ring/file_lock.h"
-#include "ring/rounds.h"
+#include "base/file_lock.h"
+#include "ring/segment.h"
 #include "ring/writer.h"
 
 /* Where the lane goes on in a run that it has left. */

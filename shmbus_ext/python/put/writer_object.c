@@ -3,18 +3,15 @@
  * Invariant: a writer is closed only after all copies into its lane have ended. Then its open
  * reservations and batches are aborted, and only then is the lane given up. */
 #define _GNU_SOURCE
-#include "python/put/writer_object.h"
+#include "python/put/put.h"
 
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "public_docs.h"
 #include "python/hooks.h"
-#include "python/put/begun_samples.h"
-#include "python/put/put_group.h"
-#include "python/put/put_many.h"
-#include "python/put/request_claims.h"
-#include "python/put/reservation.h"
-#include "python/put/successor.h"
 #include "ring/doorbell.h"
+#include "ring/segment.h"
 
 /* Closing waits in steps of this for copies that other threads have under way. */
 #define CLOSE_POLL_US 50
@@ -141,7 +138,7 @@ static PyObject *py_writer_want_space(WriterObject *self, PyObject *ignored) {
         return NULL;
     }
     writer_seal(&self->c);
-    uint32_t ticket = doorbell_want_space(self->segment->c.header);
+    uint32_t ticket = bell_announce(&self->segment->c.header->space_bell);
     doorbell_ring(self->segment->c.header);
     return PyLong_FromUnsignedLong(ticket);
 }
@@ -241,118 +238,14 @@ static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
                            self->segment->generation != fork_generation);
 }
 
-PyDoc_STRVAR(put_doc,
-    "put($self, instance_id, *, group_size, index, "
-    "score=0.0, policy_version=0, round=None, split=None, need=None, meta=None, rows=None, "
-    "timeout=None, **arrays)\n--\n\n"
-    "Copy one trajectory into the ring and commit it.\n\n"
-    "The consumer finds all of a record or nothing of it. When this returns, the arrays are the\n"
-    "caller's again, and the record outlives this process.\n\n"
-    "Parameters\n----------\n"
-    "instance_id : str or int\n"
-    "    The prompt's key, 1 to 255 bytes of UTF-8. The samples of one key form a group, whoever\n"
-    "    puts them. An int is its decimal text: 17 and \"17\" are one prompt.\n"
-    "group_size : int\n"
-    "    Samples of its group, 1 to 16384; the same for every sample of it.\n"
-    "index : int\n"
-    "    Which sample of its group this is, 0 to group_size - 1. Of several with one index the\n"
-    "    first is kept, the others are dropped as duplicates.\n"
-    "score : float or None, default 0.0\n"
-    "    The reward; finite. An array or tensor with one element is that number. None where it is\n"
-    "    not known yet: whoever reads the group scores it (`Trajectory.score`, or\n"
-    "    `score_group` of a handler), and a sample that nobody scored is an error there, by name.\n"
-    "policy_version : int or tuple of (int, int), default 0\n"
-    "    Version of the policy that sampled it, 0 or more; or the oldest and the newest, where it\n"
-    "    changed meanwhile. A consumer's `max_policy_lag` compares the oldest with the\n"
-    "    trainer's current version, which `Producer.policy_version` reads.\n"
-    "round : int, optional\n"
-    "    Which round of the prompt this is, 0 or more; `next_round` gives one that nobody else\n"
-    "    has, for all samples of a round. With a round, (instance_id, round) is the group's key,\n"
-    "    and a sample of a group that was complete before is dropped as surplus. Without one,\n"
-    "    such a sample begins the prompt's next group.\n"
-    "split : str, optional\n"
-    "    Who the group is for, 1 to 31 bytes of UTF-8; \"train\" where none is given. Groups of\n"
-    "    another split, such as \"eval\", are delivered to who asks for that one, and never trained\n"
-    "    on. It is a part of the group's key. A bus has at most 16.\n"
-    "need : int, optional\n"
-    "    Samples that complete the group, the first that come: at most group_size, which is the\n"
-    "    default. Late ones are dropped as surplus; `cancelled` tells their workers to stop.\n"
-    "    Fewer than group_size need a round.\n"
-    "meta : object, optional\n"
-    "    Whatever msgspec can encode as MessagePack, for the reader of the trajectory. NumPy\n"
-    "    scalars, arrays and tensors come back as numbers and nested lists, pydantic models and\n"
-    "    dataclasses as dicts, sets as lists, paths as str, enums as their values.\n"
-    "rows : list of mapping, optional\n"
-    "    Of a sample of several rows, such as branches of a conversation: the fields of each row,\n"
-    "    the same in all, and its `prefix_length` where it shares that many tokens with another.\n"
-    "    All fields of a row have one length; what the whole sample has is given beside rows. A\n"
-    "    trainer packs each row as a sequence of its own, with the sample's one advantage. Costs\n"
-    "    one more copy of the arrays.\n"
-    "timeout : float, optional\n"
-    "    Seconds to wait for space while the bus is full or paused: None waits for ever, 0 does\n"
-    "    not wait.\n"
-    "**arrays : array\n"
-    "    The payload, at most 64 fields; each keyword is a field's name, 1 to 255 bytes of UTF-8.\n"
-    "    A value is a NumPy array, or exports one: a CPU tensor, a memoryview, an array.array.\n"
-    "    Any shape of at most 32 dimensions, any dtype of fixed size. One that is not\n"
-    "    C-contiguous is copied into that order first.\n"
-    "    Lists and tuples, nested too, become arrays of the dtype that the schema declares;\n"
-    "    without a schema, tokens become int32, loss_mask uint8, logprobs and advantages float32.\n\n"
-    "Raises\n------\n"
-    "TypeError\n"
-    "    An argument is missing or has the wrong type, a value is no array, a list has no\n"
-    "    declared dtype, an element is no number (a bool is none, but in masks), a dtype holds\n"
-    "    Python objects, msgspec cannot encode meta, or the schema has no such field, another\n"
-    "    dtype for it, or requires one that is missing.\n"
-    "ValueError\n"
-    "    An argument is out of range, the score is not finite, there are too many fields or\n"
-    "    dimensions, a list is ragged, its dtype cannot hold a number of it, or a shape is not\n"
-    "    what the schema declares; the message names field and index.\n"
-    "RecordTooLargeError\n"
-    "    The record is larger than `Producer.record_limit`, a quarter of the bus; also a\n"
-    "    ValueError.\n"
-    "BusFullError\n"
-    "    There was no space within the timeout; the message names who holds it.\n"
-    "BusClosedError\n"
-    "    The producer is closed, was made before a fork, or was closed during the wait.\n"
-    "BusRemovedError\n"
-    "    The bus was removed, and under ``attach=\"successor\"`` there was no new one in time.\n"
-    "StallError\n"
-    "    Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall=\"raise\"``.\n\n"
-    "Notes\n-----\n"
-    "This blocks for space only: until a consumer acknowledges groups, or somebody resumes the\n"
-    "bus. Other threads run during the wait, and signals are handled: what a handler raises, such\n"
-    "as KeyboardInterrupt, ends it. `aput` does not block an event loop.\n\n"
-    "After an exception nothing of the trajectory is in the ring, and it can be put again.\n\n"
-    "Several threads may call this at the same time. While 256 KiB or more are copied other\n"
-    "threads run; the arrays must not change before the call returns.\n\n"
-    "Examples\n--------\n"
-    ">>> import numpy as np\n"
-    ">>> import shmbus\n"
-    ">>> with shmbus.Bus.create(\"run1\", capacity=\"1MiB\"), "
-    "shmbus.Producer(\"run1\") as producer:\n"
-    "...     producer.put(\"gsm8k-17\", group_size=1, index=0, score=1.0, "
-    "meta={\"env\": \"gsm8k\"},\n"
-    "...                  tokens=np.arange(5, dtype=np.int32))\n"
-    "...     with shmbus.Consumer(\"run1\") as consumer:\n"
-    "...         [group] = consumer.take(timeout=10.0)\n"
-    "...         print(group[0][\"tokens\"], group[0].score, group[0].meta)\n"
-    "...         group.ack()\n"
-    "[0 1 2 3 4] 1.0 {'env': 'gsm8k'}");
-
-PyDoc_STRVAR(close_doc,
-    "close($self)\n--\n\n"
-    "Abort open reservations and leave the bus; what was committed stays.\n\n"
-    "Copies that other threads have under way end first. A second call does nothing.");
-
 static PyMethodDef writer_methods[] = {
     {"put", (PyCFunction)(void (*)(void))py_writer_put, METH_FASTCALL | METH_KEYWORDS,
-     put_doc},
+     DOC_Writer_put},
     {"put_many", (PyCFunction)(void (*)(void))py_writer_put_many, METH_VARARGS | METH_KEYWORDS,
-     py_writer_put_many_doc},
+     DOC_Writer_put_many},
     {"_put_group", (PyCFunction)(void (*)(void))py_writer_put_group, METH_VARARGS, NULL},
     {"cancelled", (PyCFunction)(void (*)(void))py_writer_cancelled, METH_VARARGS | METH_KEYWORDS,
-     py_writer_cancelled_doc},
+     DOC_Writer_cancelled},
     {"_fail", (PyCFunction)(void (*)(void))py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"_fail_unsized", (PyCFunction)(void (*)(void))py_writer_fail_unsized,
      METH_FASTCALL | METH_KEYWORDS, NULL},
@@ -372,7 +265,7 @@ static PyMethodDef writer_methods[] = {
     {"_declare", (PyCFunction)(void (*)(void))py_writer_declare, METH_O, NULL},
     {"_counts", (PyCFunction)(void (*)(void))py_writer_counts, METH_NOARGS, NULL},
     {"close", (PyCFunction)(void (*)(void))py_writer_close, METH_NOARGS,
-     close_doc},
+     DOC_Writer_close},
     {NULL, NULL, 0, NULL},
 };
 
@@ -400,3 +293,139 @@ PyTypeObject WriterType = {
     .tp_init = (initproc)py_writer_init,
     .tp_new = PyType_GenericNew,
 };
+
+/* ---- Going on in the successor of a removed bus.
+ *
+ * Invariants:
+ *  - The writer moves under the interpreter lock, in one piece: before it, its lane and segment are
+ *    the old ones, and after it the new ones. Nobody copies into the old lane then (busy is 0), and
+ *    nothing of it is open.
+ *  - A thread that waits on the segment without the interpreter lock holds a reference to it, and
+ *    checks again whether it is the writer's.
+ *  - What was counted before goes on being counted. */
+/* Between two polls for a successor; and what other threads wait for the one that moves. */
+#define POLL_US 20000
+#define MOVE_POLL_US 500
+
+static void pause_us(useconds_t us) {
+    Py_BEGIN_ALLOW_THREADS
+    usleep(us);
+    Py_END_ALLOW_THREADS
+}
+
+static void leave_old_bus(WriterObject *self) {
+    py_writer_abort_batches(self);
+    py_writer_abort_open(self);
+    writer_close(&self->c);
+    py_segment_release_handle(self->segment);
+}
+
+/* Attaches to the next segment, and moves there; false with an exception. */
+static bool move_to(WriterObject *self, SegmentObject *next) {
+    struct writer fresh;
+    enum writer_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = writer_attach_in_time(&fresh, &next->c, self->label);
+    Py_END_ALLOW_THREADS
+    if (status == WRITER_SYSTEM_ERROR) {
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, next->name);
+        return false;
+    }
+    if (status != WRITER_OK) {
+        py_raise_hook(hooks.busy_error, Py_BuildValue("(Os)", next, "producer"));
+        return false;
+    }
+    /* Another thread's copy ends in its own record: nothing new is claimed in a removed bus. */
+    while (self->busy > 0 && !self->closing) {
+        pause_us(MOVE_POLL_US);
+    }
+    if (!py_writer_usable(self)) {
+        writer_close(&fresh);
+        return false;
+    }
+    leave_old_bus(self);
+    self->committed_base += fresh.sequence - self->c.sequence;
+    self->aborted_base += fresh.aborted - self->c.aborted;
+    self->c = fresh;
+    Py_SETREF(self->segment, (SegmentObject *)Py_NewRef((PyObject *)next));
+    return true;
+}
+
+/* Whether it has moved, or another thread has; 0 where there is no successor yet, -1 with an
+ * exception. */
+static int try_to_move(WriterObject *self) {
+    SegmentObject *before = self->segment;
+    PyObject *next = PyObject_CallMethod((PyObject *)self, "_successor", NULL);
+    if (next == NULL || next == Py_None) {
+        Py_XDECREF(next);
+        return next == NULL ? -1 : 0;
+    }
+    int moved = -1;
+    if (!PyObject_TypeCheck(next, &SegmentType)) {
+        PyErr_SetString(PyExc_TypeError, "_successor: expected a Segment");
+    } else if (self->segment != before) {
+        moved = 1;
+    } else if (py_writer_usable(self)) {
+        moved = move_to(self, (SegmentObject *)next) ? 1 : -1;
+    }
+    if (self->segment != (SegmentObject *)next && PyObject_TypeCheck(next, &SegmentType)) {
+        PyObject *error = py_set_aside_error();
+        py_segment_release_handle((SegmentObject *)next);
+        py_restore_error(error);
+    }
+    Py_DECREF(next);
+    return moved;
+}
+
+static bool follow(WriterObject *self, double timeout_s) {
+    SegmentObject *removed = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
+    uint64_t start = clock_monotonic_ns();
+    double next_watch_s = py_watch_first_s(&self->watch);
+    int moved = 0;
+    while (moved == 0) {
+        if (self->moving) {
+            pause_us(MOVE_POLL_US);
+        } else {
+            self->moving = true;
+            moved = try_to_move(self);
+            self->moving = false;
+        }
+        double waited_s = (double)(clock_monotonic_ns() - start) / 1e9;
+        if (moved != 0) {
+            break;
+        }
+        if (self->segment != removed) {
+            moved = 1;
+        } else if (timeout_s >= 0 && waited_s >= timeout_s) {
+            py_segment_raise_removed(removed);
+            moved = -1;
+        } else {
+            pause_us(POLL_US);
+            if (PyErr_CheckSignals() < 0 ||
+                (waited_s >= next_watch_s &&
+                 !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
+                !py_writer_usable(self)) {
+                moved = -1;
+            }
+        }
+    }
+    Py_DECREF(removed);
+    return moved > 0;
+}
+
+PyObject *py_writer_follow(WriterObject *self, PyObject *ignored) {
+    (void)ignored;
+    self->follow = follow;
+    Py_RETURN_NONE;
+}
+
+PyObject *py_writer_go_on_call(WriterObject *self, PyObject *timeout) {
+    double timeout_s;
+    if (!py_parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {
+        return NULL;
+    }
+    if (removal_happened(&self->segment->c) && !py_writer_go_on(self, timeout_s)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}

@@ -7,13 +7,12 @@
  *  - A lease that was received is in `ready` until it is handed out. Each call changes the locks,
  *    the dictionary of all leases and `ready` together: no signal's handler runs in between.
  *  - The locks come first: what is read behind them cannot be delivered to another any more. */
-#include "python/read/borrower.h"
+#include "python/read/read.h"
 
 #include <poll.h>
 
-#include "python/group/group_object.h"
+#include "python/group/group.h"
 #include "python/hooks.h"
-#include "python/read/borrower_state.h"
 
 static const struct holder_kind borrower_kind = {false, py_borrower_hold_views,
                                                  py_borrower_let_go_of_views,

@@ -1,4 +1,4 @@
-/* What a Borrower keeps (see borrower_state.h).
+/* What a Borrower keeps.
  *
  * Invariants:
  *  - Each extent of a lease has this client's lease lock until the lease has ended for good, and
@@ -7,13 +7,13 @@
  *  - A view lock is taken while its record is leased, and found by the reader before it frees.
  *  - Locks of either kind are counted by extent; the kernel hears of the first and the last, of
  *    neighbours in one call. */
-#include "python/read/borrower_state.h"
+#include "python/read/read.h"
 
 #include <errno.h>
 
 #include "python/hooks.h"
 #include "ring/extents.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {

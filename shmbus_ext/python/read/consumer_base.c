@@ -3,12 +3,14 @@
  *
  * Invariant: it knows plain numbers, labels, and an Intake; every other call goes to `_take` of its
  * subclass, with the same arguments. */
-#include "python/read/consumer_base.h"
+#include "python/read/read.h"
 
 #include <math.h>
 
-#include "python/read/take.h"
-#include "python/segment/split_labels.h"
+#include "python/group/group.h"
+#include "public_docs.h"
+#include "python/segment/segment.h"
+#include "ring/doorbell.h"
 
 /* What take asks for where its caller does not say. */
 #define DEFAULT_GROUPS 64
@@ -115,28 +117,7 @@ static void py_consumer_dealloc(ConsumerObject *self) {
 
 static PyMethodDef consumer_methods[] = {
     {"take", (PyCFunction)(void (*)(void))py_consumer_take, METH_FASTCALL | METH_KEYWORDS,
-     "take($self, max_groups=64, timeout=0.1, *, split=None)\n--\n\n"
-     "Take complete groups of a split, in the order of completion, as soon as there is one.\n\n"
-     "Parameters\n----------\n"
-     "max_groups : int\n"
-     "    How many at the most. With ranks, how many each rank gets at the most of the next step;\n"
-     "    this rank's shard of it is taken, and all ranks have to ask for the same number.\n"
-     "timeout : float, optional\n"
-     "    Seconds to wait for the first: None waits for ever, 0 does not wait.\n"
-     "split : str, optional\n"
-     "    The split, such as \"eval\"; None for the Consumer's own. With a daemon no other than\n"
-     "    that can be taken: a Consumer is made for each split.\n\n"
-     "Returns\n-------\n"
-     "list[Group]\n"
-     "    Maybe empty. Each is leased to the caller until it is acknowledged or given back.\n\n"
-     "Raises\n------\n"
-     "ProtocolError\n"
-     "    A duplicate came, under ``duplicate=\"error\"``; once for each, with nothing lost.\n"
-     "TypeError, ValueError\n"
-     "    `split` is no label, or, with a daemon, not this Consumer's.\n"
-     "StallError\n    Nothing has moved for too long, under ``on_stall=\"raise\"``.\n"
-     "BusBusyError\n    This Consumer has no rank, and ranks came back to a restarted daemon.\n"
-     "BusClosedError\n    The consumer is closed, or was made before a fork.\n"},
+     DOC_ConsumerBase_take},
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -168,4 +149,78 @@ bool py_take_add_words(void) {
         {&word.take, "_take"},
     };
     return INTERN_WORDS(words);
+}
+
+/* ---- What ends a lease: records are released in the ring, entries leave their table, and groups get
+ * their new state, all of it in one call.
+ *
+ * Invariant: between the first and the last of these steps no code of Python's runs, so no signal's
+ * handler does, and a lease that ends has ended for all three. */
+/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
+ * an exception, of anything else. */
+static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
+                                  const GroupTableObject *table) {
+    PyObject *lease = py_group_lease(group, consumer);
+    return lease != NULL && py_group_lists_have_leased(&table->lists, lease)
+               ? (GroupEntryObject *)lease
+               : NULL;
+}
+
+/* end_groups(reader, table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
+ * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
+ * table and by its own account in one step, which nothing can interrupt. */
+static PyObject *py_end_groups(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *reader, *table, *consumer, *groups, *state;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!O!OO!iU", &ReaderType, &reader, &GroupTableType, &table,
+                          &consumer, &PyList_Type, &groups, &reason, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
+        return NULL;
+    }
+    Py_ssize_t done = 0;
+    for (; done < PyList_GET_SIZE(groups); done++) {
+        PyObject *group = PyList_GET_ITEM(groups, done);
+        GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+        if (entry == NULL) {
+            break;
+        }
+        if (!py_reader_release_all((ReaderObject *)reader, entry->samples, reason)) {
+            return NULL;
+        }
+        py_group_entry_end(entry);
+        py_group_set_state(group, state);
+    }
+    return PyLong_FromSsize_t(done);
+}
+
+/* give_back_group(reader, table, consumer, group, state) -> bool: makes it the next to be leased, as
+ * end_groups ends it; False of one that is not this consumer's, or not held. */
+static PyObject *py_give_back_group(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *reader, *table, *consumer, *group, *state;
+    if (!PyArg_ParseTuple(args, "O!O!OOU", &ReaderType, &reader, &GroupTableType, &table,
+                          &consumer, &group, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
+        return NULL;
+    }
+    GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+    if (entry == NULL) {
+        Py_RETURN_FALSE;
+    }
+    py_group_entry_give_back(entry);
+    py_group_set_state(group, state);
+    /* Also to who sleeps in take. */
+    doorbell_ring(((ReaderObject *)reader)->segment->c.header);
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef functions[] = {
+    {"end_groups", py_end_groups, METH_VARARGS, NULL},
+    {"give_back_group", py_give_back_group, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_end_lease_add_functions(PyObject *module) {
+    return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -3,23 +3,23 @@
  * Invariant: one Reader a segment, proved by the collector's file lock. The interpreter lock
  * serialises its calls; it is released only while the reader sleeps. */
 #define _GNU_SOURCE
-#include "python/read/reader_object.h"
+#include "python/read/read.h"
 
 #include <sched.h>
 
 #include "python/hooks.h"
-#include "python/put/put_arguments.h"
-#include "python/record/trajectory.h"
-#include "python/segment/split_labels.h"
+#include "python/put/put.h"
+#include "python/record/record.h"
+#include "python/segment/segment.h"
 #include "ring/attach.h"
-#include "ring/cancelled.h"
-#include "ring/clock.h"
+#include "ring/observe.h"
+#include "base/clock.h"
 #include "ring/count.h"
 #include "ring/doorbell.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 #include "ring/intent_log.h"
 #include "ring/reclaim.h"
-#include "ring/removal.h"
+#include "ring/segment.h"
 
 /* A sleeping reader wakes this often for signals only. */
 #define SLEEP_SLICE_NS INT64_C(1000000000)
@@ -244,8 +244,8 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
         Py_DECREF(segment);
         return result;
     }
-    enum doorbell_wait woken = DOORBELL_TIMEOUT;
-    while (woken == DOORBELL_TIMEOUT) {
+    enum bell_wait woken = BELL_TIMEOUT;
+    while (woken == BELL_TIMEOUT) {
         double left_ns = timeout_s < 0 ? (double)SLEEP_SLICE_NS
                                        : timeout_s * 1e9 - (double)(clock_monotonic_ns() - start);
         if (left_ns <= 0) {
@@ -255,7 +255,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
         doorbell_announce(header);
         if (reader_has_events(&self->c)) {
             doorbell_stay(header);
-            woken = DOORBELL_WOKEN;
+            woken = BELL_RUNG;
             break;
         }
         Py_BEGIN_ALLOW_THREADS
@@ -269,8 +269,8 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
     Py_DECREF(segment);
     /* From the start: what comes later than it stays awake for is not worth staying awake for. */
     const uint64_t often_ns = awake_ns > WAKES_OFTEN_NS ? awake_ns : WAKES_OFTEN_NS;
-    self->wakes_often = woken == DOORBELL_WOKEN && clock_monotonic_ns() - start < often_ns;
-    return woken == DOORBELL_WOKEN ? WAIT_WOKEN : WAIT_OVER;
+    self->wakes_often = woken == BELL_RUNG && clock_monotonic_ns() - start < often_ns;
+    return woken == BELL_RUNG ? WAIT_WOKEN : WAIT_OVER;
 }
 
 /* wait(timeout_s | None) -> bool: sleeps until something may have come. */

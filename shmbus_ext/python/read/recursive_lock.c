@@ -5,9 +5,9 @@
  * moment in which somebody is let through, is where others wait. A module of a free-threaded
  * Python must say that it needs that lock: module.c does. A forked child does not hold what other
  * threads of its parent hold. */
-#include "python/read/recursive_lock.h"
+#include "python/read/read.h"
 
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 
 /* In a forked child: threads other than the one that forked are not there to release it. The old
  * gate may be in any state, and is left alone. */

@@ -9,19 +9,16 @@
  *   owner.
  * - A group is under lease in its table before an object is made of it.
  * - After a wake-up, deliver first; run maintenance on the next pass. */
-#include "python/read/take.h"
+#include "python/read/read.h"
 
 #include <math.h>
 
-#include "python/group/delivery.h"
-#include "python/group/group_object.h"
-#include "python/read/reader_object.h"
-#include "python/read/recursive_lock.h"
+#include "python/group/group.h"
 #include "python/uninterrupted.h"
-#include "python/watch.h"
-#include "ring/clock.h"
-#include "ring/removal.h"
-#include "ring/waits.h"
+#include "python/hooks.h"
+#include "base/clock.h"
+#include "ring/segment.h"
+#include "ring/observe.h"
 
 /* A wait is never shorter: work that is due in less may as well run at its end. */
 #define SHORTEST_WAIT_S 1e-4

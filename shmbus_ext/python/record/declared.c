@@ -1,12 +1,11 @@
-/* A declared schema, as what is put is checked against it (see declared.h).
+/* A declared schema, as what is put is checked against it.
  *
  * Invariants: the schema was bounded when it was parsed, once. A check allocates nothing unless it
  * fails; its messages name the field, what was declared, and what came. */
-#include "python/record/declared.h"
+#include "python/record/record.h"
 
 #include "python/hooks.h"
-#include "python/record/schema.h"
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 
 /* ---- dtypes ---- */
 

@@ -3,11 +3,10 @@
  *
  * Invariant: each trajectory is under lease while its bytes are read: the interpreter lock is held
  * from the check to the copy. */
-#include "python/record/export_block.h"
+#include "python/record/record.h"
 
-#include "python/record/trajectory.h"
 #include "ring/block.h"
-#include "ring/identity.h"
+#include "ring/segment.h"
 #include "ring/origin.h"
 #include "ring/relay_journal.h"
 

@@ -4,11 +4,10 @@
  *  - A head that was unpacked holds what a group table may be given: bytes from elsewhere that say
  *    anything else are refused as a whole.
  *  - It refers to text and numbers only, so no circle can go through it. */
-#include "python/record/origin_head.h"
+#include "python/record/record.h"
 
 #include <structmember.h>
 
-#include "python/record/trajectory.h"
 #include "ring/block.h"
 #include "ring/origin.h"
 

@@ -3,7 +3,7 @@
  *
  * Invariant: a dtype is used for a field only if its itemsize is the one whose bounds were
  * proved. */
-#include "python/record/schema.h"
+#include "python/record/record.h"
 
 #include "python/hooks.h"
 

@@ -1,16 +1,17 @@
-/* Trajectory: one record as the consumer sees it (see trajectory.h).
+/* Trajectory: one record as the consumer sees it.
  *
  * Invariants: a trajectory holds its record's space until it is released; each array that it hands
  * out holds the pin, so the space outlives the release until the last such array is gone. Only what
  * is released gives space back: the record of a trajectory that dies before is committed still, and
  * its Reader holds it for the next one. Arrays are read-only, and cannot be made writable: the pin
  * exports no buffer, and the memory that they point into is mapped read-only. Methods that read all
- * fields at once are in copies.c. */
-#include "python/record/trajectory.h"
+ * fields at once are in the last part of this file. */
+#include "python/record/record.h"
 
+#include "base/checksum.h"
+#include "public_docs.h"
 #include "python/hooks.h"
-#include "python/segment/split_labels.h"
-#include "ring/checksum.h"
+#include "python/segment/segment.h"
 
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];
@@ -312,98 +313,13 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     return text;
 }
 
-PyDoc_STRVAR(trajectory_doc,
-    "One trajectory, read from the ring; ``trajectory[name]`` is a read-only view of a field.\n\n"
-    "A view keeps the record's space for as long as the view lives, "
-    "also after the acknowledgement\n"
-    "and after the end of the consumer. Views cannot be taken after the acknowledgement.\n\n"
-    "Attributes\n----------\n"
-    "instance_id : str\n"
-    "    The prompt's key.\n"
-    "index : int\n"
-    "    Which sample of its group, from 0.\n"
-    "group_size : int\n"
-    "    Samples in its group.\n"
-    "need : int\n"
-    "    Samples that complete its group: group_size, unless its producer asked for fewer.\n"
-    "split : str\n"
-    "    Who it is for: \"train\", or what its producer said.\n"
-    "key : str or tuple\n"
-    "    What tells its group: instance_id, or (instance_id, round); of another split than\n"
-    "    \"train\" (instance_id, round or None, the split's number).\n"
-    "round : int or None\n"
-    "    The producer's round, where it gave one.\n"
-    "score : float\n"
-    "    The reward. Of one that was put with ``score=None`` whoever reads it sets this, in this\n"
-    "    process; before that, reading it raises UnscoredError.\n"
-    "scored : bool\n"
-    "    Whether it has a score.\n"
-    "policy_version : int\n"
-    "    Version of the policy that sampled it; the oldest, where there were several.\n"
-    "newest_policy_version : int\n"
-    "    The newest of them.\n"
-    "sequence : int\n"
-    "    Its number among its producer's commits, from 0.\n"
-    "producer_id : int\n"
-    "    Its producer's number, unique on the bus.\n"
-    "committed_ns : int\n"
-    "    When it was committed: CLOCK_MONOTONIC, nanoseconds.\n"
-    "nbytes : int\n"
-    "    Bytes that it takes in the ring, header and padding included.\n"
-    "released : bool\n"
-    "    Whether it was acknowledged or dropped.\n"
-    "failed : bool\n"
-    "    Whether it reports that its sample failed; False for all that is delivered.\n"
-    "meta : object\n"
-    "    What the producer gave as meta, decoded when it is first read; None where it gave none.\n"
-    "rows : list of Row\n"
-    "    Its rows, each a mapping of names to views, with its `prefix_length`; one, unless it was\n"
-    "    put with rows=.");
-
-PyDoc_STRVAR(keys_doc,
-    "keys($self)\n--\n\n"
-    "Return the names of the array fields.\n\n"
-    "Returns\n-------\n"
-    "tuple of str\n"
-    "    In the producer's order.");
-
-PyDoc_STRVAR(get_doc,
-    "get($self, name, default=None, /)\n--\n\n"
-    "Return a field's read-only view, or the default where there is no such field.\n\n"
-    "Parameters\n----------\n"
-    "name : str\n"
-    "    The field.\n"
-    "default : object, optional\n"
-    "    What to return where the trajectory has no such field.\n\n"
-    "Returns\n-------\n"
-    "numpy.ndarray\n"
-    "    A view of the ring, without a copy; or `default`.\n\n"
-    "Raises\n------\n"
-    "BusClosedError\n"
-    "    The trajectory was acknowledged or dropped, or its consumer is closed.\n"
-    "TypeError\n"
-    "    This process does not know the field's dtype.");
-
-PyDoc_STRVAR(shape_doc,
-    "shape($self, name, /)\n--\n\n"
-    "Return a field's shape without making a view; also after the acknowledgement.\n\n"
-    "Parameters\n----------\n"
-    "name : str\n"
-    "    The field.\n\n"
-    "Returns\n-------\n"
-    "tuple of int\n"
-    "    The sizes of its dimensions.\n\n"
-    "Raises\n------\n"
-    "KeyError\n"
-    "    The trajectory has no such field.");
-
 static PyMethodDef trajectory_methods[] = {
     {"keys", (PyCFunction)(void (*)(void))py_trajectory_keys, METH_NOARGS,
-     keys_doc},
+     DOC_Trajectory_keys},
     {"get", (PyCFunction)(void (*)(void))py_trajectory_get_or, METH_VARARGS,
-     get_doc},
+     DOC_Trajectory_get},
     {"shape", (PyCFunction)(void (*)(void))py_trajectory_shape, METH_O,
-     shape_doc},
+     DOC_Trajectory_shape},
     {NULL, NULL, 0, NULL},
 };
 
@@ -455,7 +371,7 @@ PyTypeObject TrajectoryType = {
     .tp_basicsize = sizeof(TrajectoryObject),
     .tp_dealloc = (destructor)py_trajectory_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = trajectory_doc,
+    .tp_doc = DOC_Trajectory,
     .tp_methods = trajectory_methods,
     .tp_getset = trajectory_getset,
     .tp_members = trajectory_members,
@@ -464,3 +380,213 @@ PyTypeObject TrajectoryType = {
     .tp_iter = (getiterfunc)py_trajectory_iter,
     .tp_repr = (reprfunc)py_trajectory_repr,
 };
+
+/* ---- The score of a trajectory. */
+static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(py_trajectory_has_score(self));
+}
+
+bool py_trajectory_require_score(const TrajectoryObject *self) {
+    if (py_trajectory_has_score(self)) {
+        return true;
+    }
+    PyErr_Format(hooks.unscored_error,
+                 "trajectory %R[%S] of producer %llu: expected a score, got none yet: it was put "
+                 "with score=None; set trajectory.score, or give OnlineDataHandler a score_group, "
+                 "before it is trained on",
+                 self->instance_id, self->index, (unsigned long long)self->producer_id);
+    return false;
+}
+
+static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *ignored) {
+    (void)ignored;
+    return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
+}
+
+/* Of this object alone: the record keeps what its producer said, for whoever reads it next. */
+static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignored) {
+    (void)ignored;
+    if (!self->unscored) {
+        PyErr_Format(PyExc_AttributeError,
+                     "trajectory %R[%S]: score: expected one that its producer left open, by "
+                     "score=None, got one that it has set; it cannot be changed",
+                     self->instance_id, self->index);
+        return -1;
+    }
+    if (value == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "score cannot be deleted");
+        return -1;
+    }
+    double score = PyFloat_AsDouble(value);
+    if (score == -1.0 && PyErr_Occurred()) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "trajectory %R[%S]: score: expected a float, got %.100s",
+                         self->instance_id, self->index, Py_TYPE(value)->tp_name);
+        }
+        return -1;
+    }
+    if (!isfinite(score)) {
+        PyErr_Format(PyExc_ValueError,
+                     "trajectory %R[%S]: score: expected a finite number, got %S; drop a group "
+                     "that cannot be scored",
+                     self->instance_id, self->index, value);
+        return -1;
+    }
+    self->score = score;
+    return 0;
+}
+
+static PyGetSetDef attributes[] = {
+    {"score", (getter)py_trajectory_get_score, (setter)py_trajectory_set_score,
+     "The reward: float; of one that was put with score=None, what was set here.", NULL},
+    {"scored", (getter)py_trajectory_get_scored, NULL, "Whether it has a score: bool.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+bool py_score_add_attributes(PyObject *module) {
+    (void)module;
+    for (PyGetSetDef *each = attributes; each->name != NULL; each++) {
+        PyObject *descriptor = PyDescr_NewGetSet(&TrajectoryType, each);
+        if (descriptor == NULL ||
+            PyDict_SetItemString(TrajectoryType.tp_dict, each->name, descriptor) < 0) {
+            Py_XDECREF(descriptor);
+            return false;
+        }
+        Py_DECREF(descriptor);
+    }
+    PyType_Modified(&TrajectoryType);
+    return true;
+}
+
+/* ---- Methods of Trajectory that read all of its fields at once, and copy them out of the ring.
+ *
+ * Invariants: an array that is copied here is a view with a pin until its copy is made, so another
+ * thread may acknowledge the group in between. A copy holds nothing of the ring, nor of a consumer. */
+/* A tuple with what `make` gives for each field, in the producer's order. */
+static PyObject *each_field(TrajectoryObject *self,
+                            PyObject *(*make)(TrajectoryObject *self, int field)) {
+    if (!py_trajectory_readable(self)) {
+        return NULL;
+    }
+    PyObject *all = PyTuple_New((Py_ssize_t)self->schema->count);
+    for (int field = 0; all != NULL && field < (int)self->schema->count; field++) {
+        PyObject *one = make(self, field);
+        if (one == NULL) {
+            Py_CLEAR(all);
+        } else {
+            PyTuple_SET_ITEM(all, field, one);
+        }
+    }
+    return all;
+}
+
+static PyObject *name_of(const TrajectoryObject *self, int field) {
+    return PyTuple_GET_ITEM(self->schema->names, field);
+}
+
+static PyObject *make_item(TrajectoryObject *self, int field) {
+    PyObject *view = py_trajectory_view(self, field);
+    PyObject *item = view == NULL ? NULL : PyTuple_Pack(2, name_of(self, field), view);
+    Py_XDECREF(view);
+    return item;
+}
+
+static PyObject *py_trajectory_items(TrajectoryObject *self, PyObject *ignored) {
+    (void)ignored;
+    return each_field(self, make_item);
+}
+
+static PyObject *py_trajectory_values(TrajectoryObject *self, PyObject *ignored) {
+    (void)ignored;
+    return each_field(self, py_trajectory_view);
+}
+
+static PyObject *owned_fields(TrajectoryObject *self) {
+    PyObject *fields = PyDict_New();
+    for (int field = 0; fields != NULL && field < (int)self->schema->count; field++) {
+        PyObject *view = py_trajectory_view(self, field);
+        PyObject *own =
+            view == NULL ? NULL : PyArray_NewCopy((PyArrayObject *)view, NPY_CORDER);
+        Py_XDECREF(view);
+        if (own == NULL || PyDict_SetItem(fields, name_of(self, field), own) < 0) {
+            Py_CLEAR(fields);
+        }
+        Py_XDECREF(own);
+    }
+    return fields;
+}
+
+/* The hook gets the arguments of TrajectoryCopy, its meta still encoded. */
+static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *ignored) {
+    (void)ignored;
+    if (!py_trajectory_readable(self)) {
+        return NULL;
+    }
+    /* Before the fields: other threads may run while those are copied. */
+    PyObject *meta = PyBytes_FromStringAndSize(
+        (const char *)py_trajectory_bytes(self) + self->meta_offset, self->meta_bytes);
+    PyObject *round = self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None)
+                                                     : PyLong_FromLongLong(self->round);
+    PyObject *split = py_split_label(self->holder->segment, self->split);
+    PyObject *fields =
+        meta == NULL || round == NULL || split == NULL ? NULL : owned_fields(self);
+    if (fields == NULL) {
+        Py_XDECREF(meta);
+        Py_XDECREF(round);
+        Py_XDECREF(split);
+        return NULL;
+    }
+    PyObject *arguments = Py_BuildValue(
+        "(OOOiNNOdLLKKKKNN)", self->instance_id, self->index, self->group_size, (int)self->need,
+        round, split, self->key, self->score, (long long)self->policy_version,
+        (long long)self->policy_version + (long long)self->version_span,
+        (unsigned long long)self->producer_id,
+        (unsigned long long)self->sequence, (unsigned long long)self->committed_ns,
+        (unsigned long long)self->ref.bytes, meta, fields);
+    PyObject *copy = arguments == NULL
+                         ? NULL
+                         : PyObject_CallOneArg(hooks.copy_trajectory, arguments);
+    Py_XDECREF(arguments);
+    return copy;
+}
+
+static PyObject *py_trajectory_to_dict(TrajectoryObject *self, PyObject *ignored) {
+    PyObject *copy = py_trajectory_copy(self, ignored);
+    PyObject *dict = copy == NULL ? NULL : PyObject_CallMethod(copy, "to_dict", NULL);
+    Py_XDECREF(copy);
+    return dict;
+}
+
+static PyObject *py_trajectory_reduce(TrajectoryObject *self, PyObject *ignored) {
+    (void)ignored;
+    return PyErr_Format(PyExc_TypeError,
+                        "trajectory %R[%S] is under lease, and its arrays are views of the ring: "
+                        "it cannot be pickled or sent to another process; pickle its .copy(), "
+                        "which owns its arrays",
+                        self->instance_id, self->index);
+}
+
+static PyMethodDef methods[] = {
+    {"items", (PyCFunction)(void (*)(void))py_trajectory_items, METH_NOARGS, DOC_Trajectory_items},
+    {"values", (PyCFunction)(void (*)(void))py_trajectory_values, METH_NOARGS, DOC_Trajectory_values},
+    {"copy", (PyCFunction)(void (*)(void))py_trajectory_copy, METH_NOARGS, DOC_Trajectory_copy},
+    {"to_dict", (PyCFunction)(void (*)(void))py_trajectory_to_dict, METH_NOARGS, DOC_Trajectory_to_dict},
+    {"__reduce__", (PyCFunction)(void (*)(void))py_trajectory_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+bool py_copies_add_methods(PyObject *module) {
+    (void)module;
+    for (PyMethodDef *method = methods; method->ml_name != NULL; method++) {
+        PyObject *descriptor = PyDescr_NewMethod(&TrajectoryType, method);
+        if (descriptor == NULL ||
+            PyDict_SetItemString(TrajectoryType.tp_dict, method->ml_name, descriptor) < 0) {
+            Py_XDECREF(descriptor);
+            return false;
+        }
+        Py_DECREF(descriptor);
+    }
+    PyType_Modified(&TrajectoryType);
+    return true;
+}

@@ -1,8 +1,7 @@
 /* The retry table for shmbus.stash.retries, the collector's side, and for shmbus.Producer. */
-#include "python/segment/retry_functions.h"
+#include "python/segment/segment.h"
 
-#include "python/segment/segment_object.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/retry_table.h"
 
 static bool take_segment(PyObject *object, SegmentObject **segment) {

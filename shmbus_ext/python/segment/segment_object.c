@@ -1,17 +1,15 @@
 /* Segment: one mapping of a bus, and what happens to it at fork and at close. */
-#include "python/segment/segment_object.h"
+#include "python/segment/segment.h"
 
 #include <pthread.h>
 #include <unistd.h>
 
 #include "python/hooks.h"
-#include "python/segment/locks_held.h"
-#include "python/system_error.h"
-#include "ring/clock.h"
+#include "base/clock.h"
 #include "ring/doorbell.h"
 #include "ring/extents.h"
-#include "ring/file_lock.h"
-#include "ring/removal.h"
+#include "base/file_lock.h"
+#include "ring/segment.h"
 
 uint32_t fork_generation;
 static struct list_link all_segments = {&all_segments, &all_segments};
@@ -143,35 +141,35 @@ static SegmentObject *py_segment_alloc(PyTypeObject *type, PyObject *name) {
     return self;
 }
 
-static void raise_status(SegmentObject *self, enum segment_status status, uint64_t wanted) {
+static void raise_status(SegmentObject *self, enum shared_status status, uint64_t wanted) {
     static const char *const names[] = {"ok",          "system",      "space",
                                         "memory",      "unfinished",  "magic",       "version",
                                         "hash",        "geometry",    "truncated"};
-    if (status == SEGMENT_SYSTEM_ERROR) {
+    if (status == SHARED_SYSTEM_ERROR) {
         py_raise_system("bus", self->name);
-    } else if (status == SEGMENT_NO_SPACE) {
+    } else if (status == SHARED_NO_SPACE) {
         py_raise_hook(hooks.space_error, Py_BuildValue("(OK)", self->name, wanted));
-    } else if (status == SEGMENT_NO_MEMORY) {
+    } else if (status == SHARED_NO_MEMORY) {
         py_raise_hook(hooks.memory_error,
                       Py_BuildValue("(OK)", self->name, wanted > 0 ? wanted : self->c.bytes));
     } else {
         unsigned long long found =
-            status == SEGMENT_BAD_HASH    ? self->c.found_hash
-            : status == SEGMENT_TRUNCATED ? self->c.found_bytes
+            status == SHARED_BAD_HASH    ? self->c.found_hash
+            : status == SHARED_TRUNCATED ? self->c.found_bytes
                                           : self->c.found_version;
         unsigned long long expected =
-            status == SEGMENT_BAD_HASH ? SHMBUS_LAYOUT_HASH : SHMBUS_LAYOUT_VERSION;
+            status == SHARED_BAD_HASH ? SHMBUS_LAYOUT_HASH : SHMBUS_LAYOUT_VERSION;
         py_raise_hook(hooks.layout_error,
                       Py_BuildValue("(OsKK)", self->name, names[status], found, expected));
     }
 }
 
 bool py_segment_map_views(SegmentObject *self) {
-    enum segment_status status = segment_map_views(&self->c);
-    if (status != SEGMENT_OK) {
+    enum shared_status status = segment_map_views(&self->c);
+    if (status != SHARED_OK) {
         raise_status(self, status, 0);
     }
-    return status == SEGMENT_OK;
+    return status == SHARED_OK;
 }
 
 /* create(fd, name, capacity, max_producers, extent_bytes, request_bytes, max_lead, max_versions,
@@ -208,11 +206,11 @@ static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     if (self == NULL) {
         return NULL;
     }
-    enum segment_status status;
+    enum shared_status status;
     Py_BEGIN_ALLOW_THREADS
     status = segment_create(&self->c, fd, &plan);
     Py_END_ALLOW_THREADS
-    if (status != SEGMENT_OK) {
+    if (status != SHARED_OK) {
         raise_status(self, status, plan.segment_bytes);
         self->c.fd = -1; /* the caller's again */
         Py_DECREF(self);
@@ -231,11 +229,11 @@ static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
     if (self == NULL) {
         return NULL;
     }
-    enum segment_status status;
+    enum shared_status status;
     Py_BEGIN_ALLOW_THREADS
     status = segment_open(&self->c, fd, read_only != 0);
     Py_END_ALLOW_THREADS
-    if (status != SEGMENT_OK) {
+    if (status != SHARED_OK) {
         raise_status(self, status, 0);
         self->c.fd = -1;
         Py_DECREF(self);
@@ -384,8 +382,8 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
         uint32_t paused = SHMBUS_PAUSED;
         atomic_compare_exchange_strong_explicit(&self->c.header->paused, &paused, SHMBUS_RUNS,
                                                 memory_order_release, memory_order_relaxed);
-        doorbell_space_all(self->c.header);
-        shared_bell_ring(&self->c.requests.lane->work, UINT32_MAX);
+        bell_ring_all(&self->c.header->space_bell);
+        bell_ring(&self->c.requests.lane->work, BELL_ALL);
     }
     Py_RETURN_NONE;
 }
@@ -461,7 +459,7 @@ static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *ignored)
 static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *ignored) {
     (void)ignored;
     return PyBool_FromLong(
-        (long)atomic_load_explicit(&self->c.header->space_wanted, memory_order_relaxed));
+        (long)atomic_load_explicit(&self->c.header->space_bell.wanted, memory_order_relaxed));
 }
 
 static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignored) {

@@ -1,9 +1,9 @@
-/* Splits by their labels, for producers, consumers and shmbus.inspect (see split_labels.h).
+/* Splits by their labels, for producers, consumers and shmbus.inspect.
  *
  * Invariant: a label is kept once it was read whole; it never changes. */
-#include "python/segment/split_labels.h"
+#include "python/segment/segment.h"
 
-#include "ring/cancelled.h"
+#include "ring/observe.h"
 #include "ring/splits.h"
 
 bool py_split_check(PyObject *label) {

@@ -7,7 +7,6 @@
 
 #include <stdio.h>
 
-#include "channel/bell.h"
 #include "channel/messages.h"
 #include "channel/sides.h"
 
@@ -30,7 +29,7 @@ static struct ghost *ghost(void) {
 }
 
 static uint8_t *slot_of(const struct channel *channel, uint64_t message) {
-    return channel->control + channel->slots_offset +
+    return channel->file.control + channel->slots_offset +
            message % channel->slots * channel->slot_stride;
 }
 
@@ -40,11 +39,11 @@ unsigned scripts_lock_place(int64_t byte) {
 }
 
 /* Slots have memory from the beginning; that they get it is a step all the same. */
-enum channel_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
+enum shared_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
                                         uint64_t bytes) {
     (void)self, (void)slot, (void)from, (void)bytes;
     engine_yield("channel_give_memory", false);
-    return CHANNEL_OK;
+    return SHARED_OK;
 }
 
 /* ---- sides ---- */
@@ -58,7 +57,7 @@ static bool lives(int process) {
 static bool become(enum channel_side_name side) {
     unsigned vain = 0;
     ghost()->role[running] = (uint8_t)(side + 1);
-    while (sides_claim(mine(), side, "x", (uint32_t)running + 1) != CHANNEL_OK) {
+    while (sides_claim(mine(), side, "x", (uint32_t)running + 1) != SHARED_OK) {
         if (++vain == PATIENCE) {
             return false;
         }
@@ -92,7 +91,7 @@ static void look_at(enum channel_side_name side) {
 }
 
 static void count(struct channel_counts *counts) {
-    if (messages_counts(mine(), counts) != CHANNEL_OK) {
+    if (messages_counts(mine(), counts) != SHARED_OK) {
         engine_fail("the counts contradict each other");
     }
 }
@@ -100,7 +99,7 @@ static void count(struct channel_counts *counts) {
 /* Whether time is left after a wait for the other side. */
 static bool wait_for(enum channel_side_name side, uint32_t ticket, unsigned *vain) {
     look_at(side);
-    *vain += channel_wait(mine()->header, side, ticket, NS) == CHANNEL_TIMEOUT;
+    *vain += bell_wait(channel_bell(mine()->header, side), ticket, NS) == BELL_TIMEOUT;
     return *vain < PATIENCE;
 }
 
@@ -111,20 +110,20 @@ static void send_until(int64_t last) {
     for (;;) {
         struct channel_counts counts;
         uint32_t slot = 0;
-        uint32_t ticket = channel_announce(mine()->header, CHANNEL_RECEIVER);
+        uint32_t ticket = bell_announce(channel_bell(mine()->header, CHANNEL_RECEIVER));
         count(&counts);
         int64_t step = counts.step_base + (int64_t)counts.sent;
         if (step > last) {
             return;
         }
-        enum channel_status status = messages_begin(mine(), STEP_BYTES, 1, &slot);
-        if (status == CHANNEL_NOTHING) {
+        enum shared_status status = messages_begin(mine(), STEP_BYTES, 1, &slot);
+        if (status == SHARED_NOTHING) {
             if (!wait_for(CHANNEL_RECEIVER, ticket, &vain)) {
                 return;
             }
             continue;
         }
-        if (status != CHANNEL_OK || slot != counts.sent % mine()->slots) {
+        if (status != SHARED_OK || slot != counts.sent % mine()->slots) {
             engine_fail("a sender got status %d and slot %u", (int)status, slot);
         }
         _Atomic uint64_t *words = (_Atomic uint64_t *)slot_of(mine(), counts.sent);
@@ -132,7 +131,7 @@ static void send_until(int64_t last) {
         atomic_store_explicit(&words[1], (uint64_t)step * 2 + 1, memory_order_relaxed);
         status = messages_send(mine(), CHANNEL_STEP, STEP_BYTES, slot_of(mine(), counts.sent),
                                (const uint8_t *)"m", 1, "");
-        if (status != CHANNEL_OK) {
+        if (status != SHARED_OK) {
             engine_fail("a step was not sent: status %d", (int)status);
         }
     }
@@ -149,10 +148,10 @@ static void resumes(void) {
     if (!become(CHANNEL_SENDER)) {
         return;
     }
-    enum channel_status status = messages_begin_at(mine(), RESUMED_AT);
-    if (status == CHANNEL_OK) {
+    enum shared_status status = messages_begin_at(mine(), RESUMED_AT);
+    if (status == SHARED_OK) {
         send_until(RESUMED_AT);
-    } else if (status != CHANNEL_HELD) {
+    } else if (status != SHARED_HELD) {
         engine_fail("a sender that resumes got status %d", (int)status);
     }
     leave();
@@ -209,15 +208,15 @@ static void receives(unsigned steps) {
     unsigned vain = 0;
     for (unsigned i = 0; i < steps;) {
         struct channel_row row;
-        uint32_t ticket = channel_announce(mine()->header, CHANNEL_SENDER);
-        enum channel_status status = messages_peek(mine(), &row);
-        if (status == CHANNEL_NOTHING) {
+        uint32_t ticket = bell_announce(channel_bell(mine()->header, CHANNEL_SENDER));
+        enum shared_status status = messages_peek(mine(), &row);
+        if (status == SHARED_NOTHING) {
             if (!wait_for(CHANNEL_SENDER, ticket, &vain)) {
                 break;
             }
             continue;
         }
-        if (status != CHANNEL_OK) {
+        if (status != SHARED_OK) {
             engine_fail("a receiver was told that a message is damaged");
         }
         check_step(&row);
@@ -241,13 +240,13 @@ static void reads_statements(unsigned reads) {
     for (unsigned i = 0; i < reads;) {
         uint32_t bytes = 0;
         uint64_t version = 0;
-        uint32_t ticket = channel_announce(mine()->header, CHANNEL_SENDER);
-        enum channel_status status =
+        uint32_t ticket = bell_announce(channel_bell(mine()->header, CHANNEL_SENDER));
+        enum shared_status status =
             sides_statement(mine(), CHANNEL_SENDER, said, &bytes, &version);
-        if (status == CHANNEL_DAMAGED) {
+        if (status == SHARED_DAMAGED) {
             engine_fail("a statement that is being replaced was told damaged");
         }
-        if (status != CHANNEL_OK) {
+        if (status != SHARED_OK) {
             if (!wait_for(CHANNEL_SENDER, ticket, &vain)) {
                 break;
             }
@@ -322,7 +321,7 @@ const struct scenario scenarios[] = {
 };
 
 void scripts_prepare(const struct scenario *scenario) {
-    template = (struct channel){.control = world.memory, .slots = scenario->slots,
+    template = (struct channel){.file.control = world.memory, .slots = scenario->slots,
                                 .slot_stride = SLOT_BYTES, .max_bytes = SLOT_BYTES, .side = -1};
     uint8_t *at = world.memory;
     template.header = (struct channel_header *)at;
@@ -339,7 +338,7 @@ void scripts_prepare(const struct scenario *scenario) {
     }
     for (int i = 0; i < PROCESSES; i++) {
         world.processes[i].own = template;
-        world.processes[i].own.fd = i;
+        world.processes[i].own.file.fd = i;
     }
 }
 
@@ -363,14 +362,14 @@ void scripts_audit(void) {
     struct channel successor = template;
     successor.side = CHANNEL_RECEIVER;
     struct channel_row row;
-    enum channel_status status;
-    while ((status = messages_peek(&successor, &row)) == CHANNEL_OK) {
+    enum shared_status status;
+    while ((status = messages_peek(&successor, &row)) == SHARED_OK) {
         check_step(&row);
         check_payload(&successor, &row);
         ghost()->checked[row.step] = ghost()->acked[row.step] = 1;
         successor.header->acked++;
     }
-    if (status != CHANNEL_NOTHING) {
+    if (status != SHARED_NOTHING) {
         engine_fail("what is left is damaged");
     }
 }

@@ -1,6 +1,6 @@
 /* The channel as the subject of the explorer.
  *
- * hooked: bell messages sides
+ * hooked: messages sides
  */
 #ifndef SHMBUS_MODEL_CHANNEL_SUBJECT_H
 #define SHMBUS_MODEL_CHANNEL_SUBJECT_H

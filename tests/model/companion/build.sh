@@ -2,7 +2,7 @@
 # Builds the explorer of a subject over a directory of its sources.
 # usage: build.sh SUBJECT SOURCE_PARENT OUTPUT_DIRECTORY [FLAGS...]   (from the root of the checkout)
 #
-# SOURCE_PARENT/SUBJECT has the sources, tests/model/SUBJECT its scripts. The sources that the
+# SOURCE_PARENT/SUBJECT and SOURCE_PARENT/base have the sources, tests/model/SUBJECT its scripts. The sources that the
 # subject's `hooked` names see hooks.h before anything else; locks are the model's; the model itself
 # is plain C.
 set -eu
@@ -32,8 +32,12 @@ for name in $plain; do
     compile "$parent/$subject/$name.c"
 done
 compile "tests/model/$subject/scripts.c" -include tests/model/hooks.h
-compile shmbus_ext/ring/clock.c -include tests/model/hooks.h
-compile shmbus_ext/ring/checksum.c
+for name in bell clock; do
+    compile "$parent/base/$name.c" -include tests/model/hooks.h
+done
+for name in checksum shared_file; do
+    compile "$parent/base/$name.c"
+done
 for name in engine memory explore; do
     compile "$model/$name.c"
 done

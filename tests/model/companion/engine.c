@@ -215,9 +215,13 @@ static void apply(const struct choice *choice) {
         return;
     }
     if (choice->variant == V_TIMEOUT) {
-        if (control->deaths == 0 && p->futex != NOWHERE && scripts_is_owed(choice->process)) {
-            engine_fail("P%d sleeps, though nobody died and there is work for it: a lost wake-up",
-                        choice->process);
+        /* All sleep: whoever of them is owed something was not woken. */
+        for (int i = 0; i < PROCESSES && control->deaths == 0; i++) {
+            const struct process *asleep = &world.processes[i];
+            if (asleep->state == P_BLOCKED && asleep->futex != NOWHERE && scripts_is_owed(i)) {
+                engine_fail("P%d sleeps, though nobody died and there is work for it: a lost wake-up",
+                            i);
+            }
         }
         if (++control->timeouts > MAX_TIMEOUTS) {
             engine_fail("no progress after %d timeouts", MAX_TIMEOUTS);

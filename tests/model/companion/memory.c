@@ -14,7 +14,7 @@
 #include <sys/syscall.h>
 
 #include "hooks_api.h"
-#include "ring/file_lock.h"
+#include "base/file_lock.h"
 
 static uint32_t offset_of(const volatile void *at) {
     uintptr_t base = (uintptr_t)world.memory, address = (uintptr_t)at;

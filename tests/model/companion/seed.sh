@@ -1,5 +1,5 @@
 #!/bin/sh
-# Plants one known bug into a copy of a subject, builds the explorer over it, and requires that it
+# Plants one known bug into a copy of a subject and of base, builds the explorer over it, and requires that it
 # finds a violation. Exit status 0: it was found.
 # usage: seed.sh SUBJECT SEED.sed   (from the root of the checkout; CC names the compiler)
 set -eu
@@ -10,9 +10,9 @@ into=build/explore/$subject-seeds/$name
 options=$(sed -n 's/^# options: //p' "$seed")
 
 rm -rf "$into"
-mkdir -p "$into/$subject"
-cp "shmbus_ext/$subject/"*.[ch] "$into/$subject/"
-for file in "$into/$subject"/*.c; do
+mkdir -p "$into"
+cp -R "shmbus_ext/$subject" shmbus_ext/base "$into"
+for file in "$into/$subject"/*.c "$into"/base/*.c; do
     sed -f "$seed" "$file" > "$file.new"
     cmp -s "$file" "$file.new" || planted=yes
     mv "$file.new" "$file"

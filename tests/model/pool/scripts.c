@@ -7,7 +7,6 @@
 
 #include <stdio.h>
 
-#include "pool/bell.h"
 #include "pool/lease.h"
 #include "pool/publish.h"
 #include "pool/rows.h"
@@ -50,7 +49,7 @@ unsigned scripts_lock_place(int64_t byte) {
 /* ---- publishers ---- */
 
 static void become(uint32_t rank) {
-    while (rows_claim_writer(mine(), rank, "w", (uint32_t)running + 1) != POOL_OK) {
+    while (rows_claim_writer(mine(), rank, "w", (uint32_t)running + 1) != SHARED_OK) {
         engine_pause();
     }
 }
@@ -61,11 +60,11 @@ static uint32_t begin(uint32_t ranks, uint64_t *sequence) {
                                   .text = "t", .ranks = ranks};
     for (unsigned vain = 0; vain < PATIENCE;) {
         uint32_t slot = 0;
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_SPACE);
-        if (publish_begin(mine(), &facts, &slot, sequence) == POOL_OK) {
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_SPACE));
+        if (publish_begin(mine(), &facts, &slot, sequence) == SHARED_OK) {
             return slot;
         }
-        vain += bell_wait(mine()->header, POOL_BELL_SPACE, ticket, NS) == BELL_TIMEOUT;
+        vain += bell_wait(pool_bell(mine(), POOL_BELL_SPACE), ticket, NS) == BELL_TIMEOUT;
     }
     return NOWHERE;
 }
@@ -73,7 +72,7 @@ static uint32_t begin(uint32_t ranks, uint64_t *sequence) {
 /* Whether the other rank's piece is there; false where it never will be. */
 static bool await_piece(uint64_t sequence) {
     for (unsigned vain = 0; vain < PATIENCE;) {
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_RANKS);
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
         enum piece_state state = publish_piece_state(mine(), sequence, 1);
         if (state == PIECE_DONE) {
             return true;
@@ -82,7 +81,7 @@ static bool await_piece(uint64_t sequence) {
             (state == PIECE_ABSENT && world.control.deaths > 0)) {
             return false;
         }
-        vain += bell_wait(mine()->header, POOL_BELL_RANKS, ticket, NS) == BELL_TIMEOUT;
+        vain += bell_wait(pool_bell(mine(), POOL_BELL_RANKS), ticket, NS) == BELL_TIMEOUT;
     }
     return false;
 }
@@ -119,10 +118,10 @@ static void join(unsigned versions) {
     become(1);
     for (unsigned i = 0, vain = 0; i < versions && vain < PATIENCE;) {
         uint32_t slot = 0;
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_RANKS);
-        enum pool_status status = publish_join(mine(), &slot, &row);
-        if (status != POOL_OK) {
-            vain += bell_wait(mine()->header, POOL_BELL_RANKS, ticket, NS) == BELL_TIMEOUT;
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
+        enum shared_status status = publish_join(mine(), &slot, &row);
+        if (status != SHARED_OK) {
+            vain += bell_wait(pool_bell(mine(), POOL_BELL_RANKS), ticket, NS) == BELL_TIMEOUT;
             continue;
         }
         atomic_store_explicit(word_of(mine(), slot, 1), row.sequence * 2 + 1,
@@ -133,14 +132,14 @@ static void join(unsigned versions) {
         publish_piece_done(mine(), row.sequence);
         publish_piece_let_go(mine(), slot);
         for (vain = 0; vain < PATIENCE;) {
-            ticket = bell_announce(mine()->header, POOL_BELL_RANKS);
+            ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
             status = publish_outcome(mine(), row.sequence);
-            if (status != POOL_NOTHING) {
+            if (status != SHARED_NOTHING) {
                 break;
             }
-            vain += bell_wait(mine()->header, POOL_BELL_RANKS, ticket, NS) == BELL_TIMEOUT;
+            vain += bell_wait(pool_bell(mine(), POOL_BELL_RANKS), ticket, NS) == BELL_TIMEOUT;
         }
-        if (status == POOL_GONE && row.sequence < MAX_VERSIONS) {
+        if (status == SHARED_GONE && row.sequence < MAX_VERSIONS) {
             world.control.ghost.gone[row.sequence] = 1;
         }
         i++;
@@ -153,18 +152,18 @@ static void join(unsigned versions) {
 static void read_versions(unsigned reads) {
     uint64_t after = 0;
     struct slot_row row;
-    if (rows_claim_reader(mine(), "r", "", (uint32_t)running + 1) != POOL_OK) {
+    if (rows_claim_reader(mine(), "r", "", (uint32_t)running + 1) != SHARED_OK) {
         engine_fail("a reader got no row");
     }
     for (unsigned i = 0; i < reads;) {
         uint32_t slot = 0;
-        uint32_t ticket = bell_announce(mine()->header, POOL_BELL_VERSION);
-        enum pool_status status = lease_latest(mine(), after, &slot, &row);
-        if (status == POOL_DAMAGED) {
+        uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_VERSION));
+        enum shared_status status = lease_latest(mine(), after, &slot, &row);
+        if (status == SHARED_DAMAGED) {
             engine_fail("a reader was told that the newest version is damaged");
         }
-        if (status != POOL_OK) {
-            if (bell_wait(mine()->header, POOL_BELL_VERSION, ticket, NS) == BELL_TIMEOUT) {
+        if (status != SHARED_OK) {
+            if (bell_wait(pool_bell(mine(), POOL_BELL_VERSION), ticket, NS) == BELL_TIMEOUT) {
                 i++; /* nobody may be left who publishes */
             }
             continue;
@@ -246,7 +245,7 @@ const struct scenario scenarios[] = {
 };
 
 void scripts_prepare(const struct scenario *scenario) {
-    template = (struct pool){.control = world.memory, .max_slots = scenario->slots,
+    template = (struct pool){.file.control = world.memory, .max_slots = scenario->slots,
                              .slot_bytes = 16, .meta_bytes = 8, .block_bytes = POOL_MIN_BLOCK,
                              .rank = -1, .reader = -1};
     uint8_t *at = world.memory;
@@ -267,7 +266,7 @@ void scripts_prepare(const struct scenario *scenario) {
     atomic_init(&template.header->slots_open, scenario->slots);
     for (int i = 0; i < PROCESSES; i++) {
         world.processes[i].own = template;
-        world.processes[i].own.fd = i;
+        world.processes[i].own.file.fd = i;
     }
 }
 

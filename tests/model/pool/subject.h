@@ -1,6 +1,6 @@
 /* The slot pool as the subject of the explorer.
  *
- * hooked: bell lease publish rows
+ * hooked: lease publish rows
  * plain: pool
  */
 #ifndef SHMBUS_MODEL_POOL_SUBJECT_H

@@ -172,7 +172,7 @@ def test_what_cannot_be_trained_is_reported_and_asked_for_again(
     with shmbus.Producer(bus) as producer, shmbus.Consumer(bus, sample_retries=1) as consumer:
         assert not put_episode(producer, record, "q", group_size=1, index=0)
         assert consumer.take(1, 0.2) == []
-        [wanted] = wait_until(producer.wanted)
+        [wanted] = wait_until(producer.requests.retries)
         assert words in wanted.reason
 
 

@@ -224,7 +224,7 @@ def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, st
     with shmbus.Producer(name) as producer, shmbus.Consumer(buses["trainer"]) as consumer:
         producer.put("q", group_size=2, index=0, score=0.0)
         producer.fail("q", 1, "out of memory", group_size=2)
-        wait_until(lambda: producer.wanted(), "the failed sample to be asked for")
+        wait_until(lambda: producer.requests.retries(), "the failed sample to be asked for")
         shown = command("relay", name, "--status")
         assert buses["trainer"] in shown and "source" in shown
         assert "1 samples are asked for again" in shown and "1 of 2" in shown

@@ -17,7 +17,7 @@ from tiny import sample
 from transformers import AutoModelForCausalLM
 
 import shmbus
-from shmbus.weights import WeightsError, WeightSubscriber
+from shmbus.weights import WeightSubscriber
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ def newest(subscriber: WeightSubscriber, model: torch.nn.Module, version: int) -
             if weights.version != version:
                 weights.load_into(model, strict=False)
             return weights.version
-    except WeightsError:
+    except shmbus.ShmbusError:
         return version
 
 

@@ -16,7 +16,7 @@ from trainer_adapter.adapters.stack import BUS_VARIABLE
 __all__ = ["ShmbusEnv"]
 
 #: What is under way; a loop keeps no reference of its own.
-_putting: set[asyncio.Future[None]] = set()
+_putting: set[asyncio.Future[int]] = set()
 
 
 class ShmbusEnv:
@@ -67,13 +67,13 @@ class ShmbusEnv:
         ------
         TypeError, ValueError, RecordTooLargeError
             A group is none, or has something that no batch or record can have; the message names
-            it. Of several groups, those before it were put where it was too large.
+            it, and nothing of this call was put.
         BusRemovedError, BusClosedError
             As for `shmbus.Producer.put`.
         """
         producer = self._shmbus()
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        put: dict[str, list[dict[str, Any]]] = {}
+        put: list[dict[str, Any]] = []
         for group in groups:
             if not isinstance(group, dict):
                 raise TypeError(
@@ -82,16 +82,14 @@ class ShmbusEnv:
             group["env_id"] = getattr(self, "env_id", None)
             key = f"atropos-{producer.producer_id}-{self._shmbus_groups}"
             self._shmbus_groups += 1
-            put[key] = samples_of(group, policy_version=producer.policy_version)
-        putting = asyncio.ensure_future(_put_all(producer, put))
+            samples = samples_of(group, policy_version=producer.policy_version)
+            put += [
+                {**sample, "instance_id": key, "group_size": len(samples), "index": index}
+                for index, sample in enumerate(samples)
+            ]
+        # All in one call, which checks all before it puts the first.
+        putting = asyncio.ensure_future(producer.aput_many(put))
         _putting.add(putting)
         putting.add_done_callback(_putting.discard)
-        # An environment cancels its workers; what they have made is put nevertheless.
+        # An environment cancels its workers; half a group would wait in the bus for ever.
         await asyncio.shield(putting)
-
-
-async def _put_all(producer: shmbus.Producer, groups: dict[str, list[dict[str, Any]]]) -> None:
-    """Put groups, each whole, by their keys."""
-    for key, samples in groups.items():
-        if samples:
-            await producer.aput_group(key, samples)

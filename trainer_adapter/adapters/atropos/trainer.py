@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import shmbus
-from shmbus._checks import check_seconds, check_text, checked_int
+from shmbus._arguments import check_int, check_text, check_timeout
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
 from trainer_adapter.adapters.ended import still_leased
@@ -52,7 +52,7 @@ def _checked_minimums(minimums: object) -> dict[int, float]:
             raise ValueError(
                 f"minimums: expected a share of 0 to 1 for environment {env!r}, got {share!r}"
             )
-        found[checked_int("minimums", env)] = float(share)
+        found[check_int("minimums", env)] = float(share)
     return found
 
 
@@ -108,10 +108,10 @@ class AtroposTrainer:
         keep_batches: int = 1,
         **options: Any,
     ) -> None:
-        self.batch_size = checked_int("batch_size", batch_size)
+        self.batch_size = check_int("batch_size", batch_size)
         if self.batch_size < 1:
             raise ValueError(f"batch_size: expected 1 or more sequences, got {batch_size}")
-        self._keep = checked_int("keep_batches", keep_batches)
+        self._keep = check_int("keep_batches", keep_batches)
         if self._keep < 0:
             raise ValueError(f"keep_batches: expected 0 or more, got {keep_batches}")
         self._minimums = _checked_minimums(minimums)
@@ -201,7 +201,7 @@ class AtroposTrainer:
         BusClosedError, DaemonUnavailableError
             As for `shmbus.Consumer.take`.
         """
-        check_seconds("timeout", timeout, none="waits for ever")
+        check_timeout(timeout, "timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._end_before_next()
@@ -241,7 +241,7 @@ class AtroposTrainer:
         list of Group, or None
             With the arrays tokens, masks, loss_mask, and what else the environments sent.
         """
-        check_seconds("timeout", timeout, none="waits for ever")
+        check_timeout(timeout, "timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._end_before_next()

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from shmbus._checks import check_int, check_text
+from shmbus._arguments import check_int, check_text
 from trainer_adapter.adapters.prime_rl.transport import ShmbusBatchReceiver, ShmbusBatchSender
 
 __all__ = ["TESTED", "install"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shmbus.channel import living_statement
+from shmbus.channel.lifecycle import living_statement
 
 __all__ = ["Sent", "channel_name", "check_slice", "fields_of", "sent_of"]
 

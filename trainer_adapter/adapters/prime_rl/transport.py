@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from shmbus import BusNotFoundError
-from shmbus._checks import check_int, check_text, checked_int
-from shmbus.channel import ChannelReceiver, ChannelSender, ChannelTimeoutError
+from shmbus import BusNotFoundError, WaitTimeoutError
+from shmbus._arguments import check_int, check_text
+from shmbus.channel import ChannelReceiver, ChannelSender
 from trainer_adapter.adapters.prime_rl.micro_batches import decode, encode
 from trainer_adapter.adapters.prime_rl.slices import (
     channel_name,
@@ -70,7 +70,7 @@ class ShmbusBatchSender:
     ------
     TypeError, ValueError
         An argument is of another kind, or out of range.
-    ChannelBusyError, CapacityError
+    BusBusyError, CapacityError
         As for `shmbus.channel.ChannelSender`; no channel of this run is held then.
     """
 
@@ -121,7 +121,7 @@ class ShmbusBatchSender:
         ------
         TypeError, ValueError
             The grid has another shape, or no micro batches; nothing was sent.
-        ChannelTimeoutError, PeerGoneError
+        WaitTimeoutError, PeerGoneError
             A trainer does not take steps, and why. What other ranks got stays sent.
 
         Notes
@@ -203,8 +203,8 @@ class ShmbusBatchReceiver:
         reader: int = 0,
     ) -> None:
         check_text("name", name)
-        self.data_rank = checked_int("data_rank", data_rank)
-        reader = checked_int("reader", reader)
+        self.data_rank = check_int("data_rank", data_rank)
+        reader = check_int("reader", reader)
         if self.data_rank < 0 or reader < 0:
             raise ValueError(
                 f"data_rank, reader: expected 0 or more, got {data_rank} and {reader}; give the "
@@ -234,7 +234,7 @@ class ShmbusBatchReceiver:
                 self._channel.ack()
                 self._used = False
             self._held = self._channel.receive(timeout=seconds)
-        except (BusNotFoundError, ChannelTimeoutError):
+        except (BusNotFoundError, WaitTimeoutError):
             return False
         return True
 
@@ -245,7 +245,7 @@ class ShmbusBatchReceiver:
         ------
         ValueError
             The orchestrator does not send to this rank or reader, or sends other micro batches.
-        ChannelBusyError
+        BusBusyError
             Another living process receives for this rank and reader.
         PeerGoneError
             The orchestrator has died.

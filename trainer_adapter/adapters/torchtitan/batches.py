@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus._checks import check_choice, check_flag, check_seconds
+from shmbus._arguments import check_choice, check_flag, check_timeout
 from trainer_adapter.adapters.ended import still_leased
 from trainer_adapter.adapters.parted import not_of_its_kind
 from trainer_adapter.adapters.stack import Stack
@@ -243,7 +243,7 @@ class ShmbusBatches:
         ValueError
             As for `sample_group`; the group stays leased, and comes again to a next trainer.
         """
-        check_seconds("timeout", timeout, none="waits for ever")
+        check_timeout(timeout, "timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -254,7 +254,7 @@ class ShmbusBatches:
                 )  # fmt: skip
                 self._number += 1
                 if not made.training_samples:
-                    self._consumer.drop(group, useless=True)
+                    self._consumer.drop(group, reason="filtered")
                     continue
                 self._collected.append(group)
                 batch = self._batcher.add_training_samples(training_sample_group=made)

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import shmbus
+from shmbus._arguments import check_choice
 from shmbus.segment.names import check_name
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
 from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
@@ -29,14 +30,7 @@ from trainer_adapter.adapters.trl.samples import (
 )
 from trainer_adapter.adapters.trl.stack import versions
 
-__all__ = ["HeldGroups", "check_choice", "check_options", "open_within"]
-
-
-def check_choice(name: str, given: str, *known: str) -> None:
-    """Raise ValueError where an argument is none of the words that it may be."""
-    if given not in known:
-        expected = " or ".join(map(repr, known))
-        raise ValueError(f"{name}: expected {expected}, got {given!r}")
+__all__ = ["HeldGroups", "check_options", "open_within"]
 
 
 def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "grpo") -> None:
@@ -55,7 +49,7 @@ def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "g
     """
     check_name(bus)
     if not callable(advantages):
-        check_choice("advantages", advantages, "grpo", "dr_grpo", "rloo", "none")
+        check_choice("advantages", advantages, ("grpo", "dr_grpo", "rloo", "none"))
     for taken in ("rank", "world_size"):
         if taken in options:
             raise TypeError(

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import shmbus
-from shmbus._checks import check_flag, check_seconds
+from shmbus._arguments import check_flag, check_seconds
 from shmbus._format import several
 from trainer_adapter.adapters.ended import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
-from shmbus.batch.rows import row_fields, row_lengths
+from shmbus.rows import row_fields, row_lengths
 from trainer_adapter.adapters.parted import not_of_its_kind
 from trainer_adapter.adapters.trl.samples import Expected
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus._checks import checked_int
+from shmbus._arguments import check_int
 
 if TYPE_CHECKING:
     from trainer_adapter.adapters.trl.callback import TrainerArguments
@@ -72,7 +72,7 @@ class Expected(NamedTuple):
         """
         names = ("num_generations", "max_completion_length", "token_budget")
         for name, value in zip(names, self, strict=True):
-            if value is not None and checked_int(name, value) < 1:
+            if value is not None and check_int(name, value) < 1:
                 raise ValueError(
                     f"{name}: expected 1 or more, got {value}; leave it out for the trainer's own"
                 )

@@ -63,7 +63,7 @@ class ShmbusWeights:
 
         Raises
         ------
-        WeightsError, WeightsTimeoutError
+        WeightsError, WaitTimeoutError
             As for `shmbus.weights.WeightPublisher`.
         ValueError
             The first sync has no parameters: workers would load a version of nothing.

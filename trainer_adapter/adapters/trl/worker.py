@@ -19,10 +19,11 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import shmbus
+from shmbus._arguments import check_choice
 from trainer_adapter.adapters.trl.buffer import RolloutBuffer
 from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
-from trainer_adapter.adapters.trl.held import HeldGroups, check_choice, check_options, open_within
+from trainer_adapter.adapters.trl.held import HeldGroups, check_options, open_within
 from trainer_adapter.adapters.trl.samples import Advantages, Expected, ledger_metrics
 from trainer_adapter.adapters.trl.stack import needed
 
@@ -97,8 +98,8 @@ class ShmbusRolloutWorker:
         refused: Literal["raise", "drop"] = "raise",
         **consumer_options: Any,
     ) -> None:
-        check_choice("acknowledge", acknowledge, "version", "save")
-        check_choice("refused", refused, "raise", "drop")
+        check_choice("acknowledge", acknowledge, ("version", "save"))
+        check_choice("refused", refused, ("raise", "drop"))
         check_options(bus, consumer_options, advantages)
         self.bus: Final = bus
         self.rollout_buffer = RolloutBuffer(self)

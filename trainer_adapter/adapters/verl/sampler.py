@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import shmbus
-from shmbus._checks import check_choice
+from shmbus._arguments import check_choice
 from trainer_adapter.adapters.ended import EndedGroups
 from trainer_adapter.adapters.splits import SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS

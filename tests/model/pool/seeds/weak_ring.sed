@@ -1,3 +1,3 @@
 # options: --scenario ranks --preemptions 2 --deaths 0 --delays 1
 # Who rings looks at the flag first, while what it has changed may still be on its way.
-/^void bell_ring/,/^}/s/^    \/\* SYNC: pool-bell.*/    if (atomic_load_explicit(words.wanted, memory_order_relaxed) == 0) {\n        return;\n    }/
+/^void bell_ring(/,/^}/s/bell_fence(&self->wanted);/;/

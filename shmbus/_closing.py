@@ -1,0 +1,44 @@
+"""Handles that a ``with`` or ``async with`` block closes."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ClosedByWith"]
+
+
+class ClosedByWith:
+    """Is entered as itself, and closed when the block is left."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # In this thread: it waits for nobody, and no cancellation can come before it.
+        self.close()

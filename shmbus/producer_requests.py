@@ -1,0 +1,713 @@
+"""Prompts to sample: taken from the request lane one sample at a time, and answered.
+
+Invariants
+----------
+- A sample is in the hands of one producer at a time. It comes back when that one gives it back,
+  closes, or dies; and it is answered once, whatever dies when (shmbus_ext/ring/requests.h).
+- A retry request of a group that came by the lane is handed out by `next` too, with its prompt.
+- What this producer was asked for and has not done is asked of others once it closes.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
+
+from shmbus import limits
+from shmbus._arguments import check_count, check_timeout, clamp_request
+from shmbus._backoff import backoff_s
+from shmbus._keys import make_key
+from shmbus._loop_waits import LoopWaits
+from shmbus._prompts import Prompt, Request, RequestText, check_request
+from shmbus_ext import _core
+
+if TYPE_CHECKING:
+    from shmbus.stall import Watch
+    from shmbus_ext._values import FieldValue, SupportsItem
+
+__all__ = ["ProducerRequests", "Request", "RequestState", "checked_reason"]
+
+#: What a worker waits for, in a report of a stall.
+_WAITS_FOR: Final = "a prompt to sample"
+
+
+class _RetryRow(NamedTuple):
+    """A row of the retry table, as `_core.retry_requests` gives it."""
+
+    row: int
+    number: int
+    claimant: int
+    instance_id: str
+    round: int | None
+    split: int
+    size: int
+    need: int
+    sample_index: int
+    attempt: int
+    why: str
+    due_ns: int
+
+    @property
+    def sample(self) -> tuple[Hashable, int]:
+        return make_key(self.instance_id, self.round, self.split), self.sample_index
+
+
+class _Backoff:
+    """How long a worker waits whose samples all fail, or that gives all of them back."""
+
+    # Only what was taken after a wait makes the next one longer: of many under way, all fail at
+    # once.
+
+    __slots__ = ("_waits", "failed", "until_s")
+
+    def __init__(self) -> None:
+        self.success()
+
+    def success(self) -> None:
+        """Go on at once: a sample was made."""
+        #: Samples that failed since one was made.
+        self.failed = 0
+        self.until_s = 0.0
+        self._waits = 0
+
+    def failure(self, now_s: float) -> None:
+        """Wait, where many have failed and none was made."""
+        self.failed += 1
+        if self.failed >= limits.ALIKE_FAILURES:
+            self.wait(now_s)
+
+    def wait(self, now_s: float) -> None:
+        """Take nothing for a while, longer than the last time."""
+        if now_s >= self.until_s:
+            self._waits += 1
+            of = (self._waits, random.random())
+            self.until_s = now_s + backoff_s(limits.RETRY_BACKOFF_S, self._waits, of)
+
+
+class RequestState:
+    """What a Producer keeps for its `ProducerRequests`, which are made anew at each use."""
+
+    __slots__ = ("backoff", "last_request", "lock", "next_recovery_s", "taken", "work")
+
+    def __init__(self) -> None:
+        self.backoff = _Backoff()
+        self.work = LoopWaits()
+        self.next_recovery_s = 0.0
+        #: Failed samples that this producer has claimed, until they are answered.
+        self.taken: dict[tuple[Hashable, int], Request] = {}
+        self.lock = _core.RecursiveLock()
+        #: Of the request that a sample was last taken of: number, text and prompt.
+        self.last_request: tuple[int, RequestText | None, Prompt | None] = (0, None, None)
+
+    def forget(self) -> None:
+        """Forget what is of a bus that another has taken the place of."""
+        self.last_request = (0, None, None)
+        self.taken.clear()
+        self.backoff.success()
+
+    def slice_s(self, timeout: float | None, waited_s: float) -> float:
+        """Seconds to sleep at once, of a wait that has lasted so long."""
+        slice_s = limits.REQUEST_WAIT_S
+        if timeout is not None:
+            slice_s = min(slice_s, timeout - waited_s)
+        if (rest_s := self.backoff.until_s - time.monotonic()) > 0:
+            slice_s = min(slice_s, rest_s)
+        return slice_s
+
+
+class _Worker(Protocol):
+    """What the requests need of their Producer."""
+
+    _watch: Watch
+
+    @property
+    def producer_id(self) -> int: ...
+    @property
+    def _segment(self) -> _core.Segment: ...
+    def _here(self) -> _core.Segment: ...
+    def put(self, *arguments: Any, **more: Any) -> None: ...
+    def fail(self, *arguments: Any, **more: Any) -> None: ...
+    def _answer(self, *arguments: Any, **more: Any) -> None: ...
+    def _go_on(self, *arguments: Any) -> object: ...
+    def _recover_dead(self) -> object: ...
+    def _take_requests(self, *arguments: Any) -> list[Any]: ...
+    def _holds_request(self, *arguments: Any) -> bool: ...
+    def _give_back_request(self, *arguments: Any) -> bool: ...
+    async def _retry(self, *arguments: Any) -> None: ...
+    async def _check_stall(self, *arguments: Any) -> None: ...
+
+
+class ProducerRequests:
+    """`Producer.requests`: the samples that a worker is asked for, and its answers.
+
+    `next` takes a sample to make, `answer` puts it, `fail` reports that it could not be made, and
+    `release` gives it back unmade. All are safe from several threads, as the Producer is.
+
+    Parameters
+    ----------
+    producer : Producer
+        The worker's handle, which makes this: ``producer.requests``.
+    state : object
+        What that Producer keeps between two calls.
+    """
+
+    __slots__ = ("_producer", "_state")
+
+    def __init__(self, producer: _Worker, state: RequestState) -> None:
+        self._producer = producer
+        self._state = state
+
+    @overload
+    def next(self, timeout: None = None) -> Request: ...
+    @overload
+    def next(self, timeout: float) -> Request | None: ...
+    def next(self, timeout: float | None = None) -> Request | None:
+        """Take the next sample to make; waits for one, and costs no CPU meanwhile.
+
+        Failed samples that are asked for again come first (last, for a worker whose own last sample
+        failed), then the highest priority, then what was offered first. A worker whose samples all
+        fail, or that gives them back, is given none for up to 30 s. While the bus is paused nothing
+        is handed out. Where the bus bounds how far producers are ahead (`max_lead`), a group is
+        begun here, and its samples never wait in `answer` for that bound.
+
+        What is taken is others' again when this producer closes or its process dies, or by
+        `release`.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        Request or None
+            None where nothing came in time.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `timeout` is no number of 0 or more.
+        BusClosedError, BusRemovedError
+            As for `put`.
+        StallError
+            Nothing moved on the bus for `stall_timeout` seconds, under ``on_stall="raise"``.
+        """
+        found = self.next_many(1, timeout)
+        return found[0] if found else None
+
+    def next_many(self, limit: int, timeout: float | None = None) -> list[Request]:
+        """Take several samples to make by one call: what there is, once there is one.
+
+        Parameters
+        ----------
+        limit : int
+            The most to take, 1 or more.
+        timeout : float, optional
+            Seconds to wait for the first: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        list of Request
+            As `next` would have given them one by one; empty where nothing came in time.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `limit` is no int of 1 or more, or as for `next`.
+        BusClosedError, BusRemovedError, StallError
+            As for `next`.
+        """
+        check_timeout(timeout)
+        limit = clamp_request("limit", limit)
+        found = self._find_requests(limit)
+        if found or timeout == 0:
+            return found
+        began = time.monotonic()
+        while True:
+            ticket = _core.request_want(self._producer._here(), False)
+            found = self._find_requests(limit)
+            waited_s = time.monotonic() - began
+            if found or (timeout is not None and waited_s >= timeout):
+                return found
+            left_s = self._state.slice_s(timeout, waited_s)
+            self._await_request(ticket, left_s)
+            self._after_wait(None if timeout is None else timeout - waited_s)
+            if self._producer._watch.slice_s is not None:
+                waited_s = time.monotonic() - began
+                self._producer._watch.check(self._producer._segment, _WAITS_FOR, waited_s)
+
+    @overload
+    async def anext(self, timeout: None = None) -> Request: ...
+    @overload
+    async def anext(self, timeout: float) -> Request | None: ...
+    async def anext(self, timeout: float | None = None) -> Request | None:
+        """Take the next sample to make, as `next`, without blocking the event loop.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        Request or None
+            None where nothing came in time.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
+            As for `next`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was taken.
+        """
+        found = await self.anext_many(1, timeout)
+        return found[0] if found else None
+
+    async def anext_many(self, limit: int, timeout: float | None = None) -> list[Request]:
+        """Take several samples to make, as `next_many`, without blocking the event loop.
+
+        Parameters
+        ----------
+        limit, timeout
+            As for `next_many`.
+
+        Returns
+        -------
+        list of Request
+            As for `next_many`.
+
+        Raises
+        ------
+        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
+            As for `next_many`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was taken.
+        """
+        check_timeout(timeout)
+        limit = clamp_request("limit", limit)
+        began = time.monotonic()
+        while True:
+            ticket = _core.request_want(self._producer._here(), False)
+            found = self._find_requests(limit)
+            waited_s = time.monotonic() - began
+            if found or (timeout is not None and waited_s >= timeout):
+                return found
+            left_s = self._state.slice_s(timeout, waited_s)
+            await self._state.work.wait(
+                functools.partial(self._await_request, ticket, left_s), left_s
+            )
+            self._after_wait(0)
+            await self._producer._check_stall(began, _WAITS_FOR)
+
+    def _await_request(self, ticket: int, wait_s: float) -> None:
+        _core.request_await(self._producer._segment, False, ticket, wait_s)
+
+    def _after_wait(self, left_s: float | None) -> None:
+        """Once a while: give back what dead workers had, and notice that the bus was removed."""
+        now = time.monotonic()
+        if now < self._state.next_recovery_s:
+            return
+        self._state.next_recovery_s = now + limits.REQUEST_WAIT_S
+        if self._producer._segment.note_removal():
+            self._producer._go_on(left_s)
+        self._producer._recover_dead()
+
+    def _find_requests(self, limit: int) -> list[Request]:
+        segment = self._producer._here()
+        if segment.paused() is not None:
+            return []
+        rows = _retry_rows(segment) if _core.request_number(segment) else []
+        for row in rows:
+            if row.attempt == _core.RETRY_PAUSE:
+                return self._probe(segment, row, rows)
+        if time.monotonic() < self._state.backoff.until_s:
+            return []
+        if self._state.backoff.failed:
+            # What others can make is asked for first of those who can make it.
+            found = self._take_new(limit)
+            return found + self._take_failed(segment, rows, limit - len(found))
+        found = self._take_failed(segment, rows, limit)
+        return found + self._take_new(limit - len(found))
+
+    def _probe(
+        self, segment: _core.Segment, pause: _RetryRow, rows: list[_RetryRow]
+    ) -> list[Request]:
+        """Take one sample, if it is this worker's turn: the lane is paused."""
+        mine = self._producer.producer_id
+        if not _core.retry_claim(segment, pause.row, pause.number, mine):
+            return []
+        found = self._take_new(1) or self._take_failed(segment, rows, 1)
+        if not found:
+            _core.retry_unclaim(segment, pause.row, mine)
+        return found
+
+    def _take_new(self, limit: int) -> list[Request]:
+        found: list[Request] = []
+        number, text, prompt = self._state.last_request
+        for claim, new in self._producer._take_requests(number, limit) if limit else ():
+            if new is not None or text is None or prompt is None:
+                assert new is not None
+                text, prompt = new, Prompt(new[8], new[7])
+                # One prompt for all of its samples that this producer takes, decoded once.
+                self._state.last_request = (claim[0], text, prompt)
+            found.append(Request._of(text, prompt, claim[4], claim=claim))
+        return found
+
+    def _take_failed(
+        self,
+        segment: _core.Segment,
+        rows: list[_RetryRow],
+        limit: int,
+        *,
+        without_prompt: bool = False,
+    ) -> list[Request]:
+        """Claim failed samples; those whose prompt the lane has not only where that is said."""
+        found: list[Request] = []
+        mine = self._producer.producer_id
+        with self._state.lock:
+            for each in rows:
+                if len(found) == limit:
+                    break
+                if each.claimant or each.attempt == _core.RETRY_PAUSE:
+                    continue
+                text = _core.request_find(segment, each.instance_id, each.round, each.split)
+                if text is None and not without_prompt:
+                    continue
+                if not _core.retry_claim(segment, each.row, each.number, mine):
+                    continue
+                prompt = Prompt(text[8], text[7]) if text is not None else Prompt(b"", 0)
+                text = text or _text_of(segment, each)
+                retry = (each.row, each.attempt, each.why)
+                found.append(Request._of(text, prompt, each.sample_index, retry=retry))
+                self._state.taken[each.sample] = found[-1]
+        return found
+
+    def retries(self, limit: int | None = None) -> list[Request]:
+        """Take failed samples of prompts that this worker chooses itself; waits for nothing.
+
+        It is for workers that put samples which nobody offered: `next` hands out failed samples of
+        the lane, with their prompts. Each is handed to one worker at a time, and is asked of others
+        when this producer closes without an answer; it counts as failed once more when the producer
+        dies, or does not answer within the consumer's `retry_timeout`. Where nothing is asked for,
+        this reads one word of shared memory.
+
+        Parameters
+        ----------
+        limit : int, optional
+            How many at the most; None for all. Workers that share the work take few at a time.
+
+        Returns
+        -------
+        list of Request
+            In the order of asking, for `answer`, `fail` and `release`. Those of the lane have their
+            prompt, others no fields. `group_size` is 0 where nobody has said it; give it to
+            `answer`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `limit` is no int of 1 or more.
+        BusClosedError
+            The Producer is closed, or was made before a fork.
+        """
+        if limit is not None:
+            limit = check_count("limit", limit, 1)
+        segment = self._producer._here()
+        rows = _retry_rows(segment)
+        mine = self._producer.producer_id + 1
+        with self._state.lock:
+            kept = {each.sample for each in rows if each.claimant == mine}
+            for at in self._state.taken.keys() - kept:
+                del self._state.taken[at]  # answered, or asked of another
+            most = len(rows) if limit is None else limit
+            return self._take_failed(segment, rows, most, without_prompt=True)
+
+    def _return_failed(self) -> None:
+        """Have others make the failed samples that this producer has claimed; it closes."""
+        if self._state.taken:
+            mine = self._producer.producer_id
+            for each in _retry_rows(self._producer._segment):
+                if each.claimant == mine + 1:
+                    _core.retry_unclaim(self._producer._segment, each.row, mine)
+
+    def _at(self, request: Request) -> tuple[Hashable, int]:
+        """Return what `taken` has a sample by."""
+        split = _core.split_number(self._producer._segment, request.split)
+        return make_key(request.instance_id, request.round, split), request.index
+
+    def is_wanted(self, request: Request) -> bool:
+        """Whether the sample is still to be made: its group has neither ended nor been delivered.
+
+        A read of shared memory: a long rollout may ask now and then, and stop.
+
+        Parameters
+        ----------
+        request : Request
+            What `next` gave.
+
+        Returns
+        -------
+        bool
+        """
+        if (claim := check_request(request)._claim) is not None:
+            return self._producer._holds_request(claim)
+        return self._at(request) in self._state.taken
+
+    def release(self, request: Request) -> bool:
+        """Give a sample back unmade, for what is not its fault: others may take it.
+
+        It uses up none of the sample's retries. This worker is given nothing for a while then, half
+        a second at first and 30 s at most, until it has answered a request.
+
+        Parameters
+        ----------
+        request : Request
+            What `next` gave.
+
+        Returns
+        -------
+        bool
+            False where it was not this producer's any more.
+        """
+        given_back = self._give_back(check_request(request))
+        if given_back:
+            self._state.backoff.wait(time.monotonic())
+        return given_back
+
+    def _give_back(self, request: Request) -> bool:
+        if (claim := request._claim) is not None:
+            return self._producer._give_back_request(claim)
+        assert request._retry is not None
+        self._forget(request)
+        producer = self._producer
+        return _core.retry_unclaim(producer._segment, request._retry[0], producer.producer_id)
+
+    def answer(
+        self,
+        request: Request,
+        *,
+        score: float | SupportsItem | None = 0.0,
+        policy_version: int | tuple[int, int] = 0,
+        meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        **arrays: FieldValue,
+    ) -> bool:
+        """Put the sample that a request asked for: id, round, index and sizes are the request's.
+
+        The sample and the end of the request are one: whenever this process dies, the sample is in
+        the ring and is asked of nobody, or it is not and is asked of others.
+
+        Parameters
+        ----------
+        request : Request
+            What `next` gave.
+        score, policy_version, meta, rows, timeout
+            As for `put`.
+        **arrays
+            As for `put`.
+
+        Returns
+        -------
+        bool
+            False where the sample is not wanted any more, as where its group has ended; then
+            nothing was put.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `put`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`; the request is still this producer's.
+        """
+        if not self.is_wanted(request):
+            return False
+        for name in ("instance_id", "group_size", "index", "round", "need", "split"):
+            if name in arrays and (name != "group_size" or request.group_size):
+                raise TypeError(f"requests.answer: {name} is the request's; leave it out")
+        given: dict[str, Any] = {
+            **request._group(),
+            "index": request.index,
+            "score": score,
+            "policy_version": policy_version,
+            "meta": meta,
+            "rows": rows,
+            "timeout": timeout,
+            **arrays,
+        }
+        if request._claim is None:
+            self._producer.put(request.instance_id, **given)
+            self._forget(request)
+        else:
+            self._producer._answer(request._claim, False, request.instance_id, **given)
+        self._state.backoff.success()
+        return True
+
+    def fail(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> bool:
+        """Report that the sample of a request failed, as `fail` does.
+
+        With `sample_retries` it is asked for again, with its prompt, once its backoff is over; else
+        its group is given up. Where all samples of late failed alike, of all workers, the lane lets
+        one through at a time until one succeeds, and no failure costs a sample a retry meanwhile.
+
+        Parameters
+        ----------
+        request : Request
+            What `next` gave.
+        reason : str
+            What operators and the next worker are told.
+        policy_version : int, default 0
+            Version of the policy that was to sample it.
+        timeout : float, optional
+            Seconds to wait for space, as for `put`.
+
+        Returns
+        -------
+        bool
+            False where the sample is not wanted any more; then nothing was reported.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The reason is no str, or as for `put`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `put`; the request is still this producer's.
+        """
+        reason = checked_reason(reason)
+        if not self.is_wanted(request):
+            return False
+        report: dict[str, Any] = {"policy_version": policy_version, "timeout": timeout}
+        report |= request._group()
+        if request._claim is None:
+            report["group_size"] = request.group_size or None
+            self._producer.fail(request.instance_id, request.index, reason, **report)
+            self._forget(request)
+        else:
+            report |= {"index": request.index, "score": 0.0, "meta": reason}
+            self._producer._answer(request._claim, True, request.instance_id, **report)
+        self._state.backoff.failure(time.monotonic())
+        return True
+
+    def _forget(self, request: Request) -> None:
+        with self._state.lock:
+            self._state.taken.pop(self._at(request), None)
+
+    async def aanswer(
+        self,
+        request: Request,
+        *,
+        score: float | SupportsItem | None = 0.0,
+        policy_version: int | tuple[int, int] = 0,
+        meta: Any = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        **arrays: FieldValue,
+    ) -> bool:
+        """Put the sample that a request asked for, without blocking the event loop.
+
+        Parameters
+        ----------
+        request : Request
+            What `next` gave.
+        score, policy_version, meta, rows, **arrays
+            As for `answer`. The arrays must not change before this returns.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        bool
+            As for `answer`.
+
+        Raises
+        ------
+        TypeError, ValueError, RecordTooLargeError
+            As for `answer`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `answer`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was put.
+        """
+        given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
+        put = functools.partial(self.answer, request, meta=meta, rows=rows, timeout=0, **given)
+        return await self._answer_later(put, timeout)
+
+    async def afail(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> bool:
+        """Report that the sample of a request failed, without blocking the event loop.
+
+        Parameters
+        ----------
+        request, reason, policy_version
+            As for `fail`.
+        timeout : float, optional
+            Seconds to wait for space: None waits for ever, 0 does not wait.
+
+        Returns
+        -------
+        bool
+            As for `fail`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `fail`.
+        BusFullError, BusClosedError, BusRemovedError, StallError
+            As for `fail`.
+        asyncio.CancelledError
+            The task was cancelled during the wait; nothing was reported.
+        """
+        fail = functools.partial(
+            self.fail, request, reason, policy_version=policy_version, timeout=0
+        )
+        return await self._answer_later(fail, timeout)
+
+    async def _answer_later(self, answer: Callable[[], bool], timeout: float | None) -> bool:
+        check_timeout(timeout)
+        done = False
+
+        def attempt() -> None:
+            nonlocal done
+            done = answer()
+
+        await self._producer._retry(attempt, timeout)
+        return done
+
+
+def checked_reason(reason: object) -> str:
+    """Return why a sample failed as the report of it says it: text of a bounded length."""
+    if not isinstance(reason, str):
+        raise TypeError(f"reason: expected a str, got {type(reason).__name__}")
+    return reason[: limits.FAIL_REASON_CHARS].encode("utf-8", "replace").decode()
+
+
+def _retry_rows(segment: _core.Segment) -> list[_RetryRow]:
+    """Return what is asked for again, in the order of asking; of none by one word of memory."""
+    if not _core.retry_noted(segment)[0]:
+        return []
+    return sorted(
+        (_RetryRow(*row) for row in _core.retry_requests(segment)), key=lambda each: each.number
+    )
+
+
+def _text_of(segment: _core.Segment, row: _RetryRow) -> RequestText:
+    """Return what the lane would say of a sample that did not come by it."""
+    need = row.need or row.size
+    split = _core.split_label(segment, row.split)
+    return row.instance_id, row.round, split, row.size, need, 0, 0, 0, b""

@@ -1,0 +1,234 @@
+"""Files in shared memory: how a bus, a pool or a channel is made, opened and removed.
+
+Invariants:
+
+- One that could not be completed is removed before the error is raised, and no other file of its
+  name; what was made is returned, or removed.
+- What is read was opened as a file of this user (`own_file`), and had its name after it was locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
+
+import posix_ipc
+
+from shmbus import errors
+from shmbus._format import show_size
+from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
+from shmbus.segment.own_file import open_own
+from shmbus_ext import _core
+
+__all__ = ["Companion", "create_file", "free_and_total", "open_once", "remove_file"]
+
+#: Seconds between two attempts to open a file that is not there yet, or not finished.
+_POLL_S: Final = 0.005
+#: What POSIX leaves out of the names in it.
+_DIRECTORY: Final = SHM_DIRECTORY
+
+
+class Handle(Protocol):
+    """A handle of the extension on such a file."""
+
+    def close(self) -> None:
+        """Unmap it, and let go of its locks."""
+
+
+_H = TypeVar("_H", bound=Handle)
+
+
+def create_file(path: str, title: str, create: Callable[[int], _H]) -> _H:
+    """Create a file and what is in it by a descriptor, which the handle owns; or neither."""
+    made: list[tuple[_H, os.stat_result]] = []
+    try:
+        # To allocate takes as long as the memory is large, and a Ctrl-C waits for its end.
+        _core.uninterrupted(_create_into, made, path, title, create)
+        return made[0][0]
+    except BaseException:
+        for handle, known in made:
+            handle.close()
+            remove_file(path, known)
+        raise
+
+
+def _create_into(
+    made: list[tuple[_H, os.stat_result]], path: str, title: str, create: Callable[[int], _H]
+) -> None:
+    try:
+        fd = posix_ipc.SharedMemory(path.removeprefix(_DIRECTORY), posix_ipc.O_CREX, mode=0o600).fd
+    except posix_ipc.ExistentialError as error:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+    except posix_ipc.PermissionsError as error:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path) from error
+    known = os.fstat(fd)
+    try:
+        handle = create(fd)
+    except BaseException as error:
+        os.close(fd)
+        # Another process may hold the lock to remove it.
+        if not (isinstance(error, OSError) and error.errno == errno.EBUSY):
+            remove_file(path, known)
+        raise
+    if not leads_to(path, known):
+        handle.close()
+        raise errors.BusNotFoundError(
+            f"{title}: another process removed {path} while it was being created; create it again"
+        )
+    made.append((handle, known))
+
+
+def remove_file(path: str, known: os.stat_result) -> None:
+    """Remove this file; another process may have removed it, and made another of its name."""
+    if leads_to(path, known):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def open_once(path: str, title: str, read_only: bool, attach: Callable[[int], _H]) -> _H | None:
+    """Open a file and by its descriptor what is in it; None where it lost its name meanwhile."""
+    fd = open_own(path, os.O_RDONLY if read_only else os.O_RDWR, title)
+    try:
+        known = os.fstat(fd)
+        handle = attach(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    if leads_to(path, known):
+        return handle
+    # Removed between opening and locking: what has no name is nothing any more.
+    handle.close()
+    return None
+
+
+def free_and_total() -> tuple[int, int]:
+    """Return how many bytes /dev/shm has free for this user, and how many it has."""
+    room = os.statvfs(SHM_DIRECTORY)
+    return room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+
+
+class _NotAttachedError(Exception):
+    """Why a file is not taken for what it is called."""
+
+    def __init__(self, status: int, found: int) -> None:
+        super().__init__(status, found)
+        self.status, self.found = status, found
+
+
+class Companion(Generic[_H]):
+    """A file that goes with a bus: a pool or a channel, by its kind and the bus."""
+
+    def __init__(
+        self, type_: type[_H], prefix: str, kind: str, bus: str, *, title: str, unlink: str,
+        maker: str,
+    ) -> None:  # fmt: skip
+        self.path: Final = SHM_DIRECTORY + companion_name(kind, bus)
+        self.title: Final = title
+        self._type: Any = type_
+        self._prefix = prefix
+        self._kind, self._bus = kind, bus
+        self._unlink, self._maker = unlink, maker
+
+    def _status(self, name: str) -> int:
+        return int(getattr(_core, f"{self._prefix}_{name}"))
+
+    def create(self, name: str, needed: int, *sizes: int) -> _H:
+        """Make it, named so for the extension; BusExistsError where there is a file."""
+
+        def create(fd: int) -> _H:
+            handle = self._type.create(fd, name, *sizes)
+            if isinstance(handle, self._type):
+                return cast("_H", handle)
+            raise self.no_space(needed)
+
+        if os.path.lexists(self.path):
+            # Before checking for space, which this very file may occupy.
+            raise self._exists()
+        if needed > free_and_total()[0]:
+            raise self.no_space(needed)
+        try:
+            return create_file(self.path, self.title, create)
+        except FileExistsError as error:
+            raise self._exists() from error
+
+    def open(
+        self, name: str, *, read_only: bool = False, deadline: float = 0.0, awaited: bool = False
+    ) -> _H:
+        """Open it; until the deadline waits for its creator to finish, or `awaited` to begin."""
+
+        def attach(fd: int) -> _H:
+            handle = self._type.open(fd, name, read_only)
+            if isinstance(handle, self._type):
+                return cast("_H", handle)
+            raise _NotAttachedError(*handle)
+
+        while True:
+            late = time.monotonic() >= deadline
+            status, number = self._status("UNFINISHED"), 0
+            try:
+                found = _core.uninterrupted(open_once, self.path, self.title, read_only, attach)
+                if found is not None:
+                    return cast("_H", found)
+            except FileNotFoundError as error:
+                if late or not awaited:
+                    raise self._missing() from error
+            except _NotAttachedError as error:
+                status, number = error.status, error.found
+            if late or status != self._status("UNFINISHED"):
+                raise self._layout_error(status, number)
+            time.sleep(_POLL_S)
+
+    def unlink(self) -> None:
+        """Remove its name, and the socket that a dead owner of its memory has left."""
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError as error:
+            raise errors.BusNotFoundError(
+                f"there is no {self.title} to remove ({self.path} does not exist)"
+            ) from error
+        remove_dead_socket(self._kind, self._bus)
+
+    def no_space(self, needed: int) -> errors.CapacityError:
+        """Say that /dev/shm has no room for so many bytes."""
+        free, total = free_and_total()
+        return errors.CapacityError(
+            f"{self.title}: {self.path} needs {show_size(needed)}, {SHM_DIRECTORY} has "
+            f"{show_size(free)} free of {show_size(total)}; choose smaller sizes, remove old "
+            "segments (`shmbus gc`), or enlarge it (docker run --shm-size=..., mount -o "
+            "remount,size=...)"
+        )
+
+    def _exists(self) -> errors.BusExistsError:
+        return errors.BusExistsError(
+            f"{self.title} exists already ({self.path}); open it, or remove it with {self._unlink} "
+            "if no process uses it"
+        )
+
+    def _missing(self) -> errors.BusNotFoundError:
+        return errors.BusNotFoundError(
+            f"there is no {self.title} ({self.path} does not exist): its {self._maker} has not "
+            "made it yet, it was removed, or this container has another /dev/shm; start the "
+            f"{self._maker}, or check the name with `shmbus gc`, which lists all files"
+        )
+
+    def _layout_error(self, status: int, found: int) -> errors.LayoutMismatchError:
+        needed = self._status("LAYOUT_VERSION")
+        noun = self.title.partition(" ")[0]
+        text = {
+            "UNFINISHED": f"{self.path} was never finished; its creator died, or still works",
+            "BAD_MAGIC": f"{self.path} is no {noun}, or its header was overwritten",
+            "BAD_VERSION": f"{self.path} has layout version {found}, this process needs {needed}; "
+            "restart the processes that run another shmbus",
+            "BAD_GEOMETRY": f"the header of {self.path} is damaged (its checksum or sizes are "
+            "wrong)",
+            "TRUNCATED": f"{self.path} has {found} bytes, fewer than its header says",
+        }
+        why = next(text[name] for name in text if self._status(name) == status)
+        return errors.LayoutMismatchError(
+            f"{self.title}: {why}; remove it with {self._unlink} once nothing uses it, and start "
+            f"the {self._maker} again"
+        )

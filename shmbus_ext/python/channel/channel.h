@@ -1,0 +1,56 @@
+/* A channel for Python: the handle, the memory of a message, sending and receiving. */
+#ifndef SHMBUS_PYTHON_CHANNEL_CHANNEL_H
+#define SHMBUS_PYTHON_CHANNEL_CHANNEL_H
+
+#include "python/binding.h"
+#include "channel/channel.h"
+#include "python/companion.h"
+
+/* ---- ChannelMemory: a buffer over a message's payload. */
+typedef struct {
+    PyObject_HEAD
+    uint8_t *at;       /* NULL for an empty payload */
+    size_t bytes;      /* of payload */
+    size_t mapped;     /* bytes of the mapping that begins at `at`, where this object owns one */
+    bool read_only;
+    bool ended;        /* its message is no longer this process's: no new view */
+    Py_ssize_t exports;
+    uint32_t generation;
+} ChannelMemoryObject;
+
+extern PyTypeObject ChannelMemoryType;
+
+ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_only);
+/* Ends it. Whether views are left: the mapping must then be given to it by py_channel_memory_keep. */
+bool py_channel_memory_end(ChannelMemoryObject *self);
+/* Replaces the mapping by a private copy at the same address, which lives as long as the views.
+ * False with errno where there is no memory; nothing has changed then. */
+bool py_channel_memory_keep(ChannelMemoryObject *self, size_t mapped);
+
+/* ---- Channel: one process's handle of a channel, and what happens to it at fork and at close. */
+typedef struct {
+    CompanionObject base;
+    struct channel c;
+    struct {
+        uint8_t *at;
+        size_t mapped;
+    } slots[CHANNEL_MAX_SLOTS];
+    ChannelMemoryObject *memory; /* of the message that is being written or read, or NULL */
+    uint32_t memory_slot;
+} ChannelObject;
+
+extern PyTypeObject ChannelType;
+
+/* False with an exception where this handle is not that side. */
+bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
+
+/* ---- What a Channel does with messages: methods as functions of the module. */
+/* Ends the memory of the message that is being written or read, if any; views that are left keep a
+ * copy. False with an exception where there is no memory for one. */
+bool py_channel_end_memory(ChannelObject *self);
+
+/* What module.c adds. */
+bool py_channel_add_constants(PyObject *module);
+bool py_channel_messages_add_functions(PyObject *module);
+
+#endif

@@ -1,0 +1,119 @@
+/* A consumer for Python: reading the ring, taking groups, ending leases, and what a daemon lends. */
+#ifndef SHMBUS_PYTHON_READ_READ_H
+#define SHMBUS_PYTHON_READ_READ_H
+
+#include "python/binding.h"
+#include "python/group/group.h"
+#include "python/record/record.h"
+#include "python/segment/segment.h"
+#include "ring/reader.h"
+
+/* ---- Borrower: makes the trajectories of groups that a daemon leased to this process. */
+extern PyTypeObject BorrowerType;
+
+/* ---- What a Borrower keeps: the locks of its leases and views, and the leases that are ready. */
+typedef struct {
+    HOLDER_HEAD
+    uint32_t client;
+    uint32_t *lease_counts; /* groups' records, by extent */
+    uint32_t *view_counts;  /* pins and copies under way, by extent */
+    uint32_t *changed;      /* extents that the kernel is to hear of, within one call */
+    PyObject *ready;        /* list: received and not handed out, the next first */
+    Py_ssize_t unconfirmed; /* leases that have ended here, and are locked still */
+    struct record_copy copy;
+} BorrowerObject;
+
+/* Whether it can be used in this process; false with an exception. */
+bool py_borrower_usable(BorrowerObject *self);
+
+/* The view locks of records; hold and let_go of its holder_kind. */
+bool py_borrower_hold_views(HolderObject *holder, const struct record_ref *refs, Py_ssize_t count);
+void py_borrower_let_go_of_views(HolderObject *holder, const struct record_ref *refs,
+                                 Py_ssize_t count);
+
+/* Takes the locks of all leases of a list; false with an exception, and none. */
+bool py_borrower_lock(BorrowerObject *self, PyObject *leases);
+/* Drops the locks of leases that have ended for good, or that were not delivered. */
+void py_borrower_unlock(BorrowerObject *self, PyObject *leases);
+/* Moves all lease locks to another client's number; false with an exception, and as before. */
+bool py_borrower_move_locks(BorrowerObject *self, uint32_t client);
+
+/* Puts a lease into the dictionary of all, which is by number, or takes it out. */
+bool py_borrower_note(PyObject *all, ClientLeaseObject *lease, bool known);
+/* The next that is ready, out of the list; NULL, without an exception, if none is. */
+ClientLeaseObject *py_borrower_pop_ready(BorrowerObject *self);
+/* A lease that was handed out and did not reach its caller is ready again, as the next; one that is
+ * not held stays as it is. The exception that is set stays. take_back of its holder_kind. */
+void py_borrower_take_back(HolderObject *holder, PyObject *lease);
+
+/* ---- ConsumerBase: the part of shmbus.Consumer that is called most. */
+extern PyTypeObject ConsumerBaseType;
+bool py_take_add_words(void);
+
+/* ---- Reader: what shmbus.Consumer reads the ring with. */
+typedef struct {
+    HOLDER_HEAD
+    struct reader c;
+    bool cut_short;   /* memory failed between the ring and the stash: what that has may be torn */
+    bool wakes_often; /* the last sleep was short: producers are at work */
+} ReaderObject;
+extern PyTypeObject ReaderType;
+
+/* Whether the reader can be used in this process; sets no exception. */
+bool py_reader_is_open(const ReaderObject *self);
+/* The same, with an exception. */
+bool py_reader_usable(ReaderObject *self);
+/* The same, and that nothing was lost between the ring and the stash. */
+bool py_reader_can_read(ReaderObject *self);
+/* Of an exception that has come between the two: after a MemoryError nothing more is read. */
+void py_reader_note_failure(ReaderObject *self);
+/* Up to `limit` records into the table; what it refuses, or leaves to be judged, is appended to
+ * `left`. How many were read, or -1 with an exception. */
+Py_ssize_t py_reader_poll_records(ReaderObject *self, GroupTableObject *table, Py_ssize_t limit,
+                                  double now_s, PyObject *left);
+/* Releases trajectories of this reader in the ring, all of them or, with an exception, none. */
+bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason);
+/* Notes when the ring was read last, for others. */
+void py_reader_note_seen(ReaderObject *self, uint64_t now_ns);
+enum wait_result { WAIT_FAILED = -1, WAIT_OVER = 0, WAIT_WOKEN = 1 };
+/* Sleeps until records may have arrived, at most timeout_s; WAIT_FAILED with an exception. While
+ * they come within awake_ns of each other, it looks for them without sleeping: for at most that
+ * much longer than timeout_s. */
+enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s, uint64_t awake_ns);
+/* Writes what others can read of this consumer. */
+void py_reader_note_table(ReaderObject *self, const GroupTableObject *table);
+
+/* ---- RecursiveLock: a recursive lock that C takes without a call where it is free. */
+typedef struct {
+    PyObject_HEAD
+    PyThread_type_lock gate;
+    unsigned long owner; /* a thread, while depth is not 0 */
+    unsigned int depth;
+    unsigned int waiting;
+    uint32_t generation; /* of this process's forks, when it was made or made new */
+} RecursiveLockObject;
+extern PyTypeObject RecursiveLockType, LockAttemptType;
+
+/* Waits while another thread has it; false with an exception, of a signal's handler. */
+bool py_recursive_lock_acquire(RecursiveLockObject *self);
+void py_recursive_lock_release(RecursiveLockObject *self);
+
+/* ---- Take: from the ring to a list of groups under lease. Intake does it. */
+struct take_request {
+    PyObject *consumer;
+    Py_ssize_t groups;
+    double timeout_s; /* infinite for ever */
+    uint32_t split;
+};
+
+extern PyTypeObject IntakeType;
+
+/* A list of groups, empty when the time is over; NULL with an exception. */
+PyObject *py_intake_take(PyObject *intake, const struct take_request *request);
+/* The bus of an Intake, borrowed; NULL, without an exception, once it is closed. */
+SegmentObject *py_intake_segment(PyObject *intake);
+
+/* What module.c adds. */
+bool py_end_lease_add_functions(PyObject *module);
+
+#endif

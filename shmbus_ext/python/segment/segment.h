@@ -1,0 +1,88 @@
+/* The segment for Python: one mapping of a bus, its tables, and what outlives a handle. */
+#ifndef SHMBUS_PYTHON_SEGMENT_SEGMENT_H
+#define SHMBUS_PYTHON_SEGMENT_SEGMENT_H
+
+#include "python/binding.h"
+#include "python/list.h"
+#include "ring/record.h"
+#include "ring/segment.h"
+
+/* ---- The segment's layout as data: what shmbus.inspect reads a file by. */
+/* layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}: what numpy.dtype takes. */
+PyObject *py_layout(PyObject *module, PyObject *ignored);
+
+/* ---- What other processes hold of a segment's locks of extents. */
+/* A list of (first, count): what others hold of the views' locks of extents (kind 0), or of one
+ * client's leases (kind 1 + client). */
+PyObject *py_locks_held(const struct segment *segment, unsigned int kind);
+
+/* ---- Records under views, copied into memory of this process, which takes the place of the ring at the
+ * views' addresses: views outlive their process's claim on the space, and a fork. */
+/* A record that arrays look at. */
+struct view {
+    struct list_link link;
+    struct record_ref ref;
+    bool writable; /* in the mapping that all else uses; else in the one for views */
+    /* The segment's handle is closed. detached: the record has its copy, and no lock is needed. */
+    void (*handle_closed)(struct view *view, bool detached);
+};
+
+/* Copies all records of `views` that are writable, or all that are not; false without memory. */
+bool py_copies_make(struct segment_copies *self, const struct segment *segment,
+                    const struct list_link *views, bool writable);
+/* Puts them in the place of the ring, in the same mapping; false, without copies, where the kernel
+ * cannot. */
+bool py_copies_replace(struct segment_copies *self, struct segment *segment, bool writable);
+/* Without memory for copies: the views' locks keep the space, as a borrower's do, and nothing else
+ * of this reader or borrower stays locked. Where view locks fail too, everything stays locked. */
+void py_copies_lock_instead(const struct segment *segment, const struct list_link *views);
+
+/* ---- Segment: one mapping of a bus, and the views that keep it mapped. */
+/* Counts the forks that led to this process. */
+extern uint32_t fork_generation;
+
+typedef struct {
+    PyObject_HEAD
+    struct segment c;
+    PyObject *name;
+    uint32_t generation; /* of the process that made it */
+    int pid;
+    bool handle_closed;
+    struct list_link views;  /* that are out */
+    struct segment_copies read_at_fork, written_at_fork; /* of their records, during a fork */
+    struct list_link of_all; /* segments of this process, for fork */
+    PyObject *split_labels[SHMBUS_MAX_SPLITS]; /* that were met; NULL for the others */
+} SegmentObject;
+extern PyTypeObject SegmentType;
+
+void py_segment_add_view(SegmentObject *self, struct view *view);
+/* Sets an exception when the handle is closed or was made before a fork. */
+bool py_segment_usable(SegmentObject *self, const char *what);
+/* Raises BusRemovedError. */
+void py_segment_raise_removed(SegmentObject *self);
+/* Maps the segment for views; false with an exception. */
+bool py_segment_map_views(SegmentObject *self);
+/* Gives views copies of their own and closes the file description: locks are dropped. */
+void py_segment_release_handle(SegmentObject *self);
+/* To be called once, before any segment is made; false where there is no memory. */
+bool py_segment_init_fork(void);
+
+/* ---- Splits by their labels, and the lists of a bus that producers ask: rounds, cancelled groups. */
+/* Whether a label can be one; false with an exception. */
+bool py_split_check(PyObject *label);
+/* The number of a label that was checked, which gets one if it has none; SHMBUS_MAX_SPLITS with an
+ * exception. */
+uint32_t py_split_number(SegmentObject *segment, PyObject *label);
+/* The label of a number, or "#" and the number where it has none; NULL with an exception. */
+PyObject *py_split_label(SegmentObject *segment, uint32_t number);
+/* Of a key with a round: (str, int) or (str, int, number of the split). False, without an
+ * exception, where it is another. */
+bool py_key_hash(PyObject *key, uint64_t *hash);
+
+/* What module.c adds. */
+bool py_inspect_add_functions(PyObject *module);
+bool py_retry_add_functions(PyObject *module);
+bool py_rounds_add_functions(PyObject *module);
+bool py_splits_add_functions(PyObject *module);
+
+#endif

@@ -1,0 +1,85 @@
+/* What is noted for messages: samples begun, figures of deliveries, waits, groups that ended early. */
+#ifndef SHMBUS_RING_OBSERVE_H
+#define SHMBUS_RING_OBSERVE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "ring/layout.h"
+#include "ring/segment.h"
+
+/* ---- Samples that producers have begun, so that others can say who is missing.
+ *
+ * Invariants:
+ *  - A row belongs to one producer from its claim until it is freed, by that producer or, after its
+ *    death, by whoever takes its slot.
+ *  - A full table refuses: nobody waits, and nothing else depends on a note. */
+/* What a group is called here: a hash. */
+uint64_t begun_key(const char *id, uint32_t id_bytes, int64_t round, uint32_t split);
+
+enum begun_verdict { BEGUN_FULL, BEGUN_NOTED, BEGUN_KNOWN };
+
+/* The producer has begun a sample, or begins it once more. */
+enum begun_verdict begun_note(struct segment *segment, uint64_t producer_id, uint64_t key,
+                              uint32_t index);
+/* It has put it, or will not. Whether it was noted. */
+bool begun_end(struct segment *segment, uint64_t producer_id, uint64_t key, uint32_t index);
+/* The producer closes, or has died. */
+void begun_forget(struct segment *segment, uint64_t producer_id);
+
+/* ---- Counting what is delivered into the segment's histograms. Only the collector writes them. */
+/* What one call counts, before it is added to the segment: taking samples is the hot path, and most
+ * values fall into the same few buckets. A call is often about one group, and looks only at buckets
+ * that it has touched. */
+struct figure_tally {
+    uint64_t buckets[SHMBUS_FIGURES][SHMBUS_FIGURE_BUCKETS];
+    double sums[SHMBUS_FIGURES];
+    /* The last value of each figure and its bucket: siblings mostly have equal ones. */
+    double last[SHMBUS_FIGURES];
+    uint32_t touched[SHMBUS_FIGURES]; /* a bit a bucket */
+    uint8_t at[SHMBUS_FIGURES];
+};
+_Static_assert(SHMBUS_FIGURE_BUCKETS <= 32, "touched has a bit for each bucket");
+
+/* An upper bound of a bucket; they ascend, and a value belongs to the first that it does not exceed.
+ * Versions, seconds, tokens, scores. */
+double figure_bound(enum shmbus_figure figure, unsigned bucket);
+
+void figure_tally_begin(struct figure_tally *tally);
+
+/* Makes it the last value; false if it is not finite. */
+bool figure_find_bucket(struct figure_tally *tally, enum shmbus_figure figure, double value);
+
+/* A value that is not finite is not counted. */
+static inline void figure_count(struct figure_tally *tally, enum shmbus_figure figure,
+                                double value) {
+    if (value == tally->last[figure] || figure_find_bucket(tally, figure, value)) {
+        tally->buckets[figure][tally->at[figure]]++;
+        tally->sums[figure] += value;
+    }
+}
+
+void figures_add(struct delivery_figures *self, const struct figure_tally *tally);
+
+/* ---- The groups that ended last without all of their samples, so that who still works on one can stop.
+ *
+ * A group is known by a hash of its key: 64 bits, so that a wrong answer is not to be expected among
+ * SHMBUS_CANCELLED of them.
+ *
+ * Invariant: the collector alone writes. An entry that is overwritten was the oldest. */
+/* Of a group's key; the same in every process. Never 0. */
+uint64_t group_key_hash(const char *id, uint32_t bytes, int64_t round, uint32_t split);
+
+void cancelled_add(struct segment *segment, uint64_t key_hash);
+bool cancelled_has(const struct segment *segment, uint64_t key_hash);
+
+/* ---- How long whom has waited, for whoever looks at the bus.
+ *
+ * Invariant: a count only grows, and nothing reads it to decide anything. */
+/* `slot` has waited so much longer; the collector's is max_producers. */
+static inline void waits_add(struct segment *segment, uint32_t slot, enum shmbus_wait what,
+                             uint64_t ns) {
+    atomic_fetch_add_explicit(&segment->waits[slot].ns[what], ns, memory_order_relaxed);
+}
+
+#endif

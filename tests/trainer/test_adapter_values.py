@@ -1,0 +1,406 @@
+"""Values that frameworks hand over to adapters, and calls that are cut short: named, or kept.
+
+No stack is installed here; `tests/peers` has the same with theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from answering import answering
+from conftest import SHM_DIR, Spawner, wait_until
+
+import shmbus
+from shmbus.channel import unlink_channel
+from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
+from trainer_adapter.adapters.openenv import EpisodeRecord, put_episode
+from trainer_adapter.adapters.prime_rl import ShmbusBatchReceiver, ShmbusBatchSender
+from trainer_adapter.adapters.skyrl import GenerateByBus
+from trainer_adapter.adapters.slime import SlimeRollouts, put_sample
+from trainer_adapter.adapters.torchtitan import ShmbusBatches
+from trainer_adapter.adapters.trl import ShmbusRollouts
+
+GOOD: dict[str, Any] = {
+    "tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -2.0],
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(bus_name: str) -> Iterator[str]:
+    """A name for channels, which are removed."""
+    yield bus_name
+    for path in SHM_DIR.glob(f"shmbus-channel.{bus_name}.*"):
+        unlink_channel(path.name.partition(".")[2])
+
+
+class Micro(msgspec.Struct, array_like=True):
+    """What is sent of a micro batch."""
+
+    input_ids: list[int]
+
+
+def prompts_of(*names: str) -> dict[str, Any]:
+    """SkyRL's batch of these prompts, two samples each."""
+    ids = [SimpleNamespace(instance_id=n, repetition_id=i) for n in names for i in range(2)]
+    return {
+        "prompts": [n for n in names for _ in range(2)], "env_classes": ["echo"] * len(ids),
+        "trajectory_ids": ids,
+    }  # fmt: skip
+
+
+# -- calls that are cut short -------------------------------------------------------------------
+
+
+def test_a_cancelled_call_of_skyrl_takes_nothing_along_that_is_anothers(
+    bus: shmbus.Bus, seed: int
+) -> None:
+    """The wait for groups is a thread's; what that has is filed, though its call is cancelled."""
+    dice = random.Random(seed)
+
+    def answer(producer: Any, request: Any) -> None:
+        time.sleep(0.002)  # so that groups come one by one
+        producer.requests.answer(request, score=1.0, **GOOD)
+
+    async def rounds(generator: GenerateByBus) -> None:
+        for number in range(20):
+            cut, kept = (
+                asyncio.create_task(
+                    generator.generate(prompts_of(*(f"{side}{number}{n}" for n in "xy")))
+                )
+                for side in "ab"
+            )
+            await asyncio.sleep(dice.uniform(0.0, 0.02))
+            cut.cancel()
+            await asyncio.gather(cut, return_exceptions=True)
+            assert (await kept)["rewards"] == [1.0] * 4
+
+    generator = GenerateByBus(bus.name, timeout=30.0)
+    with answering(bus.name, answer):
+        asyncio.run(rounds(generator))
+        generator.close()
+
+
+def test_a_generator_of_skyrl_outlives_its_event_loop(bus: shmbus.Bus) -> None:
+    async def both(generator: GenerateByBus) -> list[Any]:
+        return await asyncio.gather(*(generator.generate(prompts_of(name)) for name in "ab"))
+
+    generator = GenerateByBus(bus.name, timeout=30.0)
+    with answering(bus.name, lambda p, r: p.requests.answer(r, score=1.0, **GOOD)):
+        for _ in range(2):
+            assert len(asyncio.run(both(generator))) == 2
+        generator.close()
+
+
+SENDER = """
+import asyncio, sys, msgspec
+from trainer_adapter.adapters.prime_rl import ShmbusBatchSender
+class Micro(msgspec.Struct, array_like=True):
+    input_ids: list[int]
+async def main():
+    sender = ShmbusBatchSender(sys.argv[1], 1)
+    for step in range(3):
+        print("step", step, flush=True)
+        await sender.send([[Micro([1, 2, 3])]])
+asyncio.run(main())
+"""
+
+
+def test_ctrl_c_ends_an_orchestrator_that_waits_for_its_trainer(run: str, spawn: Spawner) -> None:
+    """It may be two steps ahead; the third waits for an hour."""
+    child = spawn.script(SENDER, run)
+    child.expect("step 2")
+    child.send_signal(signal.SIGINT)
+    wait_until(lambda: not child.running, what="its end")
+    assert "KeyboardInterrupt" in child.output()
+
+
+def test_a_send_that_was_cancelled_is_made_again_once(run: str) -> None:
+    async def rounds() -> None:
+        sender = ShmbusBatchSender(run, 1)
+        for step in range(2):
+            await sender.send([[Micro([step])]])
+        waiting = asyncio.create_task(sender.send([[Micro([2])]]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        receiver = ShmbusBatchReceiver(run, 0, micro_batch=Micro)
+        got = [(await asyncio.to_thread(receiver.receive))[0].input_ids]
+        for step in (2, 3):
+            sending = asyncio.create_task(sender.send([[Micro([step])]]))
+            got.append((await asyncio.to_thread(receiver.receive))[0].input_ids)
+            await sending
+        got.append((await asyncio.to_thread(receiver.receive))[0].input_ids)
+        assert [list(each) for each in got] == [[0], [1], [2], [3]]
+        receiver.close()
+        sender.close()
+
+    asyncio.run(rounds())
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("take", ["atropos", "slime", "torchtitan"])
+def test_an_acknowledgement_that_was_cut_short_is_made_again(
+    take: str, done: bool, bus: shmbus.Bus
+) -> None:
+    """Ctrl-C came right at the call that acknowledges; the trainer catches it and goes on."""
+    with shmbus.Producer(bus.name) as producer:
+        for number in range(2):
+            if take == "slime":
+                put_sample(producer, {"instance_id": number, "tokens": [1], "reward": 1.0})
+            else:
+                producer.put(f"q{number}", group_size=1, index=0, score=1.0, **GOOD)
+    make: dict[str, Callable[[], Any]] = {
+        "atropos": lambda: AtroposTrainer(bus.name, 1),
+        "slime": lambda: SlimeRollouts(bus.name, 1, make_sample=SlimeSample),
+        "torchtitan": lambda: ShmbusBatches(bus.name, Packer(), types=TYPES),
+    }
+    trainer = make[take]()
+    ask: Callable[[], Any] = {
+        "atropos": lambda: trainer.get_batch(10.0)["batch"],
+        "slime": lambda: trainer.take(1, 10.0),
+        "torchtitan": lambda: trainer.next(10.0),
+    }[take]
+    assert ask()
+    real = trainer._consumer.ack
+
+    def cut(groups: Any) -> None:
+        if done:
+            real(groups)
+        raise KeyboardInterrupt
+
+    trainer._consumer.ack = cut
+    with pytest.raises(KeyboardInterrupt):
+        trainer.ack()
+    del trainer._consumer.ack
+    trainer.ack()
+    assert ask()
+    trainer.ack()
+    assert trainer._consumer.stats().acknowledged == 2
+    trainer.close()
+
+
+def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bus) -> None:
+    """What came beside the bad group, in one look, is of a call that nobody waits for."""
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True), num_generations=1, max_completion_length=8,
+        accelerator=SimpleNamespace(num_processes=1), processing_class=None,
+    )  # fmt: skip
+    bad = {**GOOD, "logprobs": [0.0, math.nan, 0.0]}
+    answered: list[str] = []
+    go = threading.Event()
+
+    def answer(producer: Any, request: Any) -> None:
+        go.wait(30.0)
+        fields = bad if request.meta["prompt"] == "p0" else GOOD
+        producer.requests.answer(request, score=0.0, **fields)
+        answered.append(request.meta["prompt"])
+
+    rollouts = ShmbusRollouts(bus.name, timeout=30.0, tokenize=False)
+    consumer = rollouts._attached().consumer
+    take = rollouts._consumers.take  # type: ignore[union-attr]
+
+    def take_all(split: str, count: int, timeout: float) -> Any:
+        go.set()
+        wait_until(lambda: len(answered) >= 6, what="all answers")
+        return take(split, count, timeout)
+
+    rollouts._consumers.take = take_all  # type: ignore[union-attr, method-assign]
+    with answering(bus.name, answer):
+        with pytest.raises(ValueError, match="expected finite numbers"):
+            rollouts([f"p{number}" for number in range(6)], trainer)
+        ledger = consumer.stats()
+        assert (ledger.leased, ledger.dropped) == (0, {"malformed": 6})
+        rollouts.close()
+
+
+# -- odd values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "logprobs", "error"),
+    [
+        ([1.5], [2], [-1.0], (TypeError, "turn 0, prompt_ids: expected token ids.*got float64")),
+        ([1], [2**40], [-1.0], (ValueError, "turn 0, output_ids: .*32 bits, got one beyond")),
+        ([1], np.array([2**40]), [-1.0], (ValueError, "output_ids: .*got one beyond")),
+        ([1], [2**70], [-1.0], (ValueError, "output_ids: .*got one beyond 64 bits")),
+        ("ab", [2], [-1.0], (TypeError, "prompt_ids: .*got <U1")),
+        ([[1]], [2], [-1.0], (TypeError, r"prompt_ids: .*the shape \(1, 1\)")),
+        (None, [2], [-1.0], (TypeError, "prompt_ids: .*got NoneType")),
+        ([1], [2], None, (TypeError, "turn 0: expected logprobs.*got NoneType")),
+        ([1], [2], [-1e300], (ValueError, "turn 0: expected finite logprobs")),
+    ],
+)
+def test_a_turn_that_would_become_other_numbers_is_refused(
+    prompt: Any, output: Any, logprobs: Any, error: tuple[type[Exception], str]
+) -> None:
+    record = EpisodeRecord()
+    with pytest.raises(error[0], match=error[1]):
+        record.turn(prompt, output, logprobs)
+    assert record.rows() == []
+
+
+def test_a_turn_takes_lists_arrays_and_tensors_of_every_kind() -> None:
+    record = EpisodeRecord()
+    record.turn([1], np.array([2], ">i8"), [np.float16(-0.5)])
+    record.turn(
+        torch.tensor([1, 2, 3]), [torch.tensor(4)], torch.tensor([-0.25], dtype=torch.bfloat16)
+    )
+    [row] = record.rows()
+    assert row["tokens"].tolist() == [1, 2, 3, 4]
+    assert row["logprobs"].tolist() == [0.0, -0.5, 0.0, -0.25]
+
+
+def test_what_is_no_episode_is_named(bus: shmbus.Bus) -> None:
+    record = EpisodeRecord()
+    for reward in ("x", {"a": 1}, 10**400):
+        with pytest.raises(TypeError, match="expected a number or None as reward"):
+            record.result(SimpleNamespace(reward=reward, done=True))
+    with shmbus.Producer(bus.name) as producer:
+        with pytest.raises(TypeError, match="record: expected an EpisodeRecord, got dict"):
+            put_episode(producer, {}, "q", group_size=1, index=0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"request: expected what requests\.next gave, got str"):
+            put_episode(producer, record, request="q")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="meta: expected a dict or None, got list"):
+            put_episode(producer, record, "q", group_size=1, index=0, meta=[1])  # type: ignore[arg-type]
+
+
+class Env(ShmbusEnv):
+    """What the mix-in uses of a BaseEnv."""
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ({"tokens": [[1]], "masks": [[1]]}, "scores: expected"),
+        ({"masks": [[1]], "scores": [1.0]}, "tokens: expected a list"),
+        ({"tokens": [[1]], "scores": [1.0]}, "masks: expected a list"),
+        ({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [object()]}, "meta: "),
+        ({"tokens": [[1] * 99_999], "masks": [[1] * 99_999], "scores": [1.0]}, "at most"),
+        (None, "expected a ScoredDataGroup, a dict, got NoneType"),
+    ],
+    ids=["scores", "tokens", "masks", "meta", "large", "none"],
+)
+def test_of_groups_that_come_together_none_is_put_where_one_cannot_be(
+    second: Any, says: str, bus: shmbus.Bus
+) -> None:
+    good = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
+    env = Env()
+    env.shmbus_bus = bus.name  # type: ignore[misc]
+    errors = (TypeError, ValueError, shmbus.RecordTooLargeError)
+    with pytest.raises(errors, match=says):
+        asyncio.run(env._send_scored_data_to_api([good, second]))
+    env._shmbus().close()
+    assert bus.stats().committed == 0
+
+
+class Packer:
+    """torchtitan's Batcher, with a batch a group."""
+
+    def add_training_samples(self, *, training_sample_group: Any) -> Any:
+        return training_sample_group
+
+
+TYPES: Any = ModuleType("types")
+for _name in ("RolloutTurnID", "TrainingSample", "TrainingSampleGroup"):
+    setattr(TYPES, _name, type(_name, (SimpleNamespace,), {}))
+
+
+class SlimeSample:
+    """slime's Sample, as far as it is filled."""
+
+    Status = staticmethod(str)
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.reward = 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        (
+            "tokens",
+            np.array([1.5, 2.0, 3.0]),
+            r"expected whole numbers .*got float64",
+        ),
+        ("tokens", np.array([b"a", b"b", b"c"]), "expected whole numbers"),
+        (
+            "tokens",
+            np.array([1, 2**64 - 1, 3], np.uint64),
+            "expected whole .*got 18446744073709551615",
+        ),
+        ("logprobs", np.array([0, 1j, 2]), "expected real numbers, got complex128"),
+        ("advantages", [1.0], r"expected a finite number for each of 3 tokens, got .*\(1,\)"),
+        (
+            "advantages",
+            [0.0, math.nan, 1.0],
+            "expected a finite number .* got others",
+        ),
+    ],
+)
+def test_what_torchtitan_would_train_as_other_numbers_is_named(
+    field: str, value: Any, says: str, bus: shmbus.Bus
+) -> None:
+    with shmbus.Producer(bus.name) as producer:
+        producer.put("q", group_size=2, index=0, score=0.0, **GOOD)
+        producer.put("q", group_size=2, index=1, score=1.0, **{**GOOD, field: value})
+    batches = ShmbusBatches(bus.name, Packer(), types=TYPES)
+    with pytest.raises(ValueError, match=f"group 'q', sample 1, field '{field}': {says}"):
+        batches.next(10.0)
+    batches.close()
+
+
+@pytest.mark.parametrize(
+    ("experts", "got"),
+    [
+        (np.full((3, 2, 2), 1.7), r"float64 in shape \(3, 2, 2\)"),
+        (np.full((3, 2, 2), 70_000), "0 to 70000"),
+        (np.full((3, 2, 2), -1), "-1 to 0"),
+        (np.ones((5, 2, 2), np.uint8), r"uint8 in shape \(5, 2, 2\)"),
+        (np.ones(3, np.uint8), r"uint8 in shape \(3,\)"),
+    ],
+)
+def test_experts_that_would_become_others_are_named(
+    experts: Any, got: str, bus: shmbus.Bus
+) -> None:
+    """As verl and SkyRL replay them: 16 bits each."""
+    generator = GenerateByBus(bus.name, timeout=30.0)
+    fields = {**GOOD, "routed_experts": experts}
+    says = f"group 'a', sample 0, field 'routed_experts': expected the numbers .*got {got}"
+    with answering(bus.name, lambda p, r: p.requests.answer(r, score=1.0, **fields)):
+        with pytest.raises(ValueError, match=says):
+            asyncio.run(generator.generate(prompts_of("a")))
+        generator.close()
+
+
+def test_samples_and_batches_that_are_none_are_named(bus: shmbus.Bus, run: str) -> None:
+    with shmbus.Producer(bus.name) as producer:
+        for item, says in (
+            ([1], "item: expected a mapping, got list"),
+            ({"instance_id": 1, "reward": 10**400}, "reward: expected a finite number"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=says):
+                put_sample(producer, item)  # type: ignore[arg-type]
+    sender = ShmbusBatchSender(run, 1)
+    with pytest.raises(TypeError, match=r"micro batch 0: expected prime-rl's MicroBatch .*got int"):
+        asyncio.run(sender.send([[1]]))
+    sender.close()
+    batch = prompts_of("a")
+    batch["prompts"] = ["one", "other"]
+    generator = GenerateByBus(bus.name)
+    with pytest.raises(ValueError, match="group 'a': expected one prompt for all of its samples"):
+        asyncio.run(generator.generate(batch))
+    generator.close()
