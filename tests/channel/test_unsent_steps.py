@@ -225,13 +225,15 @@ def test_a_timeout_of_few_bits_ends_in_its_time(
     import time
 
     from shmbus.channel import endpoint
+    from shmbus.segment import peer_wait
 
     class Clock:
         @staticmethod
         def monotonic() -> float:
             return time.monotonic() + 1e6
 
-    monkeypatch.setattr(endpoint, "time", Clock)
+    for module in (endpoint, peer_wait):
+        monkeypatch.setattr(module, "time", Clock)
     with (
         TensorChannel.create(bus_name, timeout=timeout),
         TensorChannel.open(bus_name, specs=SPECS, timeout=timeout, wait=timeout) as receiver,

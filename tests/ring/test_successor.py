@@ -201,7 +201,7 @@ def test_a_pickle_keeps_the_option_and_a_wrong_one_is_refused(bus_name: str) -> 
         put(copy, "a")
         assert bus.stats().committed == 1
         copy.close()
-        with pytest.raises(ValueError, match="attach: expected one of"):
+        with pytest.raises(ValueError, match="attach: expected 'same' or 'successor'"):
             Producer(bus_name, attach="next")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="attach"):
             Producer(bus_name, attach=True)  # type: ignore[arg-type]
