@@ -32,7 +32,7 @@ def pool(name: str) -> Any:
 
 
 def channel(name: str) -> Any:
-    return channels.create_handle(name, 8, 1 << 20)
+    return channels.companion_of(name).create(name, 0, 8, 1 << 20)
 
 
 #: The file of each, and seconds after which a signal may come: before, within, behind the creation.
@@ -54,6 +54,7 @@ def armed() -> Iterator[list[bool]]:
 
     before = signal.signal(signal.SIGALRM, handler)
     yield state
+    state[0] = False
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
@@ -74,7 +75,9 @@ def test_an_interrupted_creation_leaves_no_file_and_no_other_error(
             armed[0] = False
         except CtrlC:
             pass
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            armed[0] = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
         if made is not None:
             made.close()
             os.unlink(path)
