@@ -255,7 +255,7 @@ def test_an_iteration_with_a_timeout_ends_by_it_and_another_goes_on(
             if got[-1] == "b":
                 handler.close()
         assert got == ["a", "b"]
-        with pytest.raises(TypeError, match="timeout: expected a number of seconds"):
+        with pytest.raises(TypeError, match="timeout: expected seconds or None, got str"):
             handler.iter(timeout="10")  # type: ignore[arg-type]
 
 
