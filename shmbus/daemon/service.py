@@ -109,8 +109,8 @@ class Service:
         """Return groups of clients that the stash never had; None while some are unknown."""
         if len(self._in_doubt.withheld):
             return None
-        leases = [lease for session in self.sessions.values() for lease in session.leases.values()]
-        leases += [*self._table.returned, *self._in_doubt.leases()]
+        leases = [*self._held(), *self._table.returned]
+        leases += [] if self._planner is None else self._planner.waiting()
         return [lease.samples for lease in leases if lease.group is None]
 
     # -- the ring -------------------------------------------------------------------------------

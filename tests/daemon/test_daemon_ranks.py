@@ -12,9 +12,18 @@ import numpy as np
 import pytest
 from conftest import Daemon, Spawner, wait_until
 
-from shmbus import Bus, BusBusyError, Consumer, DaemonUnavailableError, Group, Producer
+from shmbus import (
+    Bus,
+    BusBusyError,
+    Consumer,
+    DaemonUnavailableError,
+    Feeder,
+    Group,
+    Producer,
+)
 from shmbus.control.ask import ask_status
 from shmbus.control.messages import StatusReply
+from shmbus.inspect.status import read_status
 
 Served = Callable[..., Daemon]
 
@@ -210,6 +219,58 @@ def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_r
         assert len(set(ids(taken))) == len(taken) == 5 + holds
         for consumer in (zero, one):
             assert consumer.take_shard(groups=1, max_wait=0, timeout=0.1) == []
+
+
+HOLDING_RANK = """
+import sys, time
+from shmbus import Consumer
+consumer = Consumer(sys.argv[1], rank=1, world_size=2)
+groups = consumer.take_shard(groups=1, max_wait=0, timeout=60)
+print("took", *(group.instance_id for group in groups), flush=True)
+time.sleep(600)
+"""
+ATTACHED = """
+import sys, time, shmbus
+producer = shmbus.Producer(sys.argv[1])
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_prompt_whose_group_waits_for_a_dead_ranks_successor_stays_open(
+    daemon: Served, spawn: Spawner, bus_name: str
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    with Feeder(bus_name) as feeder, Producer(bus_name) as producer:
+        for number in range(2):
+            feeder.request(f"q{number}", group_size=1, prompt=np.arange(2))
+        for _ in range(2):
+            request = producer.requests.next(timeout=10)
+            assert request is not None
+            producer.requests.answer(request, tokens=np.arange(4))
+    with Consumer(bus_name, rank=0, world_size=2) as zero:
+        other = spawn.script(HOLDING_RANK, bus_name)
+        taken = zero.take_shard(groups=1, max_wait=0, timeout=30)
+        wait_until(lambda: "took q" in other.output())
+        served.kill()
+        served.start()
+        wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
+        other.kill()
+        wait_until(lambda: here(bus_name) == 1, what="the rank to be missed")
+        # A producer's death has all requests looked at: whose answers have left the bus, ends.
+        worker = spawn.script(ATTACHED, bus_name)
+        wait_until(lambda: "here" in worker.output())
+        worker.kill()
+        wait_until(lambda: not any(p.state == "alive" for p in read_status(bus_name).producers))
+        put(bus_name, range(1))
+        wait_until(lambda: zero.stats().stashed >= 3)
+        assert zero.stats().requests.groups == 2
+        with Consumer(bus_name, rank=1, world_size=2) as one:
+            again = one.take_shard(groups=1, max_wait=0, timeout=30)
+            assert sorted(ids(taken + again)) == ["q0", "q1"]
+            zero.ack(taken)
+            one.ack(again)
+            wait_until(lambda: zero.stats().requests.groups == 0)
 
 
 SLOW_RANK = """
