@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from shmbus_ext import _core
 
 __all__ = ["Lease", "LeaseTable", "Session", "extents_of", "split_identities"]
 
+#: Seconds after an empty answer in which a client counts as waiting still: it asks in portions.
+_BETWEEN_ASKS_S = 1.0
 #: Trajectories leased in one answer, except for a single larger group; a place takes 24 bytes.
 MAX_GRANT_TRAJECTORIES = 32_768
 
@@ -108,6 +111,8 @@ class Session:
         self._told_s = 0.0
         #: When it began to wait while it held nothing; None while it does not.
         self._waits_since_s: float | None = None
+        #: When a request of it was last answered while it held nothing.
+        self._empty_s = -math.inf
 
     def begin_wait(self, now_s: float) -> None:
         """Note that one more of its requests waits."""
@@ -118,6 +123,8 @@ class Session:
     def end_wait(self, now_s: float) -> None:
         """Note that one of its requests was answered."""
         self.waiting -= 1
+        if not self.leases:
+            self._empty_s = now_s
         if self._waits_since_s is not None and (self.leases or not self.waiting):
             self._waited_s += now_s - self._waits_since_s
             self._waits_since_s = None
@@ -180,7 +187,7 @@ class Session:
             groups=len(self.leases),
             trajectories=sum(len(lease.samples) for lease in self.leases.values()),
             oldest_lease_s=max((now - x.born_s for x in self.leases.values()), default=0.0),
-            waiting=self.waiting > 0,
+            waiting=self.waiting > 0 or now < self._empty_s + _BETWEEN_ASKS_S,
             waited_s=self.waited_s(now),
         )
 

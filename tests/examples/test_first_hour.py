@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import wait_until
 
 import shmbus
 from trainer_adapter import Batch, OnlineDataHandler
@@ -109,6 +110,14 @@ def test_the_programs_of_the_page_run_to_their_last_step_though_samples_fail(
             for life in ([str(dies)], [])
         ]
         with shmbus.Bus.open(bus_name), shmbus.Consumer(bus_name) as consumer:
+            # What its trainer dropped last ends its request once the ring has been read.
+            groups: list[shmbus.Group] = []
+
+            def all_read() -> bool:
+                groups.extend(consumer.take(64, timeout=0.1))
+                return consumer.stats().requests.groups <= len(groups)
+
+            wait_until(all_read)
             ledger = consumer.stats()
     finally:
         worker.kill()
