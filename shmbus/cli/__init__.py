@@ -65,18 +65,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        ``sys.argv[1:]`` by default.
-
-    Returns
-    -------
-    int
-        Exit status.
-    """
+    """Run one command."""
     parser = argparse.ArgumentParser(
         prog="shmbus",
         description="A shared-memory bus that brings complete groups of trajectories to a trainer.",

@@ -85,21 +85,7 @@ def number_of(text: str) -> float:
 
 
 def take_seconds(text: str, least: float | None = None, *, endless: bool = False) -> float:
-    """Take seconds from the command line; others are a usage error.
-
-    Parameters
-    ----------
-    text : str
-        As it was given.
-    least : float, optional
-        The fewest; without it any number above 0.
-    endless : bool
-        Whether "inf" says that there is no end.
-
-    Returns
-    -------
-    float
-    """
+    """Take seconds from the command line; others are a usage error."""
     value = number_of(text)
     enough = value > 0 if least is None else value >= least
     if not enough or (value == math.inf and not endless):

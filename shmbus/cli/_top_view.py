@@ -36,20 +36,7 @@ _POOLS = 2
 
 
 def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
-    """Draw one frame.
-
-    Parameters
-    ----------
-    watcher : Watcher
-        What to show.
-    width, height : int
-        Of the terminal, in cells.
-
-    Returns
-    -------
-    RenderableType
-        At most `height` rows.
-    """
+    """Draw one frame."""
     status = watcher.status
     pools = [
         Text(f" {describe_pool(pool)}", no_wrap=True, overflow="ellipsis", style="dim")

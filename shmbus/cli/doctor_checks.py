@@ -55,38 +55,20 @@ _TORCH_S: Final = 120.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes
-    ----------
-    check : str
-        Its name; stays the same over versions.
-    level : "ok" | "warn" | "fail"
-        Whether shmbus works well, worse than it could, or not at all.
-    found : str
-        What was found.
-    hint : str
-        What to do, or "". An "ok" may have one too, for a further improvement.
-    """
-
+    #: Its name; stays the same over versions.
     check: str
+    #: Whether shmbus works well, worse than it could, or not at all.
     level: Literal["ok", "warn", "fail"]
+    #: What was found.
     found: str
+    #: What to do, or "". An "ok" may have one too, for a further improvement.
     hint: str = ""
 
 
 def diagnose(*, torch: bool = True) -> Iterator[Finding]:
-    """Run all checks, each as the caller asks for the next.
-
-    Parameters
-    ----------
-    torch : bool
-        Import torch in a child process, to see whether it works and finds a GPU.
-
-    Yields
-    ------
-    Finding
-    """
+    """Run all checks, each as the caller asks for the next."""
     for check in _CHECKS:
         name = check.__name__.removeprefix("_check_")
         try:

@@ -19,35 +19,23 @@ if TYPE_CHECKING:
 
 
 class BusLine(msgspec.Struct, frozen=True):
-    """One bus; everything but name and problem is None where it cannot be read.
+    """One bus; everything but name and problem is None where it cannot be read."""
 
-    Attributes
-    ----------
-    name : str
-        The bus.
-    capacity : int | None
-        Bytes for records.
-    fill : float | None
-        The part of it that is leased.
-    undelivered : int | None
-        Trajectories that are committed and neither acknowledged nor dropped.
-    producers : int | None
-        Living ones.
-    collector : str | None
-        The reader, "" where there is none.
-    problem : str | None
-        Why it cannot be read.
-    pools : list[PoolStatus]
-        Slot pools beside it, such as weights.
-    """
-
+    #: The bus.
     name: str
+    #: Bytes for records.
     capacity: int | None = None
+    #: The part of it that is leased.
     fill: float | None = None
+    #: Trajectories that are committed and neither acknowledged nor dropped.
     undelivered: int | None = None
+    #: Living ones.
     producers: int | None = None
+    #: The reader, "" where there is none.
     collector: str | None = None
+    #: Why it cannot be read.
     problem: str | None = None
+    #: Slot pools beside it, such as weights.
     pools: list[PoolStatus] = []
 
 

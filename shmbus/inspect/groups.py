@@ -33,23 +33,15 @@ WALK_RECORDS = 20_000
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
-    """Incomplete groups.
+    """Incomplete groups."""
 
-    Attributes
-    ----------
-    source : "daemon" | "records" | "none"
-        Who said so; none: there are too many records to sort from outside.
-    groups : list[GroupCells]
-        The oldest first.
-    omitted : int
-        Incomplete groups that are not among them, as far as that is known.
-    problem : str
-        Why there are none or fewer; "" where nothing was in the way.
-    """
-
+    #: Who said so; none: there are too many records to sort from outside.
     source: Literal["daemon", "records", "none"]
+    #: The oldest first.
     groups: list[GroupCells]
+    #: Incomplete groups that are not among them, as far as that is known.
     omitted: int = 0
+    #: Why there are none or fewer; "" where nothing was in the way.
     problem: str = ""
 
 
@@ -61,30 +53,7 @@ def read_groups(
     walk_records: int = WALK_RECORDS,
     ask: bool = True,
 ) -> Groups:
-    """Read the oldest incomplete groups of a bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    count : int
-        How many groups at most, up to `limits.MAX_GROUPS_SHOWN`.
-    cells : int
-        Samples of each that a daemon is asked for, at most.
-    walk_records : int
-        Undelivered trajectories up to which the records are walked, where no daemon says it.
-    ask : bool
-        False where a daemon has just been asked in vain: it would take another second.
-
-    Returns
-    -------
-    Groups
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError, PermissionError
-        As `shmbus.inspect.status.read_status`.
-    """
+    """Read the oldest incomplete groups of a bus."""
     count = min(count, limits.MAX_GROUPS_SHOWN)
     with SegmentFile(check_name(name)) as file:
         file.require()
@@ -112,19 +81,7 @@ def read_groups(
 
 
 def joined(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
-    """Add what the segment says of the samples of groups, and escape their texts.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Readable.
-    groups : sequence of GroupCells
-        As a daemon or the records have them.
-
-    Returns
-    -------
-    list[GroupCells]
-    """
+    """Add what the segment says of the samples of groups, and escape their texts."""
     escaped = [_escaped(group) for group in with_begun(file, groups)]
     return _with_requests(escaped, read_wanted(file))
 

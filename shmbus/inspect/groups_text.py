@@ -20,18 +20,7 @@ _FAILURES = 20
 
 
 def groups_text(found: Groups) -> str:
-    """Lay out incomplete groups.
-
-    Parameters
-    ----------
-    found : Groups
-        From `shmbus.inspect.groups.read_groups`.
-
-    Returns
-    -------
-    str
-        Several lines.
-    """
+    """Lay out incomplete groups."""
     omitted = f", and {show_count(found.omitted)} more" if found.omitted else ""
     lines = [f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"]
     if found.groups:
@@ -79,18 +68,7 @@ def _why(cell: SampleCell) -> str:
 
 
 def cells_text(group: GroupCells) -> str:
-    """Lay out the samples of one group, a row a sample.
-
-    Parameters
-    ----------
-    group : GroupCells
-        Of `shmbus.inspect.history.read_group`.
-
-    Returns
-    -------
-    str
-        A table; samples that are neither there nor begun are not in it.
-    """
+    """Lay out the samples of one group, a row a sample."""
     rows = [
         (
             str(cell.index),

@@ -19,19 +19,7 @@ assert len(HISTOGRAMS) == len(_core.FIGURE_BOUNDS)
 
 
 def read_histograms(file: SegmentFile) -> tuple[list[Histogram], int]:
-    """Read the histograms of a segment, and its count of useless groups.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Readable.
-
-    Returns
-    -------
-    histograms : list[Histogram]
-        One of `HISTOGRAMS` each.
-    useless : int
-    """
+    """Read the histograms of a segment, and its count of useless groups."""
     buckets, sums, useless = file.figures()
     rows = zip(HISTOGRAMS, _core.FIGURE_BOUNDS, buckets, sums, strict=True)
     return [

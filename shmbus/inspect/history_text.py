@@ -45,17 +45,7 @@ _STATES = {
 
 
 def events_text(events: Sequence[BusEvent]) -> list[str]:
-    """Lay out events, a line each.
-
-    Parameters
-    ----------
-    events : sequence of BusEvent
-        From `shmbus.inspect.history.read_events`.
-
-    Returns
-    -------
-    list[str]
-    """
+    """Lay out events, a line each."""
     return [_line(event) for event in events]
 
 
@@ -84,20 +74,7 @@ def _line(event: BusEvent) -> str:
 
 
 def history_text(name: str, found: GroupHistory) -> str:
-    """Lay out the history of a group.
-
-    Parameters
-    ----------
-    name : str
-        How the group is called.
-    found : GroupHistory
-        From `shmbus.inspect.history.read_group`.
-
-    Returns
-    -------
-    str
-        Several lines.
-    """
+    """Lay out the history of a group."""
     state = _STATES[found.state]
     if found.state == "leased":
         state = f"leased to {found.holder} for {show_duration(found.held_s)}"

@@ -48,31 +48,17 @@ class _Open(msgspec.Struct):
 
 
 class OpenGroups:
-    """Undelivered records, grouped as the stash does it, in the order of commits.
+    """Undelivered records, grouped as the stash does it, in the order of commits."""
 
-    A sample that the stash would discard (a duplicate, another size) is in no group here either.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Open and readable.
-    undelivered : int
-        How many there are; more than `MAX_RECORDS` are not sorted.
-
-    Attributes
-    ----------
-    incomplete, complete : int | None
-        How many groups; None where records were not sorted.
-    whole : list of (str, int | None, str)
-        Instance ids, rounds and splits of the complete ones.
-    oldest : list[GroupStatus]
-        The incomplete ones that have waited longest.
-    """
+    # A sample that the stash would discard (a duplicate, another size) is in no group here either.
 
     def __init__(self, file: SegmentFile, undelivered: int) -> None:
+        #: How many groups; None where records were not sorted.
         self.incomplete: int | None = None
         self.complete: int | None = None
+        #: Instance ids, rounds and splits of the complete ones.
         self.whole: list[tuple[str, int | None, str]] = []
+        #: The incomplete ones that have waited longest.
         self.oldest: list[GroupStatus] = []
         self._groups: dict[object, _Open] = {}
         if undelivered > MAX_RECORDS:
@@ -92,20 +78,7 @@ class OpenGroups:
         self.oldest = [_group(file, group, now) for group in oldest]
 
     def cells(self, count: int) -> tuple[list[GroupCells], int]:
-        """Show the oldest incomplete groups sample by sample, before `file` is closed.
-
-        Parameters
-        ----------
-        count : int
-            How many at most.
-
-        Returns
-        -------
-        groups : list[GroupCells]
-            With `_MAX_CELLS` cells together. Texts are not escaped.
-        omitted : int
-            Incomplete groups that are not among them.
-        """
+        """Show the oldest incomplete groups sample by sample, before `file` is closed."""
         found: list[GroupCells] = []
         room = _MAX_CELLS
         for group in itertools.islice(self._groups.values(), count):

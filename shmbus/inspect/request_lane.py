@@ -118,20 +118,7 @@ def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], i
 
 
 def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tuple[int, int]]]:
-    """Read which samples of groups workers have in hand.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Readable.
-    groups : sequence of GroupCells
-        Their texts not escaped.
-
-    Returns
-    -------
-    list[list[tuple[int, int]]]
-        Of each group the index of a sample, and the number of the producer that has it.
-    """
+    """Read which samples of groups workers have in hand."""
     found: list[list[tuple[int, int]]] = [[] for _ in groups]
     tables = _tables(file) if groups else None
     if tables is None:

@@ -64,20 +64,7 @@ def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
 
 
 def wait_sentence(bus: str, wants: str) -> str:
-    """Say why a trainer waits, for the message of its timeout.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-    wants : str
-        What this process waits for, such as "2 more groups"; "" for any groups.
-
-    Returns
-    -------
-    str
-        The sentence of `shmbus status`; "" where the bus cannot be read.
-    """
+    """Say why a trainer waits, for the message of its timeout."""
     try:
         verdict = read_status(bus, wants=wants).verdict
     except (errors.ShmbusError, OSError):

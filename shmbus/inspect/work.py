@@ -25,20 +25,7 @@ _SECOND: Final = 1e9
 
 
 def with_begun(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
-    """Add who has begun the missing samples of groups.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Readable.
-    groups : sequence of GroupCells
-        Their texts as producers wrote them, not escaped.
-
-    Returns
-    -------
-    list[GroupCells]
-        The same, with a cell for each sample that somebody has begun.
-    """
+    """Add who has begun the missing samples of groups."""
     begun = _noted(file, groups)
     for at, cells in enumerate(read_claims(file, groups)):
         begun[at] = {**{index: (producer, None) for index, producer in cells}, **begun[at]}
@@ -87,20 +74,7 @@ def _joined(group: GroupCells, begun: _Begun) -> GroupCells:
 
 
 def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[float]]:
-    """Read how long producers and trainers have waited.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Readable.
-
-    Returns
-    -------
-    waited : WaitedStatus
-        Of the whole bus, since it was created.
-    by_slot : list[float]
-        Seconds of the owners of each producer slot, whatever they waited for.
-    """
+    """Read how long producers and trainers have waited."""
     seconds = file.waits() / _SECOND
     named = dict(zip(_core.WAITS, seconds.sum(axis=0).tolist(), strict=True))
     waited = WaitedStatus(

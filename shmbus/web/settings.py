@@ -49,19 +49,12 @@ IDLE_S: Final = 15.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server is told.
+    """What the server is told."""
 
-    Attributes
-    ----------
-    buses : tuple[str, ...]
-        The buses; empty for all of this user.
-    host, port : str, int
-        Where it listens; port 0 takes any free one.
-    token : str
-        What a page shows once, for its cookie.
-    """
-
+    #: The buses; empty for all of this user.
     buses: tuple[str, ...]
+    #: Where it listens; port 0 takes any free one.
     host: str
     port: int
+    #: What a page shows once, for its cookie.
     token: str
