@@ -51,5 +51,5 @@ def test_a_file_that_is_no_pool_is_named(bus_name: str) -> None:
     path = Path(pool_path(bus_name, "weights"))
     path.write_bytes(b"x" * 65536)
     shown = cli("weights", bus_name)
-    assert shown.status == 1 and "is no slot pool" in shown.err
+    assert shown.status == 1 and "is no pool" in shown.err
     path.unlink()
