@@ -12,7 +12,7 @@ import msgspec
 from shmbus import limits
 from shmbus.cli._show import add_command, bus_name, print_json, several, take_int
 from shmbus.inspect.history import EventList, read_events, read_group
-from shmbus.inspect.history_text import events_text, history_text
+from shmbus.inspect.text import events_text, history_text
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

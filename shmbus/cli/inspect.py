@@ -19,9 +19,8 @@ from shmbus.cli._show import (
 )
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.groups_text import groups_text
-from shmbus.inspect.open_groups import MAX_RECORDS
-from shmbus.inspect.schema import schema_text
+from shmbus.inspect.text import groups_text, schema_text
+from shmbus.inspect.undelivered import MAX_RECORDS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

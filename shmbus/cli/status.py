@@ -11,7 +11,7 @@ import msgspec
 
 from shmbus.cli._show import add_command, bus_name, print_json, show_count
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.pool.survey import describe_pool, read_pools
 
 if TYPE_CHECKING:

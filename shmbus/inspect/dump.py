@@ -14,8 +14,8 @@ import numpy as np
 from shmbus._format import label_text, printable, several
 from shmbus._schema import SchemaField
 from shmbus.inspect.records import RecordRow, Run, Scan
-from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.tables import read_schema
 from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
 

@@ -17,13 +17,10 @@ import msgspec
 from shmbus import limits
 from shmbus._format import printable
 from shmbus.control.ask import ask_groups
-from shmbus.inspect.open_groups import OpenGroups
-from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import WantedStatus
-from shmbus.inspect.undelivered import counters
-from shmbus.inspect.view_types import GroupCells, SampleCell
-from shmbus.inspect.work import with_begun
+from shmbus.inspect.tables import read_wanted, with_begun
+from shmbus.inspect.types import GroupCells, SampleCell, WantedStatus
+from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 
 __all__ = ["WALK_RECORDS", "Groups", "joined", "read_groups"]

@@ -14,10 +14,9 @@ from shmbus import limits
 from shmbus._format import printable, unprinted
 from shmbus.control.ask import ask_events, ask_group
 from shmbus.inspect.groups import WALK_RECORDS, joined
-from shmbus.inspect.open_groups import OpenGroups
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.undelivered import counters
-from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
+from shmbus.inspect.types import BusEvent, GroupCells, GroupState
+from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
 

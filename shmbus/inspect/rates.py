@@ -19,9 +19,8 @@ from shmbus.inspect.history import read_events
 from shmbus.inspect.processes import ProducerChecks
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
-from shmbus.inspect.types import BusStatus
+from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.inspect.verdict import judge
-from shmbus.inspect.view_types import BusEvent
 
 __all__ = ["Rates", "Watcher"]
 

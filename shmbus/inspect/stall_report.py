@@ -10,7 +10,7 @@ import msgspec
 from shmbus import errors
 from shmbus._format import show_duration
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.inspect.types import BusStatus
 
 __all__ = ["StallReport", "gather", "wait_sentence"]

@@ -22,15 +22,19 @@ from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.histograms import read_histograms
-from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
 from shmbus.inspect.records import Run
-from shmbus.inspect.relay_journal import read_relay
-from shmbus.inspect.request_lane import read_lead, read_requests
-from shmbus.inspect.retry_table import read_lane_pause, read_wanted
-from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.tables import (
+    read_histograms,
+    read_lane_pause,
+    read_lead,
+    read_relay,
+    read_requests,
+    read_schema,
+    read_waited,
+    read_wanted,
+)
 from shmbus.inspect.types import (
     BusStatus,
     CollectorStatus,
@@ -42,9 +46,8 @@ from shmbus.inspect.types import (
     ProducerStatus,
     SplitStatus,
 )
-from shmbus.inspect.undelivered import count_undelivered, counters
+from shmbus.inspect.undelivered import MISSING_NAMED, OpenGroups, count_undelivered, counters
 from shmbus.inspect.verdict import judge
-from shmbus.inspect.work import read_waited
 from shmbus.ledger import REASONS
 from shmbus.segment.names import check_name
 from shmbus_ext import _core

@@ -16,8 +16,14 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from shmbus._format import several, show_count, show_duration
-from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
-from shmbus.inspect.view_types import Finding, GroupCells, Verdict
+from shmbus.inspect.types import (
+    BusStatus,
+    Finding,
+    GroupCells,
+    LeaseStatus,
+    ProducerStatus,
+    Verdict,
+)
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.segment.explain import DAEMON_LABEL
 

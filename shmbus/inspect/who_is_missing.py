@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from shmbus.inspect.types import ProducerStatus
-from shmbus.inspect.view_types import GroupCells
+from shmbus.inspect.types import GroupCells, ProducerStatus
 
 __all__ = ["waiting_for"]
 

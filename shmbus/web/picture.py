@@ -19,9 +19,15 @@ import msgspec
 
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.rates import Watcher
-from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
+from shmbus.inspect.types import (
+    BusEvent,
+    BusStatus,
+    GroupCells,
+    LeaseStatus,
+    ProducerStatus,
+    SampleCell,
+)
 from shmbus.inspect.verdict import producer_name
-from shmbus.inspect.view_types import BusEvent, GroupCells, SampleCell
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.web import settings
 

@@ -42,7 +42,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus.errors",
         "shmbus.http",
         "shmbus.inspect.types",
-        "shmbus.inspect.view_types",
         "shmbus.ledger",
         "shmbus.limits",
         "shmbus.rows",
