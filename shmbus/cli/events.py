@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT_LIMIT = 50
-#: Seconds between two looks of --follow.
+#: Seconds between two polls of --follow.
 _FOLLOW_S = 0.5
 
 

@@ -1,10 +1,10 @@
-"""The last minutes of one bus as curves: a value a look, the oldest forgotten.
+"""The last minutes of one bus as curves: a value a poll, the oldest forgotten.
 
 Invariants:
 
-- Bounded: `settings.HISTORY` points of `NAMES`, and no time without a look is drawn over: it is a
+- Bounded: `settings.HISTORY` points of `NAMES`, and no time without a poll is drawn over: it is a
   point without values.
-- Mean and percentiles are of what was delivered between two looks, by the differences of counters.
+- Mean and percentiles are of what was delivered between two polls, by the differences of counters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Curves:
         self._before: dict[str, Any] = {}
 
     def add(self, picture: dict[str, Any]) -> Point:
-        """Add the point of a look."""
+        """Add the point of a poll."""
         rates = picture.get("rates", {})
         delivered = picture.get("delivered", {})
         reward = _since_before(delivered, self._before, "score")
