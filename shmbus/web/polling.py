@@ -27,10 +27,8 @@ from shmbus.inspect.status import read_status
 from shmbus.inspect.verdict import judge
 from shmbus.segment.names import bus_names, check_name
 from shmbus.web import settings
-from shmbus.web.curves import NAMES, Curves
-from shmbus.web.differences import difference
 from shmbus.web.history import CANNOT, GroupName, read_history
-from shmbus.web.picture import Picture, missing, picture
+from shmbus.web.picture import NAMES, Curves, Picture, difference, missing, picture
 
 __all__ = ["BusPoll", "Poll", "Polls", "OverviewPoll", "Viewer"]
 
