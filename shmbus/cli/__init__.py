@@ -22,12 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import shmbus
-from shmbus.cli._words import complete, unknown_command
+from shmbus.cli._options import Commands, complete, unknown_command
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
 

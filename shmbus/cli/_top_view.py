@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shmbus.cli._show import several, show_count, show_duration, show_size
+from shmbus._format import several, show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
 from shmbus.pool.survey import describe_pool, read_pools

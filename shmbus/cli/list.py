@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shmbus import errors
-from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
+from shmbus._format import printable, show_count, show_size, table
+from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect.status import read_status
 from shmbus.pool.status import PoolStatus
 from shmbus.pool.survey import describe_pool, read_pools
 from shmbus.segment.names import bus_names
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 class BusLine(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from shmbus._programs import program
 
-__all__ = ["process_beside", "require_extra", "resume_program"]
+__all__ = ["supervised", "require_extra", "resume_program"]
 
 logger = logging.getLogger("shmbus.serve")
 
@@ -38,7 +38,7 @@ _NEEDS = {"gateway": ("aiohttp", "isal"), "web": ("aiohttp",)}
 
 
 @contextlib.contextmanager
-def process_beside(
+def supervised(
     what: str, words: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[Callable[[], None]]:
     """Have a command run for the block; yields what has it end earlier, without a wait."""
