@@ -18,19 +18,15 @@ from shmbus.segment.names import bus_names
 class BusLine(msgspec.Struct, frozen=True):
     """One bus; everything but name and problem is None where it cannot be read."""
 
-    #: The bus.
     name: str
     #: Bytes for records.
     capacity: int | None = None
-    #: The part of it that is leased.
     fill: float | None = None
     #: Trajectories that are committed and neither acknowledged nor dropped.
     undelivered: int | None = None
-    #: Living ones.
     producers: int | None = None
     #: The reader, "" where there is none.
     collector: str | None = None
-    #: Why it cannot be read.
     problem: str | None = None
     #: Slot pools beside it, such as weights.
     pools: list[PoolStatus] = []

@@ -41,7 +41,7 @@ class EventList(msgspec.Struct, frozen=True, kw_only=True):
 class GroupHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Where a group is, and what happened to it."""
 
-    #: Who said so; none: there are too many records to look through from outside.
+    #: Who said so; none: there are too many records to sort from outside.
     source: Literal["daemon", "records", "none"]
     #: "gone" too where nothing of it was ever here.
     state: GroupState

@@ -87,25 +87,26 @@ class RecordRow(msgspec.Struct, frozen=True):
     verdict: str
     nbytes: int
     producer_id: int
-    sequence: int
-    lane_number: int
-    flags: int
-    policy_version: int
-    version_span: int
-    score: float
-    group_size: int
-    need: int
-    index: int
-    split: int
-    round: int | None
-    committed_ns: int
-    meta_offset: int
-    meta_bytes: int
-    payload_bytes: int
-    instance_id: str
-    field_count: int
-    schema: bytes
-    shape: bytes
+    # A row of state "unreadable" has none of these.
+    sequence: int = 0
+    lane_number: int = 0
+    flags: int = 0
+    policy_version: int = 0
+    version_span: int = 0
+    score: float = 0.0
+    group_size: int = 0
+    need: int = 0
+    index: int = 0
+    split: int = 0
+    round: int | None = None
+    committed_ns: int = 0
+    meta_offset: int = 0
+    meta_bytes: int = 0
+    payload_bytes: int = 0
+    instance_id: str = ""
+    field_count: int = 0
+    schema: bytes = b""
+    shape: bytes = b""
 
     @property
     def key(self) -> Hashable:
@@ -169,23 +170,4 @@ def unreadable_rest(run: Run, at: int) -> RecordRow:
         verdict="frame",
         nbytes=run.used - at,
         producer_id=run.producer_id,
-        sequence=0,
-        lane_number=0,
-        flags=0,
-        policy_version=0,
-        version_span=0,
-        score=0.0,
-        group_size=0,
-        need=0,
-        index=0,
-        split=0,
-        round=None,
-        committed_ns=0,
-        meta_offset=0,
-        meta_bytes=0,
-        payload_bytes=0,
-        instance_id="",
-        field_count=0,
-        schema=b"",
-        shape=b"",
     )
