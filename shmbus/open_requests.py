@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 import msgspec
 
 from shmbus.feeder import Feeder, check_offer
-from shmbus.inspect.open_groups import OpenGroups
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.undelivered import OpenGroups
 from shmbus_ext import _core
 
 __all__ = [

@@ -22,12 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import shmbus
-from shmbus.cli._words import complete, unknown_command
+from shmbus.cli._options import Commands, complete, unknown_command
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
 
@@ -65,18 +63,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        ``sys.argv[1:]`` by default.
-
-    Returns
-    -------
-    int
-        Exit status.
-    """
+    """Run one command."""
     parser = argparse.ArgumentParser(
         prog="shmbus",
         description="A shared-memory bus that brings complete groups of trajectories to a trainer.",

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shmbus.cli._show import several, show_count, show_duration, show_size
+from shmbus._format import several, show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
 from shmbus.pool.survey import describe_pool, read_pools
@@ -36,20 +36,7 @@ _POOLS = 2
 
 
 def draw(watcher: Watcher, width: int, height: int) -> RenderableType:
-    """Draw one frame.
-
-    Parameters
-    ----------
-    watcher : Watcher
-        What to show.
-    width, height : int
-        Of the terminal, in cells.
-
-    Returns
-    -------
-    RenderableType
-        At most `height` rows.
-    """
+    """Draw one frame."""
     status = watcher.status
     pools = [
         Text(f" {describe_pool(pool)}", no_wrap=True, overflow="ellipsis", style="dim")

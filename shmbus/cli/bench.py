@@ -12,12 +12,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import shmbus
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.cli._options import Commands
 
 _SUITE = Path("bench", "suite.py")
 _HELP = """usage: shmbus bench [options]

@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shmbus import limits
-from shmbus.cli._show import add_command, bus_name, print_json, several, take_int
+from shmbus._format import several
+from shmbus.cli._options import Commands, add_command, bus_name, print_json, take_int
 from shmbus.inspect.history import EventList, read_events, read_group
-from shmbus.inspect.history_text import events_text, history_text
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.inspect.text import events_text, history_text
 
 _DEFAULT_LIMIT = 50
-#: Seconds between two looks of --follow.
+#: Seconds between two polls of --follow.
 _FOLLOW_S = 0.5
 
 

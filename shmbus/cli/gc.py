@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._show import (
-    add_command,
-    print_json,
-    printable,
-    several,
-    show_size,
-    table,
-)
+from shmbus._format import printable, several, show_size, table
+from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SHOWN = {
     "removable": "abandoned",

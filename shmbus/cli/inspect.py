@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from shmbus import limits
-from shmbus.cli._show import (
-    add_command,
-    bus_name,
-    print_json,
-    show_count,
-    show_duration,
-    show_size,
-    table,
-    take_int,
-)
+from shmbus._format import show_count, show_duration, show_size, table
+from shmbus.cli._options import Commands, add_command, bus_name, print_json, take_int
 from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.groups_text import groups_text
-from shmbus.inspect.open_groups import MAX_RECORDS
-from shmbus.inspect.schema import schema_text
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.inspect.text import groups_text, schema_text
+from shmbus.inspect.undelivered import MAX_RECORDS
 
 _DEFAULT_LIMIT = 20
 _DEFAULT_GROUPS = 40

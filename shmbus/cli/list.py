@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shmbus import errors
-from shmbus.cli._show import add_command, print_json, printable, show_count, show_size, table
+from shmbus._format import printable, show_count, show_size, table
+from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect.status import read_status
 from shmbus.pool.status import PoolStatus
 from shmbus.pool.survey import describe_pool, read_pools
 from shmbus.segment.names import bus_names
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 
 class BusLine(msgspec.Struct, frozen=True):
-    """One bus; everything but name and problem is None where it cannot be read.
-
-    Attributes
-    ----------
-    name : str
-        The bus.
-    capacity : int | None
-        Bytes for records.
-    fill : float | None
-        The part of it that is leased.
-    undelivered : int | None
-        Trajectories that are committed and neither acknowledged nor dropped.
-    producers : int | None
-        Living ones.
-    collector : str | None
-        The reader, "" where there is none.
-    problem : str | None
-        Why it cannot be read.
-    pools : list[PoolStatus]
-        Slot pools beside it, such as weights.
-    """
+    """One bus; everything but name and problem is None where it cannot be read."""
 
     name: str
+    #: Bytes for records.
     capacity: int | None = None
     fill: float | None = None
+    #: Trajectories that are committed and neither acknowledged nor dropped.
     undelivered: int | None = None
     producers: int | None = None
+    #: The reader, "" where there is none.
     collector: str | None = None
     problem: str | None = None
+    #: Slot pools beside it, such as weights.
     pools: list[PoolStatus] = []
 
 

@@ -6,13 +6,9 @@ import argparse
 import importlib.util
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from shmbus import limits
-from shmbus.cli._show import add_command, bus_name, take_int
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.cli._options import Commands, add_command, bus_name, take_int
 
 
 def add_parser(commands: Commands) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from shmbus import Bus
-from shmbus.cli._show import bus_name
+from shmbus.cli._options import Commands, bus_name
 from shmbus_ext import _core
 
 __all__ = ["add_parser", "run_pause", "run_resume"]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add both commands."""
     pause = commands.add_parser(
         "pause",

@@ -7,25 +7,18 @@ import math
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from shmbus.cli._show import (
+from shmbus._format import printable, several, show_count, show_duration, show_size
+from shmbus.cli._options import (
+    Commands,
     add_command,
     bus_name,
     number_of,
     print_json,
-    printable,
-    several,
-    show_count,
-    show_duration,
-    show_size,
     take_int,
     take_seconds,
 )
 from shmbus.store import capture
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_parser(commands: Commands) -> None:

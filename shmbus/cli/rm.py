@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._show import add_command, bus_name, printable, show_count, show_size
+from shmbus._format import printable, show_count, show_size
+from shmbus.cli._options import Commands, add_command, bus_name
 from shmbus.inspect import leftovers
 from shmbus.segment.explain import others_text
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_parser(commands: Commands) -> None:

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 
 from shmbus import errors
-from shmbus.cli._beside import process_beside, require_extra, resume_program
+from shmbus.cli._options import Commands
+from shmbus.cli._supervise import require_extra, resume_program, supervised
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.segment import creation, lifecycle
@@ -38,7 +39,7 @@ the TOML file (group_timeout). Flags win over the environment, that over the fil
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "serve",
@@ -78,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
         if creation.remove_unfinished(parsed.name):
             logger.warning("removed what a creator that died had left of bus %r", parsed.name)
         _create(parsed.name, settings)
-        on_stop = _start_beside(parsed.name, settings, stack)
+        on_stop = _start_supervised(parsed.name, settings, stack)
         ours = server.serve(
             parsed.name,
             policy,
@@ -110,7 +111,7 @@ def _create(name: str, settings: config.Settings) -> None:
             creation.ensure_segment(name, schema=schema).close()
 
 
-def _start_beside(
+def _start_supervised(
     name: str, settings: config.Settings, stack: contextlib.ExitStack
 ) -> Callable[[], None] | None:
     """Start the processes beside the daemon; returns what the gateway is told before it drains."""
@@ -118,11 +119,11 @@ def _start_beside(
         # One token for all of its lives: pages that are open go on.
         token = os.environ.get("SHMBUS_WEB_TOKEN") or secrets.token_urlsafe(24)
         words = ["web", name, "--port", str(settings.web)]
-        stack.enter_context(process_beside("page", words, {"SHMBUS_WEB_TOKEN": token}))
+        stack.enter_context(supervised("page", words, {"SHMBUS_WEB_TOKEN": token}))
     if settings.http is None:
         return None
     words = ["gateway", name, "--daemon", *_gateway_options(settings)]
-    return stack.enter_context(process_beside("gateway", words))
+    return stack.enter_context(supervised("gateway", words))
 
 
 def _gateway_options(settings: config.Settings) -> list[str]:

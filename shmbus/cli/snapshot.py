@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shmbus import errors
 from shmbus._arguments import parse_size
-from shmbus.cli._show import (
-    add_command,
-    bus_name,
-    print_json,
-    printable,
-    several,
-    show_count,
-    show_size,
-)
+from shmbus._format import printable, several, show_count, show_size
+from shmbus.cli._options import Commands, add_command, bus_name, print_json
 from shmbus.control.ask import ask_snapshot
 from shmbus.store import snapshot
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_parser(commands: Commands) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmbus.cli._show import add_command, bus_name, print_json, show_count
+from shmbus._format import show_count
+from shmbus.cli._options import Commands, add_command, bus_name, print_json
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.pool.survey import describe_pool, read_pools
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_parser(commands: Commands) -> None:

@@ -14,14 +14,10 @@ import time
 import tty
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from shmbus import errors
-from shmbus.cli._show import add_command, bus_name, take_seconds
+from shmbus.cli._options import Commands, add_command, bus_name, take_seconds
 from shmbus.inspect.rates import Watcher
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MIN_INTERVAL_S = 0.1
 _QUIT_KEYS = frozenset(b"qQ\x1b")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import time
-from typing import TYPE_CHECKING
 
-from shmbus.cli._beside import resume_program
-from shmbus.cli._show import add_command, bus_name, print_json, show_duration, show_size, table
+from shmbus._format import show_duration, show_size, table
+from shmbus.cli._options import Commands, add_command, bus_name, print_json
+from shmbus.cli._supervise import resume_program
 from shmbus.pool.status import PoolStatus, read_pool
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: Columns of a reader's error; all of it is in --json.
 _ERROR_COLUMNS = 60

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from shmbus import errors, limits
-from shmbus.inspect.types import Count, LeaseStatus, OpenGroup
-from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
+from shmbus.inspect.types import BusEvent, Count, GroupCells, GroupState, LeaseStatus, OpenGroup
 from shmbus.ledger import Ledger
 from shmbus_ext import _core
 

@@ -14,8 +14,7 @@ from collections.abc import Hashable, Iterable
 from shmbus import limits
 from shmbus._keys import split_key
 from shmbus.daemon.leases import Lease
-from shmbus.inspect.types import FailedSample, OpenGroup
-from shmbus.inspect.view_types import GroupCells, GroupState, SampleCell
+from shmbus.inspect.types import FailedSample, GroupCells, GroupState, OpenGroup, SampleCell
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex, FailingGroup
 from shmbus_ext import _core

@@ -21,7 +21,7 @@ from shmbus._keys import make_key, split_key
 from shmbus.control import messages
 from shmbus.daemon.leases import Lease, Session
 from shmbus.inspect.failure_kinds import kind_of
-from shmbus.inspect.view_types import BusEvent
+from shmbus.inspect.types import BusEvent
 from shmbus.stash.collector import Collector
 from shmbus.stash.failures import FailedIndex
 from shmbus_ext import _core

@@ -16,13 +16,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import shmbus
-from shmbus.cli._show import take_int, take_seconds
+from shmbus.cli._options import Commands, take_int, take_seconds
 from shmbus.segment.names import check_name, companion_name
 
 if TYPE_CHECKING:
     from shmbus.gateway.settings import Settings
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser", "run"]
 

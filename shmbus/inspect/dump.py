@@ -14,8 +14,8 @@ import numpy as np
 from shmbus._format import label_text, printable, several
 from shmbus._schema import SchemaField
 from shmbus.inspect.records import RecordRow, Run, Scan
-from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.tables import read_schema
 from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
 
@@ -25,180 +25,100 @@ _SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT
 
 
 class SlotView(ProducerSlot, frozen=True, kw_only=True):
-    """A slot as the segment has it; the collector's own comes last.
+    """A slot as the segment has it; the collector's own comes last."""
 
-    Attributes
-    ----------
-    state : str
-        "free", "active", "closed", or "damaged" for any other value.
-    locked : bool
-        Whether a living process holds its lock.
-    commit_under_way : bool
-        Whether the owner stopped or died between the beginning of a commit and its count.
-    """
-
+    #: "free", "active", "closed", or "damaged" for any other value.
     state: str
+    #: Whether a living process holds its lock.
     locked: bool
+    #: Whether the owner stopped or died between the beginning of a commit and its count.
     commit_under_way: bool
 
 
 class RunView(msgspec.Struct, frozen=True):
-    """A run: neighbouring extents of one lane, with the records in them.
+    """A run: neighbouring extents of one lane, with the records in them."""
 
-    Attributes
-    ----------
-    extent, span, generation, order : int
-        First extent, number of extents, generation of their lease, and position in the lane.
-    slot, producer_id : int
-        The lane, and the producer that leased the run.
-    collector : bool
-        Whether it is the collector's lane of stragglers.
-    used, room : int
-        Bytes that hold records, and bytes in all.
-    sealed : bool
-        Whether nothing more will be written there.
-    reserved, committed, aborted, released, unknown : int
-        Records by state.
-    unreadable : int
-        Bytes behind a damaged frame.
-    pinned_by : list[str]
-        What keeps the run from being reused.
-    """
-
+    #: First extent, number of extents, generation of their lease, and position in the lane.
     extent: int
     span: int
     generation: int
     order: int
+    #: The lane, and the producer that leased the run.
     slot: int
     producer_id: int
+    #: Whether it is the collector's lane of stragglers.
     collector: bool
+    #: Bytes that hold records, and bytes in all.
     used: int
     room: int
+    #: Whether nothing more will be written there.
     sealed: bool
     reserved: int
     committed: int
     aborted: int
     released: int
     unknown: int
+    #: Bytes behind a damaged frame.
     unreadable: int
+    #: What keeps the run from being reused.
     pinned_by: list[str]
 
 
 class RecordView(msgspec.Struct, frozen=True):
-    """A record.
-
-    Attributes
-    ----------
-    extent, offset : int
-        Where it lies.
-    producer_id, sequence : int
-        Its identity.
-    instance_id, round, index, group_size : str, int | None, int, int
-        Its place in its group; "" and 0 while it is reserved.
-    state : str
-        "reserved", "committed", "aborted", "released", "unknown" or "unreadable".
-    verdict : str
-        "ok", or the checksum that does not hold: "frame", "header", "payload".
-    nbytes : int
-        Header and padding included.
-    age_s : float | None
-        Seconds since the commit.
-    score, policy_version : float | None, int
-        As its producer gave them; None for a score that is not finite.
-    moved : bool
-        Whether the collector moved it.
-    fields : list[str]
-        Its arrays, as in "tokens <i4 (2048,)".
-    """
+    """A record."""
 
     extent: int
     offset: int
     producer_id: int
     sequence: int
+    #: Its place in its group; "" and 0 while it is reserved.
     instance_id: str
     round: int | None
     index: int
     group_size: int
+    #: "reserved", "committed", "aborted", "released", "unknown" or "unreadable".
     state: str
+    #: "ok", or the checksum that does not hold: "frame", "header", "payload".
     verdict: str
+    #: Header and padding included.
     nbytes: int
     age_s: float | None
+    #: As its producer gave them; None for a score that is not finite.
     score: float | None
     policy_version: int
     moved: bool
+    #: Its arrays, as in "tokens <i4 (2048,)".
     fields: list[str]
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """A segment laid open.
-
-    Attributes
-    ----------
-    name, path : str
-        The bus and its file.
-    file_bytes : int
-        Size of the file.
-    problem : str | None
-        Why no process of this version can use the segment.
-    in_use, collector_alive : bool
-        Whether a living process has it open, and whether one collects.
-    header : dict[str, int | str]
-        The header's fields; those of another layout are read as if they were of this one.
-    slots, runs, records : list
-        What was asked for; empty where the header makes no sense.
-    records_omitted : int
-        Records beyond the limit.
-    schema : list[SchemaField] | None
-        The fields that the bus declares; None where it declares none.
-    schema_problem : str
-        Why these cannot be read; "" where they can.
-    """
+    """A segment laid open."""
 
     name: str
     path: str
     file_bytes: int
+    #: Why no process of this version can use the segment.
     problem: str | None
+    #: Whether a living process has it open, and whether one collects.
     in_use: bool
     collector_alive: bool
+    #: The header's fields; those of another layout are read as if they were of this one.
     header: dict[str, Any]
+    #: What was asked for; empty where the header makes no sense.
     slots: list[SlotView]
     runs: list[RunView]
     records: list[RecordView]
     records_omitted: int
+    #: The fields that the bus declares; None where it declares none.
     schema: list[SchemaField] | None = None
+    #: Why these cannot be read; "" where they can.
     schema_problem: str = ""
 
 
 def inspect(
     name: str, *, producer: int | None = None, limit: int = 20, payload: bool = False
 ) -> Inspection:
-    """Walk a segment.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    producer : int, optional
-        Show slots, runs and records of this producer only.
-    limit : int
-        Records to show.
-    payload : bool
-        Also verify payload checksums of those, where they carry one.
-
-    Returns
-    -------
-    Inspection
-        Also of a segment that no process can use; `problem` says why.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is no such file.
-    LayoutMismatchError
-        It is no regular file.
-    PermissionError
-        It is another user's.
-    """
+    """Walk a segment."""
     with SegmentFile(name) as file:
         slots: list[SlotView] = []
         runs: list[RunView] = []

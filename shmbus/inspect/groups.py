@@ -17,13 +17,10 @@ import msgspec
 from shmbus import limits
 from shmbus._format import printable
 from shmbus.control.ask import ask_groups
-from shmbus.inspect.open_groups import OpenGroups
-from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.types import WantedStatus
-from shmbus.inspect.undelivered import counters
-from shmbus.inspect.view_types import GroupCells, SampleCell
-from shmbus.inspect.work import with_begun
+from shmbus.inspect.tables import read_wanted, with_begun
+from shmbus.inspect.types import GroupCells, SampleCell, WantedStatus
+from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 
 __all__ = ["WALK_RECORDS", "Groups", "joined", "read_groups"]
@@ -33,23 +30,15 @@ WALK_RECORDS = 20_000
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
-    """Incomplete groups.
+    """Incomplete groups."""
 
-    Attributes
-    ----------
-    source : "daemon" | "records" | "none"
-        Who said so; none: there are too many records to sort from outside.
-    groups : list[GroupCells]
-        The oldest first.
-    omitted : int
-        Incomplete groups that are not among them, as far as that is known.
-    problem : str
-        Why there are none or fewer; "" where nothing was in the way.
-    """
-
+    #: Who said so; none: there are too many records to sort from outside.
     source: Literal["daemon", "records", "none"]
+    #: The oldest first.
     groups: list[GroupCells]
+    #: Incomplete groups that are not among them, as far as that is known.
     omitted: int = 0
+    #: Why there are none or fewer; "" where nothing was in the way.
     problem: str = ""
 
 
@@ -61,30 +50,7 @@ def read_groups(
     walk_records: int = WALK_RECORDS,
     ask: bool = True,
 ) -> Groups:
-    """Read the oldest incomplete groups of a bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    count : int
-        How many groups at most, up to `limits.MAX_GROUPS_SHOWN`.
-    cells : int
-        Samples of each that a daemon is asked for, at most.
-    walk_records : int
-        Undelivered trajectories up to which the records are walked, where no daemon says it.
-    ask : bool
-        False where a daemon has just been asked in vain: it would take another second.
-
-    Returns
-    -------
-    Groups
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError, PermissionError
-        As `shmbus.inspect.status.read_status`.
-    """
+    """Read the oldest incomplete groups of a bus."""
     count = min(count, limits.MAX_GROUPS_SHOWN)
     with SegmentFile(check_name(name)) as file:
         file.require()
@@ -112,19 +78,7 @@ def read_groups(
 
 
 def joined(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
-    """Add what the segment says of the samples of groups, and escape their texts.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        Readable.
-    groups : sequence of GroupCells
-        As a daemon or the records have them.
-
-    Returns
-    -------
-    list[GroupCells]
-    """
+    """Add what the segment says of the samples of groups, and escape their texts."""
     escaped = [_escaped(group) for group in with_begun(file, groups)]
     return _with_requests(escaped, read_wanted(file))
 

@@ -14,10 +14,9 @@ from shmbus import limits
 from shmbus._format import printable, unprinted
 from shmbus.control.ask import ask_events, ask_group
 from shmbus.inspect.groups import WALK_RECORDS, joined
-from shmbus.inspect.open_groups import OpenGroups
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.inspect.undelivered import counters
-from shmbus.inspect.view_types import BusEvent, GroupCells, GroupState
+from shmbus.inspect.types import BusEvent, GroupCells, GroupState
+from shmbus.inspect.undelivered import OpenGroups, counters
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
 
@@ -27,79 +26,38 @@ _NO_DAEMON = "events are kept by a daemon, and none serves this bus: `shmbus ser
 
 
 class EventList(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened, oldest first.
+    """What happened, oldest first."""
 
-    Attributes
-    ----------
-    events : list[BusEvent]
-        The newest.
-    newest : int
-        The number to go on from.
-    missed : int
-        Events that came after the number that was asked from, and are not in the list.
-    problem : str
-        Why there are none; "" where nothing was in the way.
-    """
-
+    #: The newest.
     events: list[BusEvent]
+    #: The number to go on from.
     newest: int = 0
+    #: Events that came after the number that was asked from, and are not in the list.
     missed: int = 0
+    #: Why there are none; "" where nothing was in the way.
     problem: str = ""
 
 
 class GroupHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a group is, and what happened to it.
+    """Where a group is, and what happened to it."""
 
-    Attributes
-    ----------
-    source : "daemon" | "records" | "none"
-        Who said so; none: there are too many records to look through from outside.
-    state : GroupState
-        "gone" too where nothing of it was ever here.
-    group : GroupCells | None
-        Its samples: who put what when, what failed, who makes what. None where it is not here.
-    holder : str
-        The trainer that has leased it.
-    held_s : float
-        Seconds since then.
-    events : list[BusEvent]
-        What a daemon remembers of it, oldest first.
-    problem : str
-        What is not known, and why.
-    """
-
+    #: Who said so; none: there are too many records to sort from outside.
     source: Literal["daemon", "records", "none"]
+    #: "gone" too where nothing of it was ever here.
     state: GroupState
+    #: Its samples: who put what when, what failed, who makes what. None where it is not here.
     group: GroupCells | None = None
+    #: The trainer that has leased it.
     holder: str = ""
     held_s: float = 0.0
+    #: What a daemon remembers of it, oldest first.
     events: list[BusEvent] = []
+    #: What is not known, and why.
     problem: str = ""
 
 
 def read_events(name: str, *, after: int = 0, limit: int = 100, groups: bool = True) -> EventList:
-    """Read what happened on a bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    after : int
-        Only what came after this number.
-    limit : int
-        How many at most, up to `limits.MAX_EVENTS_SHOWN`; the newest.
-    groups : bool
-        Whether those of groups and samples are among them.
-
-    Returns
-    -------
-    EventList
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError, PermissionError
-        As `shmbus.inspect.status.read_status`.
-    """
+    """Read what happened on a bus."""
     with SegmentFile(check_name(name)) as file:
         file.require()
     reply = ask_events(name, after, min(limit, limits.MAX_EVENTS_SHOWN), groups=groups)
@@ -118,26 +76,7 @@ def read_group(
     split: str = "train",
     walk_records: int = WALK_RECORDS,
 ) -> GroupHistory:
-    """Read the history of one group.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    instance_id, round, split : str, int | None, str
-        The group; its names may be written as they are shown, with escapes.
-    walk_records : int
-        Undelivered trajectories up to which the records are walked, where no daemon says it.
-
-    Returns
-    -------
-    GroupHistory
-
-    Raises
-    ------
-    BusNotFoundError, LayoutMismatchError, PermissionError
-        As `shmbus.inspect.status.read_status`.
-    """
+    """Read the history of one group."""
     ids = (instance_id, unprinted(instance_id))
     for key, label in dict.fromkeys(product(ids, (split, unprinted(split)))):
         # A name with escapes may be longer than any is.

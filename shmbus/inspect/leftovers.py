@@ -50,51 +50,33 @@ _LOST_UNKNOWN: Final = "its content cannot be read"
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
-    """A file in /dev/shm with a name like ours.
+    """A file in /dev/shm with a name like ours."""
 
-    Attributes
-    ----------
-    path, name : str
-        The file, and the bus that it belongs to.
-    kind : "segment" | "socket" | "companion" | "other"
-        By its name and type; "other" where the two do not agree. A companion is a segment that goes
-        with a bus, such as the weights of the demo.
-    owner : str
-        Its user.
-    size : int
-        Bytes that it occupies.
-    verdict : "removable" | "in_use" | "not_ours" | "unknown"
-        Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
-    reason : str
-        Why.
-    undelivered, undelivered_groups : int | None
-        Trajectories, and complete groups of them, that are lost with a removable segment; None
-        where they cannot be counted.
-    device, inode : int
-        The file that was checked: another one of the same name is never removed instead.
-    """
-
+    #: The file, and the bus that it belongs to.
     path: str
     name: str
+    #: By its name and type; "other" where the two do not agree. A companion is a segment that goes
+    #: with a bus, such as the weights of the demo.
     kind: Kind
+    #: Its user.
     owner: str
+    #: Bytes that it occupies.
     size: int
+    #: Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
     verdict: Verdict
+    #: Why.
     reason: str
+    #: Trajectories, and complete groups of them, that are lost with a removable segment; None where
+    #: they cannot be counted.
     undelivered: int | None = None
     undelivered_groups: int | None = None
+    #: The file that was checked: another one of the same name is never removed instead.
     device: int
     inode: int
 
 
 def survey() -> list[Leftover]:
-    """Check every file in /dev/shm with a name like ours.
-
-    Returns
-    -------
-    list[Leftover]
-        By name.
-    """
+    """Check every file in /dev/shm with a name like ours."""
     found = []
     for entry in sorted(os.scandir(SHM_DIRECTORY), key=lambda entry: entry.name):
         kind, name = _classify(entry.name)
@@ -108,18 +90,7 @@ def survey() -> list[Leftover]:
 
 
 def of_bus(name: str) -> list[Leftover]:
-    """Check every file of one bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-
-    Returns
-    -------
-    list[Leftover]
-        Its segment first.
-    """
+    """Check every file of one bus."""
     found = survey()
     kinds = {parse_companion(os.path.basename(each.path)) for each in found if each.name == name}
     sockets = {memory_socket(kind[0], name) for kind in kinds if kind} | {socket_path(name)}
@@ -265,27 +236,7 @@ def _users(file: SegmentFile) -> str:
 
 
 def remove(found: Leftover, *, force: bool = False) -> None:
-    """Remove a leftover, unless a process has begun to use it since it was checked.
-
-    Parameters
-    ----------
-    found : Leftover
-        From `survey`, one that `may_go`.
-    force : bool
-        Also where processes use it. Those of a segment get BusRemovedError; the socket of a living
-        daemon is left to it, which ends with its bus.
-
-    Raises
-    ------
-    BusBusyError
-        A process uses it now, or the name leads to another file now.
-    FileNotFoundError
-        It is gone already.
-    PermissionError
-        This user may not.
-    ValueError
-        The verdict is another one.
-    """
+    """Remove a leftover, unless a process has begun to use it since it was checked."""
     if not may_go(found, force=force):
         raise ValueError(f"{printable(found.path)}: expected a removable file; {found.reason}")
     if force:

@@ -25,17 +25,11 @@ _STOPPED: Final = frozenset("Tt")
 
 
 class ProducerChecks:
-    """What is known of producers' processes, look by look.
+    """What is known of producers' processes, poll by poll."""
 
-    A check is two system calls or more, and the first gets slower with every lock on the file. So
-    who looks each second at thousands of producers checks some of them each time, and takes the
-    others to be as they were.
-
-    Parameters
-    ----------
-    most : int, optional
-        Checks in one look; None checks all. A producer that was never checked always is.
-    """
+    # A check is two system calls or more, and the first gets slower with every lock on the file. So
+    # who polls each second for thousands of producers checks some of them each time, and takes the
+    # others to be as they were.
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -45,26 +39,13 @@ class ProducerChecks:
         self._seen = 0
 
     def begin(self, producers: int) -> None:
-        """Begin a look at so many producers."""
+        """Begin a poll of so many producers."""
         self._turn += 1
         self._seen = 0
         self._every = 1 if self._most is None else max(1, -(-producers // self._most))
 
     def check(self, file: SegmentFile, slot: int, number: int, pid: int) -> tuple[bool, bool]:
-        """Check a producer whose slot says that it is attached.
-
-        Parameters
-        ----------
-        file : SegmentFile
-            Its bus.
-        slot, number, pid : int
-            Its slot, its number on the bus, its process.
-
-        Returns
-        -------
-        alive, stopped : bool
-            As it is, or was when its turn was last.
-        """
+        """Check a producer whose slot says that it is attached."""
         self._seen += 1
         known = self._known.get(slot)
         if known is not None and known[0] == number and (self._seen + self._turn) % self._every:
@@ -76,19 +57,7 @@ class ProducerChecks:
 
 
 def is_stopped(pid: int, path: str) -> bool:
-    """Whether the process is stopped and has the segment mapped.
-
-    Parameters
-    ----------
-    pid : int
-        As the producer gave it.
-    path : str
-        The segment's file.
-
-    Returns
-    -------
-    bool
-    """
+    """Whether the process is stopped and has the segment mapped."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may contain anything.
@@ -102,10 +71,8 @@ def is_stopped(pid: int, path: str) -> bool:
 
 
 def servers_left(name: str) -> bool:
-    """Whether a trainer ended while inference servers of a bus were paused for its weights.
-
-    It keeps a note of them from before it pauses the first, and the note's lock while it lives.
-    """
+    """Whether a trainer ended while inference servers of a bus were paused for its weights."""
+    # It keeps a note of them from before it pauses the first, and the note's lock while it lives.
     with LockedFile() as file:
         try:
             path = SHM_DIRECTORY + companion_name("fleet", name)

@@ -19,9 +19,8 @@ from shmbus.inspect.history import read_events
 from shmbus.inspect.processes import ProducerChecks
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import join, status_of
-from shmbus.inspect.types import BusStatus
+from shmbus.inspect.types import BusEvent, BusStatus
 from shmbus.inspect.verdict import judge
-from shmbus.inspect.view_types import BusEvent
 
 __all__ = ["Rates", "Watcher"]
 
@@ -45,68 +44,18 @@ _SAMPLE_RECORDS = 8
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Rates between two polls.
-
-    Attributes
-    ----------
-    committed, acknowledged, dropped : float
-        Trajectories a second.
-    bytes, tokens : float
-        Committed per second, by the mean of recent records; 0 where none could be read.
-    """
+    """Rates between two polls."""
 
     committed: float = 0.0
     acknowledged: float = 0.0
     dropped: float = 0.0
+    #: Committed per second, by the mean of recent records; 0 where none could be read.
     bytes: float = 0.0
     tokens: float = 0.0
 
 
 class Watcher:
-    """Polls a bus repeatedly.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    groups : int
-        Incomplete groups to read at each poll; 0 reads those that a status has.
-    events : int
-        Events, without those of groups, to read at each poll.
-    share : float
-        The part of a processor that walks over records may cost: after a long one, polls do without
-        for a while.
-
-    Attributes
-    ----------
-    status : BusStatus
-        Of the last poll.
-    rates : Rates
-        Between the last two polls.
-    producer_rates : dict[int, float]
-        Trajectories a second, by producer number.
-    groups : Groups
-        The oldest incomplete groups, of the last poll that read them.
-    groups_age_s : float
-        Seconds since they were read.
-    events : list[BusEvent]
-        The newest of the daemon's, oldest first; empty without one.
-    sorted : tuple[int | None, int | None]
-        Incomplete and complete groups, of the last poll that walked; None before one.
-    waited_s : dict[int, float]
-        Seconds that each producer waited in the last minute, or since the first poll if that is
-        less; by producer number. Never more than that time has.
-    trainers_waited_s : float
-        The same of all trainers together: never more than that time has for so many.
-    history : deque[float]
-        Committed trajectories a second, the newest last.
-    idle_s : dict[int, float]
-        Seconds since the last commit that a poll has seen, by producer number.
-    still_s : float
-        Seconds in which no poll has seen anything move.
-    created_unix_ns : int
-        When the bus was created; another number is another bus of the name.
-    """
+    """Polls a bus repeatedly."""
 
     def __init__(self, name: str, *, groups: int = 0, events: int = 0, share: float = 1.0) -> None:
         self.name = name
@@ -117,18 +66,28 @@ class Watcher:
         self._forget(0)
 
     def _forget(self, created: int) -> None:
+        #: When the bus was created; another number is another bus of the name.
         self.created_unix_ns = created
+        #: The oldest incomplete groups, of the last poll that read them.
         self.groups = Groups(source="none", groups=[])
+        #: Seconds since they were read.
         self.groups_age_s = 0.0
         self._groups_at_s = 0.0
+        #: The newest of the daemon's, oldest first; empty without one.
         self.events: list[BusEvent] = []
+        #: Incomplete and complete groups, of the last poll that walked; None before one.
         self.sorted: tuple[int | None, int | None] = (None, None)
+        #: Seconds since the last commit that a poll has seen, by producer number.
         self.idle_s: dict[int, float] = {}
+        #: Seconds in which no poll has seen anything move.
         self.still_s = 0.0
         self._active_s: dict[int, tuple[int, float]] = {}
         self._moved: tuple[object, float] = (None, 0.0)
         self._next_walk_s = 0.0
+        #: Seconds that each producer waited in the last minute, or since the first poll if that is
+        #: less; by producer number. Never more than that time has.
         self.waited_s: dict[int, float] = {}
+        #: The same of all trainers together: never more than that time has for so many.
         self.trainers_waited_s = 0.0
         #: When, what each slot had waited, and what trainers had.
         self._checks = ProducerChecks(_CHECKS)
@@ -137,17 +96,13 @@ class Watcher:
         self._before: BusStatus | None = None
         self._mean = (0.0, 0.0)
         self.rates = Rates()
+        #: Trajectories a second, by producer number.
         self.producer_rates: dict[int, float] = {}
+        #: Committed trajectories a second, the newest last.
         self.history: deque[float] = deque(maxlen=_HISTORY)
 
     def poll(self) -> None:
-        """Poll once.
-
-        Raises
-        ------
-        BusNotFoundError, LayoutMismatchError, PermissionError
-            As `shmbus.inspect.status.read_status`.
-        """
+        """Poll once."""
         with SegmentFile(self.name) as file:
             file.require()
             created = int(file.header["created_unix_ns"])

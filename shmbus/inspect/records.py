@@ -20,68 +20,46 @@ _SCHEMA: Final[np.dtype[Any]] = np.dtype(dict(_core.layout()["schema_entry"]))  
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Neighbouring extents that a lane leases together.
+    """Neighbouring extents that a lane leases together."""
 
-    Attributes
-    ----------
-    extent, span : int
-        Its first extent, and how many there are.
-    slot : int
-        The lane that leases it; the collector's own has the number `max_producers`.
-    generation : int
-        Of the lease.
-    order : int
-        Position in the lane.
-    used, room : int
-        Bytes that hold records, and bytes in all.
-    sealed : bool
-        Whether nothing more will be written there.
-    writer_pins : int
-        Writable views that are still out.
-    producer_id : int
-        The producer that leased it.
-    """
-
+    #: Its first extent, and how many there are.
     extent: int
     span: int
+    #: The lane that leases it; the collector's own has the number `max_producers`.
     slot: int
+    #: Of the lease.
     generation: int
+    #: Position in the lane.
     order: int
+    #: Bytes that hold records, and bytes in all.
     used: int
     room: int
+    #: Whether nothing more will be written there.
     sealed: bool
+    #: Writable views that are still out.
     writer_pins: int
+    #: The producer that leased it.
     producer_id: int
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """The records of one run, counted.
+    """The records of one run, counted."""
 
-    Attributes
-    ----------
-    keys : bytes
-        (producer, sequence) of each committed record, as pairs of u64.
-    reserved, committed, aborted, released, unknown : int
-        Records by state; committed without those that their lane has not counted yet.
-    nbytes : int
-        Ring bytes of the committed ones.
-    newest_ns : int
-        When the newest was committed, released ones included; 0 for none.
-    unreadable : int
-        Bytes behind a damaged frame, which cannot be walked.
-    changed : bool
-        Whether the run was freed during the count, so that the rest says nothing.
-    """
-
+    #: (producer, sequence) of each committed record, as pairs of u64.
     keys: bytes
+    #: Records by state; committed without those that their lane has not counted yet.
     reserved: int
     committed: int
     aborted: int
     released: int
     unknown: int
+    #: Ring bytes of the committed ones.
     nbytes: int
+    #: When the newest was committed, released ones included; 0 for none.
     newest_ns: int
+    #: Bytes behind a damaged frame, which cannot be walked.
     unreadable: int
+    #: Whether the run was freed during the count, so that the rest says nothing.
     changed: bool
 
 
@@ -96,35 +74,39 @@ class Field(msgspec.Struct, frozen=True):
 
 
 class RecordRow(msgspec.Struct, frozen=True):
-    """One record as the walk found it; `SegmentFile.read_records` explains state and verdict."""
+    """One record as the walk found it."""
 
     extent: int
     generation: int
     slot: int
     offset: int
+    #: "reserved", "committed", "aborted", "released", "unknown"; "unreadable" of the last row of a
+    #: run with a damaged frame, whose nbytes cannot be walked.
     state: str
+    #: "ok", or which checksum does not hold: "frame", "header", "payload".
     verdict: str
     nbytes: int
     producer_id: int
-    sequence: int
-    lane_number: int
-    flags: int
-    policy_version: int
-    version_span: int
-    score: float
-    group_size: int
-    need: int
-    index: int
-    split: int
-    round: int | None
-    committed_ns: int
-    meta_offset: int
-    meta_bytes: int
-    payload_bytes: int
-    instance_id: str
-    field_count: int
-    schema: bytes
-    shape: bytes
+    # A row of state "unreadable" has none of these.
+    sequence: int = 0
+    lane_number: int = 0
+    flags: int = 0
+    policy_version: int = 0
+    version_span: int = 0
+    score: float = 0.0
+    group_size: int = 0
+    need: int = 0
+    index: int = 0
+    split: int = 0
+    round: int | None = None
+    committed_ns: int = 0
+    meta_offset: int = 0
+    meta_bytes: int = 0
+    payload_bytes: int = 0
+    instance_id: str = ""
+    field_count: int = 0
+    schema: bytes = b""
+    shape: bytes = b""
 
     @property
     def key(self) -> Hashable:
@@ -188,23 +170,4 @@ def unreadable_rest(run: Run, at: int) -> RecordRow:
         verdict="frame",
         nbytes=run.used - at,
         producer_id=run.producer_id,
-        sequence=0,
-        lane_number=0,
-        flags=0,
-        policy_version=0,
-        version_span=0,
-        score=0.0,
-        group_size=0,
-        need=0,
-        index=0,
-        split=0,
-        round=None,
-        committed_ns=0,
-        meta_offset=0,
-        meta_bytes=0,
-        payload_bytes=0,
-        instance_id="",
-        field_count=0,
-        schema=b"",
-        shape=b"",
     )

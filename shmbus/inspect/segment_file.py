@@ -57,30 +57,7 @@ def open_file(path: str) -> int:
 
 
 class SegmentFile:
-    """One file that is, or claims to be, a segment.
-
-    Parameters
-    ----------
-    name : str
-        The bus; also a name that `check_name` refuses, if a file is called so.
-
-    Raises
-    ------
-    BusNotFoundError
-        There is no such file.
-    LayoutMismatchError
-        It is not a regular file.
-    PermissionError
-        It belongs to another user.
-
-    Attributes
-    ----------
-    problem : LayoutMismatchError or None
-        Why this process cannot read it: unfinished, foreign, truncated or damaged.
-    walkable : bool
-        Whether its tables can be read: also those of a truncated file, as far as it goes. If not,
-        only `header`, `file_bytes` and the locks mean anything.
-    """
+    """One file that is, or claims to be, a segment."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,6 +84,8 @@ class SegmentFile:
             self.file_bytes = self.info.st_size
             raw = self._read(_core.HEADER_BYTES, 0)
             self.header: Any = np.frombuffer(raw, _HEADER, count=1)[0]
+            #: Walkable: its tables can be read, of a truncated file as far as it goes. If not, only
+            #: `header`, `file_bytes` and the locks mean anything.
             self.problem, self.walkable = self._check(raw)
         except BaseException:
             os.close(self.fd)
@@ -149,6 +128,7 @@ class SegmentFile:
             status = ("geometry", 0, 0)
         if status is None:
             return None, True
+        #: Why this process cannot read it: unfinished, foreign, truncated or damaged.
         problem = layout_error(self.name, *status)
         return problem, holds and status[0] == "truncated"
 
@@ -280,14 +260,8 @@ class SegmentFile:
         return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
 
     def ancestors(self) -> list[tuple[str, int]]:
-        """Name the buses that this one was restored from, the oldest first.
-
-        Returns
-        -------
-        list of (str, int)
-            Identities; the numbers of a bus's producers are below the second, and not below that of
-            the one before.
-        """
+        """Name the buses that this one was restored from, the oldest first."""
+        # Producers of a bus have numbers below its own, and not below that of the one before.
         rows = np.frombuffer(self.header["ancestors"].tobytes(), _ANCESTOR)
         named = [(row["identity"].tobytes().hex(), int(row["producers"])) for row in rows]
         return [(identity, producers) for identity, producers in named if producers]
@@ -374,24 +348,7 @@ class SegmentFile:
     def read_records(
         self, run: Run, *, payload: bool = False, start: int = 0
     ) -> Iterator[RecordRow]:
-        """Yield a run's records in the order of writing.
-
-        Parameters
-        ----------
-        run : Run
-            From `runs`.
-        payload : bool
-            Also verify payload checksums, where records carry them, which reads every byte.
-        start : int
-            Offset of the first record to yield, from an earlier walk of the same run.
-
-        Yields
-        ------
-        RecordRow
-            state: "reserved" | "committed" | "aborted" | "released" | "unknown". verdict: "ok", or
-            which checksum does not hold: "header", "payload"; a "frame" that does not hold ends
-            the run with one row of state "unreadable", whose nbytes cannot be walked.
-        """
+        """Yield a run's records in the order of writing."""
         at = start
         while at < run.used:
             rows, end, cut = _core.read_run(

@@ -10,7 +10,7 @@ import msgspec
 from shmbus import errors
 from shmbus._format import show_duration
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.inspect.types import BusStatus
 
 __all__ = ["StallReport", "gather", "wait_sentence"]
@@ -64,20 +64,7 @@ def gather(bus: str, waits_for: str, stalled_s: float) -> StallReport:
 
 
 def wait_sentence(bus: str, wants: str) -> str:
-    """Say why a trainer waits, for the message of its timeout.
-
-    Parameters
-    ----------
-    bus : str
-        The bus.
-    wants : str
-        What this process waits for, such as "2 more groups"; "" for any groups.
-
-    Returns
-    -------
-    str
-        The sentence of `shmbus status`; "" where the bus cannot be read.
-    """
+    """Say why a trainer waits, for the message of its timeout."""
     try:
         verdict = read_status(bus, wants=wants).verdict
     except (errors.ShmbusError, OSError):

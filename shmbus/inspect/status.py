@@ -22,15 +22,19 @@ from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.histograms import read_histograms
-from shmbus.inspect.open_groups import MISSING_NAMED, OpenGroups
 from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
 from shmbus.inspect.records import Run
-from shmbus.inspect.relay_journal import read_relay
-from shmbus.inspect.request_lane import read_lead, read_requests
-from shmbus.inspect.retry_table import read_lane_pause, read_wanted
-from shmbus.inspect.schema import read_schema
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.tables import (
+    read_histograms,
+    read_lane_pause,
+    read_lead,
+    read_relay,
+    read_requests,
+    read_schema,
+    read_waited,
+    read_wanted,
+)
 from shmbus.inspect.types import (
     BusStatus,
     CollectorStatus,
@@ -42,9 +46,8 @@ from shmbus.inspect.types import (
     ProducerStatus,
     SplitStatus,
 )
-from shmbus.inspect.undelivered import count_undelivered, counters
+from shmbus.inspect.undelivered import MISSING_NAMED, OpenGroups, count_undelivered, counters
 from shmbus.inspect.verdict import judge
-from shmbus.inspect.work import read_waited
 from shmbus.ledger import REASONS
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
@@ -59,34 +62,7 @@ _ATTEMPTS = 3
 def read_status(
     name: str, *, walk: bool = True, still_s: float | None = None, wants: str | None = None
 ) -> BusStatus:
-    """Read the status of a bus.
-
-    Parameters
-    ----------
-    name : str
-        The bus.
-    walk : bool
-        Count the undelivered record by record, and group them. False costs microseconds, for a
-        caller that polls several times a second.
-    still_s : float, optional
-        Seconds without any movement, where the caller has watched.
-    wants : str, optional
-        What this process waits for, such as "2 more groups"; "" for any groups, None where it does
-        not wait.
-
-    Returns
-    -------
-    BusStatus
-
-    Raises
-    ------
-    BusNotFoundError
-        There is none.
-    LayoutMismatchError
-        It is unfinished, foreign, truncated or damaged; the message says which.
-    PermissionError
-        It is another user's.
-    """
+    """Read the status of a bus."""
     with SegmentFile(check_name(name)) as file:
         file.require()
         status = join(status_of(file, walk=walk), ask_status(name))
@@ -114,20 +90,7 @@ def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
-    """Add a daemon's answer to the status from the segment; the one place where the two meet.
-
-    Parameters
-    ----------
-    status : BusStatus
-        From the segment.
-    reply : StatusReply, str or None
-        From `shmbus.control.ask.ask_status`.
-
-    Returns
-    -------
-    BusStatus
-        The same where there is no daemon.
-    """
+    """Add a daemon's answer to the status from the segment; the one place where the two meet."""
     if reply is None:
         return status
     if isinstance(reply, str):
@@ -181,21 +144,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
 def status_of(
     file: SegmentFile, *, walk: bool = True, checks: ProducerChecks | None = None
 ) -> BusStatus:
-    """Read the status of a segment that is open and readable; see `read_status`.
-
-    Parameters
-    ----------
-    file : SegmentFile
-        The segment.
-    walk : bool
-        As for `read_status`.
-    checks : ProducerChecks, optional
-        What is known of processes from earlier looks; each is checked anew without.
-
-    Returns
-    -------
-    BusStatus
-    """
+    """Read the status of a segment that is open and readable; see `read_status`."""
     file.refresh()
     runs = file.runs()
     collector = _collector(file, runs)

@@ -1,4 +1,4 @@
-"""What can be said of a bus: the structs of ``shmbus status`` and of a daemon's answer.
+"""What can be said of a bus: the structs of ``shmbus status``, of a daemon's answer, of a verdict.
 
 Below the control messages, which carry some of these, and below everything that fills them in.
 
@@ -15,16 +15,20 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from shmbus._schema import SchemaField
-from shmbus.inspect.view_types import Verdict, WaitedStatus
 from shmbus.ledger import LanePauseStatus, TrajectoryCounts
 from shmbus_ext import _core
 
 __all__ = [
+    "BusEvent",
     "BusStatus",
     "CollectorStatus",
     "Count",
     "DaemonStatus",
     "FailedSample",
+    "Finding",
+    "GroupCells",
+    "GroupHead",
+    "GroupState",
     "GroupStatus",
     "LeaseStatus",
     "LedgerStatus",
@@ -32,536 +36,402 @@ __all__ = [
     "PauseStatus",
     "ProducerSlot",
     "ProducerStatus",
+    "SampleCell",
+    "Verdict",
+    "WaitedStatus",
     "WantedStatus",
 ]
+
+#: Where a group is: incomplete; complete and not taken; with a trainer; or not on the bus, maybe
+#: not any more.
+GroupState: TypeAlias = Literal["open", "ready", "leased", "gone"]
+
+
+class SampleCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A sample of an incomplete group, as far as it is known."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    #: asked: it failed, and producers are asked for it again. begun: a producer makes it now, and
+    #: says so. A missing sample has no cell.
+    state: Literal["there", "failed", "asked", "begun"] = "there"
+    #: Of a sample that is there; None also where it is not finite.
+    score: float | None = None
+    #: Number of the producer that sent it, or its failure, or has begun it.
+    producer: int | None = None
+    #: Seconds since its commit, or since it was begun.
+    age_s: float | None = None
+    attempts: int = 0
+    reason: str = ""
+    #: Number of the producer that makes it again.
+    taken_by: int | None = None
+
+
+class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
+    """An incomplete group, its samples counted."""
+
+    instance_id: str
+    round: int | None
+    #: Samples of its group, 0 where that is not known yet, and samples that are here.
+    size: int
+    present: int
+    age_s: float
+    #: Samples that complete it, at most `size`; 0 where that is not known yet.
+    need: int = 0
+    split: str = "train"
+
+
+class GroupCells(GroupHead, frozen=True, kw_only=True):
+    """An incomplete group, sample by sample."""
+
+    #: By index; a missing sample has none.
+    cells: list[SampleCell]
+    #: Cells that did not fit into the answer.
+    cells_omitted: int = 0
+
+
+class BusEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that happened on a bus."""
+
+    #: Grows with each event of a daemon.
+    number: int
+    #: When, in seconds since 1970.
+    unix_s: float
+    #: "daemon_began", "producer_came", "producer_left", "producer_died", "producer_gone" (left or
+    #: died), "trainer_came", "trainer_left", "trainer_lost", "paused", "resumed",
+    #: "requests_paused", "requests_resumed", "policy_version"; of a group "leased", "given_back",
+    #: "acknowledged", "dropped"; of a sample "failed" and "asked" (it failed, and producers are
+    #: asked for it again).
+    kind: str
+    #: The producer or the trainer; "" where nobody is to be named.
+    who: str = ""
+    #: The reason of a failure, a drop or a pause; the number of a policy version, or "3 to 5" where
+    #: versions followed each other.
+    text: str = ""
+    #: The group; an id of "" where it is of none.
+    instance_id: str = ""
+    round: int | None = None
+    split: str = "train"
+    index: int | None = None
+    #: Samples of the group, or failed attempts of the sample.
+    count: int = 0
+
+
+class WaitedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that were waited on a bus since it was created, of all who waited together."""
+
+    #: By producers: for space in the ring, for the end of a pause, and for the bound on groups that
+    #: may be begun (`max_lead`).
+    space_s: float = 0.0
+    paused_s: float = 0.0
+    ahead_s: float = 0.0
+    #: By trainers that held no group, for the next.
+    trainers_s: float = 0.0
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that keeps a bus from going on, or may."""
+
+    #: Such as "producers_wait"; `shmbus.inspect.verdict` lists them.
+    kind: str
+    #: The part of the work that it costs, 0 to 1, as an estimate: what findings are ranked by.
+    cost: float
+    #: What happens, who causes it, and what to do; the latter two may be "".
+    what: str
+    cause: str = ""
+    advice: str = ""
+    #: The producers and trainers that cause it.
+    who: list[str] = []
+    #: Incomplete groups that wait for them.
+    groups: int = 0
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be said of a bus in one sentence."""
+
+    #: How bad the first finding is.
+    level: Literal["good", "note", "warning", "trouble"]
+    #: The first finding: what, who, and what to do.
+    sentence: str
+    #: All of them, the costliest first; empty where nothing is wrong.
+    findings: list[Finding] = []
+
 
 #: Bounds of what is decoded from a file or a socket; they count there only.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class LedgerStatus(TrajectoryCounts, frozen=True, kw_only=True):
-    """Where every committed trajectory is, as an observer can tell.
+    """Where every committed trajectory is, as an observer can tell."""
 
-    Without a collector, every undelivered trajectory counts as in the ring.
+    # Without a collector, every undelivered trajectory counts as in the ring.
 
-    Attributes
-    ----------
-    unreadable : int
-        Committed, and not found by a walk over the records; the next reader counts them as corrupt.
-        Always 0 where `exact` is false.
-    exact : bool
-        Whether the undelivered were counted record by record, at one instant. Otherwise the bus was
-        too busy, and in_ring is what the counters leave over.
-    balanced : bool
-        Whether the parts add up to `committed`, with nothing unreadable.
-    """
-
+    #: Committed, and not found by a walk over the records; the next reader counts them as corrupt.
+    #: Always 0 where `exact` is false.
     unreadable: int
+    #: Whether the undelivered were counted record by record, at one instant. Otherwise the bus was
+    #: too busy, and in_ring is what the counters leave over.
     exact: bool
+    #: Whether the parts add up to `committed`, with nothing unreadable.
     balanced: bool
 
 
 class ProducerSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot in the producer table, and its counters.
+    """A slot in the producer table, and its counters."""
 
-    Attributes
-    ----------
-    slot, producer_id, pid : int
-        Its position in the table; the producer's number on the bus; its process, as numbered in its
-        own pid namespace.
-    label : str
-        The name that the producer gave itself.
-    committed, aborted : int
-        Trajectories, of all producers that ever owned the slot.
-    """
-
+    #: Its position in the table; the producer's number on the bus; its process, as numbered in its
+    #: own pid namespace.
     slot: Annotated[int, msgspec.Meta(ge=0, lt=_core.MAX_PRODUCERS)]
     producer_id: Count
     pid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     label: str
+    #: Trajectories, of all producers that ever owned the slot.
     committed: Count
     aborted: Count
 
 
 class ProducerStatus(ProducerSlot, frozen=True, kw_only=True):
-    """A producer slot that has been used.
+    """A producer slot that has been used."""
 
-    Attributes
-    ----------
-    state : "alive" | "dead" | "closed" | "gone"
-        alive: a living process holds the slot's lock. dead: no process does, and the collector has
-        not reaped it yet. closed: the producer left properly. gone: it left or died, and was
-        reaped.
-    held_bytes : int
-        Ring bytes in the lane's extents.
-    reservations : int | None
-        Records in these that are neither committed nor aborted; None where records were not read.
-    idle_s : float | None
-        Seconds since the last commit, by the records that are still in the lane's extents; None
-        where none is.
-    stopped : bool
-        Whether its process is stopped, as by SIGSTOP or a debugger, as far as that can be seen.
-    waited_s : float
-        Seconds that the slot's owners so far have waited, for space, a pause or `max_lead`.
-    """
-
+    #: alive: a living process holds the slot's lock. dead: no process does, and the collector has
+    #: not reaped it yet. closed: the producer left properly. gone: it left or died, and was reaped.
     state: Literal["alive", "dead", "closed", "gone"]
+    #: Ring bytes in the lane's extents.
     held_bytes: int
+    #: Records in these that are neither committed nor aborted; None where records were not read.
     reservations: int | None = None
+    #: Seconds since the last commit, by the records that are still in the lane's extents; None
+    #: where none is.
     idle_s: float | None = None
+    #: Whether its process is stopped, as by SIGSTOP or a debugger, as far as that can be seen.
     stopped: bool = False
+    #: Seconds that the slot's owners so far have waited, for space, a pause or `max_lead`.
     waited_s: float = 0.0
 
 
 class CollectorStatus(msgspec.Struct, frozen=True):
-    """The collector, as it last described itself.
+    """The collector, as it last described itself."""
 
-    Attributes
-    ----------
-    alive : bool
-        Whether a living process holds the collector's lock.
-    pid : int
-        Its process; 0 where no collector ever read the bus.
-    label : str
-        The name that it gave itself.
-    seen_ago_s : float | None
-        Seconds since it last polled the ring; None where no collector ever did.
-    leased_groups, leased_records, stashed_groups, stashed_records : int
-        What it holds; 0 where it is not alive.
-    stragglers_bytes : int
-        Ring bytes of the stragglers that it moved.
-    oldest_lease_s : float
-        Seconds since it gave the oldest of those leases.
-    stopped : bool
-        Whether its process is stopped, as of a producer.
-    waits : bool
-        Whether it sleeps until records come.
-    """
-
+    #: Whether a living process holds the collector's lock.
     alive: bool
+    #: Its process; 0 where no collector ever read the bus.
     pid: int
     label: str
+    #: Seconds since it last polled the ring; None where no collector ever did.
     seen_ago_s: float | None
+    #: What it holds; 0 where it is not alive.
     leased_groups: int
     leased_records: int
     stashed_groups: int
     stashed_records: int
+    #: Ring bytes of the stragglers that it moved.
     stragglers_bytes: int
+    #: Seconds since it gave the oldest of those leases.
     oldest_lease_s: float = 0.0
+    #: Whether its process is stopped, as of a producer.
     stopped: bool = False
+    #: Whether it sleeps until records come.
     waits: bool = False
 
 
 class PauseStatus(msgspec.Struct, frozen=True):
-    """A pause of the producers.
-
-    Attributes
-    ----------
-    reason : str
-        As it was given; may be "".
-    policy_version : int
-        The trainer's when the pause began.
-    age_s : float
-        Seconds since then.
-    """
+    """A pause of the producers."""
 
     reason: str
+    #: The trainer's when the pause began.
     policy_version: int
     age_s: float
 
 
 class FailedSample(msgspec.Struct, frozen=True):
-    """A sample of an incomplete group that failed.
-
-    Attributes
-    ----------
-    index : int
-        Its index in the group.
-    attempts : int
-        Failed attempts, as far as they were reported.
-    reason : str
-        The reason of the last one.
-    """
+    """A sample of an incomplete group that failed."""
 
     index: int
+    #: Failed attempts, as far as they were reported.
     attempts: int
     reason: str
 
 
-class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """An incomplete group.
+class OpenGroup(GroupHead, frozen=True, kw_only=True):
+    """An incomplete group, as a status has it."""
 
-    Attributes
-    ----------
-    instance_id : str
-        The prompt's key.
-    round : int | None
-        None where its producers gave none.
-    size, present : int
-        Samples of its group, 0 where that is not known yet, and samples that are here.
-    need : int
-        Samples that complete it, at most `size`; 0 where that is not known yet.
-    split : str
-        Who it is for.
-    missing : list[int]
-        Missing indices; a status names the first of them.
-    age_s : float
-        Seconds since its first sample.
-    failed : list[FailedSample]
-        Missing samples that failed; a status names the first of them.
-    """
-
-    instance_id: str
-    round: int | None
-    size: int
-    present: int
+    #: Missing indices, and those of them that failed; a status names the first.
     missing: list[int]
-    age_s: float
     failed: list[FailedSample] = []
-    need: int = 0
-    split: str = "train"
 
 
 class GroupStatus(OpenGroup, frozen=True, kw_only=True):
-    """An incomplete group, as its records show it.
+    """An incomplete group, as its records show it."""
 
-    Attributes
-    ----------
-    producers : list[int]
-        Numbers of the producers that sent its samples.
-    """
-
+    #: Numbers of the producers that sent its samples.
     producers: list[int]
 
 
 class WantedStatus(msgspec.Struct, frozen=True):
-    """A retry request: a sample that producers are asked for again.
-
-    Attributes
-    ----------
-    instance_id, round, index : str, int | None, int
-        The sample.
-    attempt : int
-        1 for its first retry.
-    reason : str
-        Why the attempt before failed.
-    asked_s : float
-        Seconds since the request was published.
-    taken_by : int | None
-        Number of the producer that has taken it.
-    split : str
-        Who its group is for.
-    """
+    """A retry request: a sample that producers are asked for again."""
 
     instance_id: str
     round: int | None
     index: int
+    #: 1 for its first retry.
     attempt: int
+    #: Why the attempt before failed.
     reason: str
     asked_s: float
     taken_by: int | None
+    #: Who its group is for.
     split: str = "train"
 
 
 class SplitStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read of one split.
-
-    Attributes
-    ----------
-    split : str
-        Its label.
-    acknowledged, dropped : int
-        Trajectories released, since the bus was created.
-    stashed : int
-        Trajectories that wait, for their group or to be taken; as the collector last said.
-    groups_incomplete, groups_ready : int
-        Incomplete groups, and complete ones that wait for a consumer; the same.
-    """
+    """What was read of one split."""
 
     split: str
+    #: Trajectories released, since the bus was created.
     acknowledged: int
     dropped: int
+    #: Trajectories that wait, for their group or to be taken; as the collector last said.
     stashed: int
+    #: Incomplete groups, and complete ones that wait for a consumer; the same.
     groups_incomplete: int
     groups_ready: int
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A client of a daemon, and the leases that it holds.
+    """A client of a daemon, and the leases that it holds."""
 
-    Attributes
-    ----------
-    client, pid : int
-        Its number at the daemon; its process, as numbered in its own pid namespace.
-    label : str
-        The name that it gave itself.
-    rank, world_size : int
-        Which of how many; -1 and 1 without ranks.
-    groups, trajectories : int
-        Leased to it now.
-    oldest_lease_s : float
-        Seconds that it has held the oldest of them.
-    split : str
-        Whose groups it takes.
-    waiting : bool
-        Whether it waits for more.
-    connected : bool
-        False for a client that holds leases of an earlier connection and has not come back.
-    waited_s : float
-        Seconds that it has waited for groups in all, while it held none.
-    stopped : bool
-        Whether its process is stopped, as of a producer; whoever looks says so, not the daemon.
-    """
-
+    #: Its number at the daemon; its process, as numbered in its own pid namespace.
     client: int
     pid: int
     label: str
+    #: Which of how many; -1 and 1 without ranks.
     rank: int = -1
     world_size: int = 1
     groups: int = 0
     trajectories: int = 0
+    #: Seconds that it has held the oldest of them.
     oldest_lease_s: float = 0.0
     split: str = "train"
     waiting: bool = False
+    #: False for a client that holds leases of an earlier connection and has not come back.
     connected: bool = True
+    #: Seconds that it has waited for groups in all, while it held none.
     waited_s: float = 0.0
+    #: Whether its process is stopped, as whoever reads the status finds; a daemon does not say.
     stopped: bool = False
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
-    """A daemon's answer; where it gave none, all but `answers` and `problem` is empty.
-
-    Attributes
-    ----------
-    answers : bool
-        Whether it gave a status.
-    problem : str
-        Why not.
-    pid, version, uptime_s : int, str, float
-        Its process.
-    recovering, draining : bool
-        Whether it waits for clients of an earlier daemon, or for leases to end before it stops.
-    in_doubt : int
-        Groups that a client which has not come back may hold.
-    world_size : int
-        Ranks that share the steps; 0 without ranks.
-    next_steps : dict[int, int]
-        Each rank's next step.
-    groups_open, groups_ready, groups_leased : int
-        Incomplete groups; complete ones that wait to be taken; leased ones.
-    leases : list[LeaseStatus]
-        Its clients.
-    failed_attempts : dict[str, int]
-        Failed attempts since it began, by the kind of their reason.
-    """
+    """A daemon's answer; where it gave none, all but `answers` and `problem` is empty."""
 
     answers: bool
     problem: str = ""
     pid: int = 0
     version: str = ""
     uptime_s: float = 0.0
+    #: Whether it waits for clients of an earlier daemon, or for leases to end before it stops.
     recovering: bool = False
     draining: bool = False
+    #: Groups that a client which has not come back may hold.
     in_doubt: int = 0
+    #: Ranks that share the steps; 0 without ranks.
     world_size: int = 0
     next_steps: dict[int, int] = {}
+    #: Incomplete groups; complete ones that wait to be taken; leased ones.
     groups_open: int = 0
     groups_ready: int = 0
     groups_leased: int = 0
     leases: list[LeaseStatus] = []
+    #: Failed attempts since it began, by the kind of their reason.
     failed_attempts: dict[str, int] = {}
 
 
 class LeadStatus(msgspec.Struct, frozen=True):
-    """How far producers are ahead.
+    """How far producers are ahead."""
 
-    Attributes
-    ----------
-    held, limit : int
-        Groups that are begun and not delivered, and how many there may be now.
-    max_lead, max_lead_versions : int | None
-        The bounds that the bus was created with.
-    """
-
+    #: Groups that are begun and not delivered, and how many there may be now.
     held: int
     limit: int
+    #: The bounds that the bus was created with.
     max_lead: int | None
     max_lead_versions: int | None
 
 
 class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A relay at this bus, as it last said; what its journal has is counted entry by entry.
+    """A relay at this bus, as it last said; what its journal has is counted entry by entry."""
 
-    Attributes
-    ----------
-    is_sink : bool
-        Whether it puts records of other buses onto this one; else it takes this one's away.
-    seen_s : float | None
-        Seconds since it last said that it is there; None where it never did.
-    begun : int
-        How often a relay has begun here.
-    entries : int
-        Records of other buses that the journal has room for.
-    held, kept, released : int
-        Of a source: records that it holds; those of other splits, which stay; those let go.
-    moving, put, refused : int
-        Of a sink: records under way to this bus; put by this process; blocks that were refused.
-    settled, intended : int
-        Entries of records that are here, or were dropped, and that their source may hold too; and
-        of those that are being put.
-    held_for : dict[str, int]
-        Those settled, by the identity of the bus that has not let them go.
-    """
-
+    #: Whether it puts records of other buses onto this one; else it takes this one's away.
     is_sink: bool
+    #: Seconds since it last said that it is there; None where it never did.
     seen_s: float | None
+    #: How often a relay has begun here.
     begun: int
+    #: Records of other buses that the journal has room for.
     entries: int
+    #: Of a source: records that it holds; those of other splits, which stay; those let go.
     held: int
     kept: int
     released: int
+    #: Of a sink: records under way to this bus; put by this process; blocks that were refused.
     moving: int
     put: int
     refused: int
+    #: Entries of records that are here, or were dropped, and that their source may hold too; and of
+    #: those that are being put.
     settled: int
     intended: int
+    #: Those settled, by the identity of the bus that has not let them go.
     held_for: dict[str, int]
 
 
 class RequestsStatus(msgspec.Struct, frozen=True):
-    """Samples that were requested, by what became of them.
+    """Samples that were requested, by what became of them."""
 
-    Attributes
-    ----------
-    offered : int
-        Since the bus was created.
-    open, claimed : int
-        Not taken by a worker, or given back; and in the hands of workers.
-    done, given_up : int
-        Answered; and not made, since their group has ended without them.
-    groups : int
-        Requests that have not ended.
-    unmade : int
-        Those of them with a sample that is open or with a worker.
-    by_split : dict[str, tuple[int, int]]
-        `open` and `claimed` of each split that has any request that has not ended.
-    taken_s : float | None
-        Seconds since a worker took one; None where none ever did.
-    """
-
+    #: Since the bus was created.
     offered: int
+    #: Not taken by a worker, or given back; and in the hands of workers.
     open: int
     claimed: int
+    #: Answered; and not made, since their group has ended without them.
     done: int
     given_up: int
+    #: Requests that have not ended.
     groups: int
+    #: Seconds since a worker took one; None where none ever did.
     taken_s: float | None
+    #: Requests that have not ended, with a sample that is open or with a worker.
     unmade: int = 0
+    #: `open` and `claimed` of each split that has any request that has not ended.
     by_split: dict[str, tuple[int, int]] = {}
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
-    """How often values fell between bounds.
+    """How often values fell between bounds."""
 
-    Attributes
-    ----------
-    name : str
-        "lag" in versions, "age" of a group in seconds, "length" in tokens, "score", or "solved":
-        the part of a group's samples with a score of 0.5 or more, 0 to 1.
-    bounds : list[float]
-        Upper bounds of the buckets, ascending; the last bucket has none.
-    buckets : list[int]
-        Values up to each bound and above the one before; one more than bounds.
-    sum : float
-        Of all values.
-    """
-
+    #: "lag" in versions, "age" of a group in seconds, "length" in tokens, "score", or "solved": the
+    #: part of a group's samples with a score of 0.5 or more, 0 to 1.
     name: str
+    #: Upper bounds of the buckets, ascending; the last bucket has none.
     bounds: list[float]
+    #: Values up to each bound and above the one before; one more than bounds.
     buckets: list[int]
     sum: float
 
 
 class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A bus at a glance.
-
-    Attributes
-    ----------
-    name, path : str
-        The bus and its file.
-    identity : str
-        128 random bits as hexadecimal digits, which no other bus has.
-    layout_version : int
-        Of the segment.
-    age_s : float
-        Seconds since it was created.
-    capacity, free, segment_bytes, extent_bytes : int
-        Bytes for records, of free extents, of the whole file, and of one extent.
-    fill : float
-        The part of the capacity that is leased to lanes, 0 to 1.
-    space_wanted : bool
-        Whether a producer waits for space.
-    paused : PauseStatus | None
-        The pause, where producers are paused.
-    max_producers : int
-        How many may be attached at once.
-    policy_version : int
-        The trainer's current one.
-    in_use : bool
-        Whether a living process has the segment open.
-    ledger : LedgerStatus
-        Where every trajectory is.
-    groups_incomplete, groups_complete : int | None
-        Undelivered groups, by the records in the ring; leased ones count as complete. None where
-        the records were not sorted into groups.
-    oldest_incomplete : list[GroupStatus]
-        The incomplete groups that have waited longest, with their missing samples.
-    collector : CollectorStatus
-        The reader of the bus.
-    producers : list[ProducerStatus]
-        Slots that have been used, by producer number.
-    wanted : list[WantedStatus]
-        Open retry requests.
-    lane_pause : LanePauseStatus | None
-        Why workers get one sample at a time, where all samples of late failed alike.
-    groups_given_up : int
-        Groups that were given up for a failed sample, since the bus was created.
-    lead : LeadStatus | None
-        How far producers are ahead, where the bus bounds it.
-    requests : RequestsStatus | None
-        Samples that were requested, where any was.
-    relay : RelayStatus | None
-        The relay that carries records to or from this bus, where one has.
-    groups_dropped : int
-        Groups for training that were dropped whole, for any reason, since the bus was created.
-    delivered : list[Histogram]
-        Policy lag, age, length, score and solved part of what was delivered, since the bus was
-        created.
-    waited : WaitedStatus
-        How long producers and trainers have waited.
-    servers_left : bool
-        Whether a trainer ended while inference servers were paused for its weights.
-    splits : list[SplitStatus]
-        Of each split that the bus knows, by number; "train" is the first.
-    daemon : DaemonStatus | None
-        The daemon's answer, where one serves the bus.
-    schema : list[SchemaField] | None
-        The fields that the bus declares; None where it declares none.
-    schema_problem : str
-        Why these cannot be read; "" where they can.
-    verdict : Verdict | None
-        What is to be said of it in one sentence; None where the records were not walked.
-    """
+    """A bus at a glance."""
 
     name: str
     path: str
+    #: 128 random bits as hexadecimal digits, which no other bus has.
     identity: str
     layout_version: int
     age_s: float
+    #: Bytes for records, of free extents, of the whole file, and of one extent.
     capacity: int
     free: int
     segment_bytes: int
     extent_bytes: int
+    #: The part of the capacity that is leased to lanes, 0 to 1.
     fill: float
     space_wanted: bool
     paused: PauseStatus | None
@@ -569,23 +439,41 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     in_use: bool
     ledger: LedgerStatus
+    #: Undelivered groups, by the records in the ring; leased ones count as complete. None where the
+    #: records were not sorted into groups.
     groups_incomplete: int | None
     groups_complete: int | None
+    #: The incomplete groups that have waited longest, with their missing samples.
     oldest_incomplete: list[GroupStatus]
     collector: CollectorStatus
+    #: Slots that have been used, by producer number.
     producers: list[ProducerStatus]
     wanted: list[WantedStatus] = []
+    #: Why workers get one sample at a time, where all samples of late failed alike.
     lane_pause: LanePauseStatus | None = None
+    #: Groups that were given up for a failed sample, since the bus was created.
     groups_given_up: int = 0
+    #: How far producers are ahead, where the bus bounds it.
     lead: LeadStatus | None = None
+    #: Samples that were requested, where any was.
     requests: RequestsStatus | None = None
+    #: The relay that carries records to or from this bus, where one has.
     relay: RelayStatus | None = None
+    #: Groups for training that were dropped whole, for any reason, since the bus was created.
     groups_dropped: int = 0
+    #: Policy lag, age, length, score and solved part of what was delivered, since the bus was
+    #: created.
     delivered: list[Histogram] = []
+    #: How long producers and trainers have waited.
     waited: WaitedStatus = WaitedStatus()
+    #: Whether a trainer ended while inference servers were paused for its weights.
     servers_left: bool = False
+    #: Of each split that the bus knows, by number; "train" is the first.
     splits: list[SplitStatus] = []
     daemon: DaemonStatus | None = None
+    #: The fields that the bus declares; None where it declares none.
     schema: list[SchemaField] | None = None
+    #: Why these cannot be read; "" where they can.
     schema_problem: str = ""
+    #: What is to be said of it in one sentence; None where the records were not walked.
     verdict: Verdict | None = None

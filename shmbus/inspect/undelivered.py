@@ -1,4 +1,4 @@
-"""Counting a segment's undelivered records from outside, each exactly once.
+"""Undelivered records of a segment's file: counted, each once, and in groups as a stash has them.
 
 Invariants: a release that has taken effect counts as done, whichever process finishes it; a commit
 counts once its lane has counted it; of the two copies that an interrupted move leaves, one counts.
@@ -6,12 +6,20 @@ counts once its lane has counted it; of the two copies that an interrupted move 
 
 from __future__ import annotations
 
+import itertools
+import math
+
+import msgspec
 import numpy as np
 
+from shmbus import _encoding, limits
+from shmbus._format import printable
 from shmbus.inspect.records import RecordRow
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import FailedSample, GroupCells, GroupStatus, SampleCell
+from shmbus_ext import _core
 
-__all__ = ["count_undelivered", "counters", "undelivered_records"]
+__all__ = ["MISSING_NAMED", "OpenGroups", "count_undelivered", "counters", "undelivered_records"]
 
 
 def counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -74,3 +82,147 @@ def undelivered_records(file: SegmentFile, *, payload: bool = False) -> list[Rec
             # The collector's lane is the last: of two copies the moved one counts.
             found[row.producer_id, row.sequence] = row
     return sorted(found.values(), key=lambda row: row.committed_ns)
+
+
+#: Missing indices of a group that a status names; their number is always exact.
+MISSING_NAMED = 16
+#: Records that are sorted into groups: about two seconds of work. Beyond that no group is named.
+MAX_RECORDS = 200_000
+#: Samples that are shown one by one; the largest group fits.
+_MAX_CELLS = 16_384
+
+
+class _Open(msgspec.Struct):
+    """A group while records are sorted; `size` and `need` are 0 while they are unknown."""
+
+    size: int
+    need: int
+    rows: dict[int, RecordRow]
+    failed: dict[int, RecordRow]
+
+    def add(self, row: RecordRow) -> None:
+        """Add a record as the stash does."""
+        size = row.group_size if row.sized else 0
+        self.size = self.size or size
+        if row.failed:
+            if row.index not in self.rows:
+                self.failed[row.index] = row
+        elif size == self.size and self.need in (0, row.need):
+            self.need = row.need
+            self.rows.setdefault(row.index, row)
+            self.failed.pop(row.index, None)
+
+
+class OpenGroups:
+    """Undelivered records, grouped as the stash does it, in the order of commits."""
+
+    # A sample that the stash would discard (a duplicate, another size) is in no group here either.
+
+    def __init__(self, file: SegmentFile, undelivered: int) -> None:
+        #: How many groups; None where records were not sorted.
+        self.incomplete: int | None = None
+        self.complete: int | None = None
+        #: Instance ids, rounds and splits of the complete ones.
+        self.whole: list[tuple[str, int | None, str]] = []
+        #: The incomplete ones that have waited longest.
+        self.oldest: list[GroupStatus] = []
+        self._groups: dict[object, _Open] = {}
+        if undelivered > MAX_RECORDS:
+            return
+        groups: dict[object, _Open] = {}
+        for row in undelivered_records(file):
+            group = groups.setdefault(row.key, _Open(0, 0, {}, {}))
+            group.add(row)
+            if len(group.rows) == group.need > 0:
+                del groups[row.key]
+                self.whole.append((row.instance_id, row.round, file.split_label(row.split)))
+        self.complete = len(self.whole)
+        now = _core.monotonic_ns()
+        self.incomplete = len(groups)
+        self._file, self._groups, self._now_ns = file, groups, now
+        oldest = list(groups.values())[: limits.STATUS_GROUPS]
+        self.oldest = [_group(file, group, now) for group in oldest]
+
+    def cells(self, count: int) -> tuple[list[GroupCells], int]:
+        """Show the oldest incomplete groups sample by sample, before `file` is closed."""
+        found: list[GroupCells] = []
+        room = _MAX_CELLS
+        for group in itertools.islice(self._groups.values(), count):
+            if room <= 0:
+                break
+            shown = _cells(self._file, group, self._now_ns, room)
+            room -= len(shown.cells)
+            found.append(shown)
+        return found, len(self._groups) - len(found)
+
+    def find(self, instance_id: str, round: int | None, split: str) -> GroupCells | None:
+        """Show one incomplete group, before `file` is closed; None where it is not among them."""
+        for group in self._groups.values():
+            row = next(iter({**group.rows, **group.failed}.values()))
+            if (row.instance_id, row.round) == (instance_id, round) and (
+                self._file.split_label(row.split) == split
+            ):
+                return _cells(self._file, group, self._now_ns, _MAX_CELLS)
+        return None
+
+
+def _cells(file: SegmentFile, group: _Open, now_ns: int, room: int) -> GroupCells:
+    rows = {**group.failed, **group.rows}
+    first = min(rows.values(), key=lambda row: row.committed_ns)
+    return GroupCells(
+        instance_id=first.instance_id,
+        round=first.round,
+        need=group.need or group.size,
+        split=file.split_label(first.split),
+        size=group.size,
+        present=len(group.rows),
+        age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
+        cells=[_cell(file, rows[index], now_ns) for index in sorted(rows)[:room]],
+        cells_omitted=max(0, len(rows) - room),
+    )
+
+
+def _cell(file: SegmentFile, row: RecordRow, now_ns: int) -> SampleCell:
+    age_s = max(0.0, (now_ns - row.committed_ns) / 1e9)
+    if row.failed:
+        return SampleCell(
+            index=row.index,
+            state="failed",
+            producer=row.producer_id,
+            age_s=age_s,
+            attempts=int(row.score) + 1,
+            reason=_reason(file, row),
+        )
+    score = row.score if math.isfinite(row.score) else None
+    return SampleCell(index=row.index, score=score, producer=row.producer_id, age_s=age_s)
+
+
+def _reason(file: SegmentFile, row: RecordRow) -> str:
+    size = min(row.meta_bytes, limits.STATUS_REASON_BYTES)
+    try:
+        reason = _encoding.decode_meta(file.read_payload(row, row.meta_offset, size))
+    except ValueError:
+        return "its reason cannot be read"
+    return printable(str(reason))
+
+
+def _group(file: SegmentFile, group: _Open, now_ns: int) -> GroupStatus:
+    rows = [*group.rows.values(), *group.failed.values()]
+    failed = [group.failed[index] for index in sorted(group.failed)]
+    first = min(rows, key=lambda row: row.committed_ns)
+    missing = (index for index in range(group.size) if index not in group.rows)
+    return GroupStatus(
+        instance_id=printable(first.instance_id),
+        round=first.round,
+        need=group.need or group.size,
+        split=printable(file.split_label(first.split)),
+        size=group.size,
+        present=len(group.rows),
+        missing=list(itertools.islice(missing, MISSING_NAMED)),
+        age_s=max(0.0, (now_ns - first.committed_ns) / 1e9),
+        producers=sorted({row.producer_id for row in rows}),
+        failed=[
+            FailedSample(row.index, int(row.score) + 1, _reason(file, row))
+            for row in failed[:MISSING_NAMED]
+        ],
+    )

@@ -16,8 +16,14 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from shmbus._format import several, show_count, show_duration
-from shmbus.inspect.types import BusStatus, LeaseStatus, ProducerStatus
-from shmbus.inspect.view_types import Finding, GroupCells, Verdict
+from shmbus.inspect.types import (
+    BusStatus,
+    Finding,
+    GroupCells,
+    LeaseStatus,
+    ProducerStatus,
+    Verdict,
+)
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.segment.explain import DAEMON_LABEL
 
@@ -67,23 +73,7 @@ def judge(
     still_s: float | None = None,
     wants: str = "",
 ) -> Verdict:
-    """Say what keeps a bus from going on.
-
-    Parameters
-    ----------
-    status : BusStatus
-        Of one moment.
-    groups : sequence of GroupCells
-        Its oldest incomplete groups.
-    still_s : float, optional
-        Seconds without any movement; None where nobody has watched.
-    wants : str
-        What its trainers wait for, such as "2 more groups", where one of them asks.
-
-    Returns
-    -------
-    Verdict
-    """
+    """Say what keeps a bus from going on."""
     findings = [
         *_damage(status),
         *_reader(status),
@@ -131,17 +121,7 @@ def _running(status: BusStatus) -> list[ProducerStatus]:
 
 
 def producer_name(producer: ProducerStatus) -> str:
-    """Name a producer for people: its label with its pid.
-
-    Parameters
-    ----------
-    producer : ProducerStatus
-        Of a status, whose texts are escaped.
-
-    Returns
-    -------
-    str
-    """
+    """Name a producer for people: its label with its pid."""
     label = producer.label or f"producer {producer.producer_id}"
     return f"{label} (pid {producer.pid})"
 

@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from shmbus.inspect.types import ProducerStatus
-from shmbus.inspect.view_types import GroupCells
+from shmbus.inspect.types import GroupCells, ProducerStatus
 
 __all__ = ["waiting_for"]
 
@@ -23,25 +22,10 @@ _WORKERS_SHARE: Final = 0.05
 def waiting_for(
     groups: Sequence[GroupCells], producers: Sequence[ProducerStatus] = ()
 ) -> list[int | None]:
-    """Tell for each group the one producer that it waits for, where that can be told.
-
-    It can of a sample that a producer took to make again, or says that it has begun; of an index
-    that one producer always sends; of a group whose samples all come from one producer, where that
-    is the custom; and where one producer alone has sent nothing to any of these groups.
-
-    Parameters
-    ----------
-    groups : sequence of GroupCells
-        Incomplete groups.
-    producers : sequence of ProducerStatus
-        Who is there, or has died.
-
-    Returns
-    -------
-    list[int | None]
-        The producer's number, as long as `groups`; None where it cannot be told, or several are
-        missing.
-    """
+    """Tell for each group the one producer that it waits for, where that can be told."""
+    # It can of a sample that a producer took to make again, or says that it has begun; of an index
+    # that one producer always sends; of a group whose samples all come from one producer, where
+    # that is the custom; and where one producer alone has sent nothing to any of these groups.
     sends: defaultdict[int, Counter[int]] = defaultdict(Counter)
     alone = several = 0
     for group in groups:

@@ -11,22 +11,18 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from shmbus.cli._show import (
+from shmbus._format import printable, show_count, show_duration, table
+from shmbus.cli._options import (
+    Commands,
     add_command,
     bus_name,
     print_json,
-    printable,
-    show_count,
-    show_duration,
-    table,
     take_int,
     take_seconds,
 )
 
 if TYPE_CHECKING:
     from shmbus.relay.coordinator_party import RelayNote
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser", "run", "show_nodes"]
 

@@ -1,1 +1,1 @@
-"""A page that shows buses at work, in a browser: read from outside, one look a second."""
+"""A page that shows buses at work, in a browser: read from outside, one poll a second."""

@@ -11,12 +11,8 @@ import os
 import secrets
 import socket
 import sys
-from typing import TYPE_CHECKING
 
-from shmbus.cli._show import take_int
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.cli._options import Commands, take_int
 
 __all__ = ["add_parser", "run"]
 

@@ -31,7 +31,7 @@ from shmbus.http.server import HttpServer
 from shmbus.web import settings as limits
 from shmbus.web.access import Access
 from shmbus.web.history import GroupName, fits
-from shmbus.web.looks import Looks
+from shmbus.web.polling import Polls
 from shmbus.web.settings import Settings
 
 __all__ = ["Server", "serve"]
@@ -75,7 +75,7 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.looks = Looks(settings.buses)
+        self.polls = Polls(settings.buses)
         self._files = read_files()
         self._http = HttpServer(
             self._answer,
@@ -94,7 +94,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""
-        await self.looks.close()
+        await self.polls.close()
         await self._http.close()
 
     # -- a request ------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ class Server:
         name = request.query.get("bus", "")
         if not name and len(self._settings.buses) == 1:
             name = self._settings.buses[0]
-        if name and not self.looks.may_watch(name):
+        if name and not self.polls.may_watch(name):
             # The overview names a bus as it is shown, with escapes for what does not print.
             shown, name = name, unprinted(name)
-            if not self.looks.may_watch(name) and self.looks.may_await(shown):
+            if not self.polls.may_watch(name) and self.polls.may_await(shown):
                 return shown
-        if name and not self.looks.may_watch(name):
+        if name and not self.polls.may_watch(name):
             raise Refusal(HTTPStatus.NOT_FOUND, "This server shows no such bus.")
         return name
 
@@ -169,7 +169,7 @@ class Server:
         about = GroupName(query.get("id", ""), round, query.get("split", "train"))
         if not name or not fits(about):
             raise Refusal(HTTPStatus.BAD_REQUEST, "expected a bus, and a group's id")
-        found = await self.looks.group(name, about)
+        found = await self.polls.group(name, about)
         if found is None:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many questions; ask again")
         answer = web.Response(body=msgspec.json.encode(found), headers=_HEADERS)
@@ -180,7 +180,7 @@ class Server:
     async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
         """Send a page what it watches, until it goes, is behind, or the server ends."""
         name = self._bus_of(request)
-        if self.looks.watching >= limits.MAX_WATCHING:
+        if self.polls.watching >= limits.MAX_WATCHING:
             raise Refusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"{limits.MAX_WATCHING} pages watch already; close one",
@@ -192,7 +192,7 @@ class Server:
             # It has no body, and would never end.
             answer.force_close()
             return answer
-        viewer = self.looks.watch(name)
+        viewer = self.polls.watch(name)
         try:
             await answer.prepare(request)
             while (message := await viewer.next()) is not None:
@@ -202,7 +202,7 @@ class Server:
             if request.transport is not None:
                 request.transport.abort()
         finally:
-            self.looks.leave(name, viewer)
+            self.polls.leave(name, viewer)
         return answer
 
 

@@ -11,11 +11,11 @@ import msgspec
 
 __all__ = ["Settings"]
 
-#: Seconds between two looks at a bus, however many pages watch it.
-LOOK_S: Final = 1.0
+#: Seconds between two polls of a bus, however many pages watch it.
+POLL_S: Final = 1.0
 #: Seconds after which a picture is too old for a page that begins to watch.
 OLD_S: Final = 2.0
-#: Looks that the curves keep: five minutes.
+#: Polls that the curves keep: five minutes.
 HISTORY: Final = 300
 #: Incomplete groups that a page shows: more than a screen has rows, little to send.
 GROUPS: Final = 48
@@ -36,7 +36,7 @@ WALK_SHARE: Final = 0.02
 MAX_CONNECTIONS: Final = 128
 #: Pages that watch at once; further ones are told to come back.
 MAX_WATCHING: Final = 64
-#: Buses that are looked at, at once.
+#: Buses that are polled at once.
 MAX_BUSES: Final = 64
 #: Bytes that wait for a page that reads slowly; one that leaves more is closed, and comes again.
 MAX_BEHIND_BYTES: Final = 1 << 20
@@ -49,19 +49,12 @@ IDLE_S: Final = 15.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server is told.
+    """What the server is told."""
 
-    Attributes
-    ----------
-    buses : tuple[str, ...]
-        The buses; empty for all of this user.
-    host, port : str, int
-        Where it listens; port 0 takes any free one.
-    token : str
-        What a page shows once, for its cookie.
-    """
-
+    #: The buses; empty for all of this user.
     buses: tuple[str, ...]
+    #: Where it listens; port 0 takes any free one.
     host: str
     port: int
+    #: What a page shows once, for its cookie.
     token: str

@@ -10,7 +10,7 @@ import pytest
 from operators import cli
 
 import shmbus
-from shmbus.cli import doctor_checks
+from shmbus.cli import doctor
 
 #: What every machine is asked for.
 CHECKS = {
@@ -45,7 +45,7 @@ def test_doctor_leaves_nothing_behind() -> None:
 
 
 def test_doctor_says_what_pages_a_bus_really_has() -> None:
-    finding = next(f for f in doctor_checks.diagnose() if f.check == "huge_pages")
+    finding = next(f for f in doctor.diagnose() if f.check == "huge_pages")
     with shmbus.Bus.create(unique := f"pages-{os.getpid()}", "8MiB"):
         ours = Path("/proc/self/smaps").read_text().partition(f"shmbus.{unique}")[2]
     mapped = int(ours.partition("ShmemPmdMapped:")[2].split()[0])
@@ -58,7 +58,7 @@ def test_asking_for_torch_does_not_load_it_here() -> None:
     import sys
 
     code = (
-        "import sys; from shmbus.cli.doctor_checks import diagnose; list(diagnose());"
+        "import sys; from shmbus.cli.doctor import diagnose; list(diagnose());"
         "print(any(name.startswith('torch') for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -84,7 +84,7 @@ def test_a_torch_that_cannot_be_imported_is_a_warning(
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libcuda.so.1 is broken')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    finding = doctor_checks._check_torch(True)
+    finding = doctor._check_torch(True)
     assert finding.level == "warn"
     assert "libcuda.so.1 is broken" in finding.found
 
@@ -135,9 +135,9 @@ def test_what_a_logout_takes_is_told_with_its_cure(
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(doctor_checks, "_ROOT", tmp_path)
+    monkeypatch.setattr(doctor, "_ROOT", tmp_path)
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
-    (finding,) = [f for f in doctor_checks.diagnose(torch=False) if f.check == "logout"]
+    (finding,) = [f for f in doctor.diagnose(torch=False) if f.check == "logout"]
     assert finding.level == level
     assert says in f"{finding.found} {finding.hint}"
 

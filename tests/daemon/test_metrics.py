@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import shmbus
 from shmbus.daemon import metrics
 from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer, health
-from shmbus.inspect.histograms import HISTOGRAMS
+from shmbus.inspect.tables import HISTOGRAMS
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from shmbus_ext import _core
 

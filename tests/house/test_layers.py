@@ -42,7 +42,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "shmbus.errors",
         "shmbus.http",
         "shmbus.inspect.types",
-        "shmbus.inspect.view_types",
         "shmbus.ledger",
         "shmbus.limits",
         "shmbus.rows",
@@ -126,8 +125,9 @@ OPEN_TO_TRAINERS = (
 # log is written, how a bus looks from outside, and its own C.
 OPEN_TO_THE_GATEWAY = (
     *OPEN_TO_TRAINERS,
-    "shmbus.cli._show.take_int",
-    "shmbus.cli._show.take_seconds",
+    "shmbus.cli._options.Commands",
+    "shmbus.cli._options.take_int",
+    "shmbus.cli._options.take_seconds",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
     "shmbus.http.",

@@ -10,8 +10,7 @@ import pytest
 from shmbus import Bus, Producer
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
-from shmbus.inspect.types import BusStatus, DaemonStatus, LeaseStatus
-from shmbus.inspect.view_types import WaitedStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus, LeaseStatus, WaitedStatus
 
 
 class Clock:

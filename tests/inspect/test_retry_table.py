@@ -9,8 +9,8 @@ import pytest
 from conftest import Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.inspect.retry_table import read_wanted
 from shmbus.inspect.segment_file import SegmentFile, _retries_at
+from shmbus.inspect.tables import read_wanted
 from shmbus.segment.lifecycle import open_segment
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core

@@ -15,12 +15,10 @@ from conftest import Daemon, Spawner, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.groups_text import groups_text
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
-from shmbus.inspect.types import BusStatus
-from shmbus.inspect.view_types import Finding, GroupCells, SampleCell, Verdict
+from shmbus.inspect.text import groups_text, status_text
+from shmbus.inspect.types import BusStatus, Finding, GroupCells, SampleCell, Verdict
 from shmbus.inspect.who_is_missing import waiting_for
 
 #: A worker that puts its index of each group, says so, and sleeps.

@@ -13,7 +13,7 @@ from relay.local import COORDINATOR, LocalMailbox, LocalRelay, put_group, relay,
 
 import shmbus
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.relay import messages as m
 from shmbus.relay.command import show_relay
 from shmbus.relay.coordinator_party import CoordinatorParty

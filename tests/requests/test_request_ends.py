@@ -20,7 +20,7 @@ from lane import ask, take_all, totals
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.stash.requests import Requests
 from shmbus.store import snapshot as store
 from shmbus_ext import _core

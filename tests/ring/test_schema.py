@@ -18,8 +18,8 @@ import shmbus
 from shmbus import Bus, Consumer, Producer
 from shmbus._schema import SchemaField, difference, encode, fields_of, mapping_of, parse
 from shmbus.inspect.dump import inspect
-from shmbus.inspect.schema import schema_text
 from shmbus.inspect.status import read_status
+from shmbus.inspect.text import schema_text
 from shmbus.store import snapshot
 from shmbus_ext import _core
 

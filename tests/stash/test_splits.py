@@ -16,7 +16,7 @@ from conftest import Daemon, Spawner, client_of
 
 from shmbus import Bus, BusBusyError, BusFullError, Consumer, Producer, unlink
 from shmbus.inspect.status import read_status
-from shmbus.inspect.status_text import status_text
+from shmbus.inspect.text import status_text
 from shmbus.ledger import SplitCounts
 from shmbus.store import capture, snapshot
 

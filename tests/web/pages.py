@@ -16,8 +16,6 @@ from typing import Any
 from conftest import Child, Spawner, wait_until
 from http_answers import Answer, more, read_answer
 
-from shmbus.web.differences import apply
-
 #: Runs the command without the entry point, which an environment may lack that was made before.
 RUN = """
 import argparse, sys
@@ -57,6 +55,20 @@ with shmbus.Consumer(sys.argv[1], label=sys.argv[2]) as consumer:
             taken += 1
             consumer.policy_version = taken // 12
 """
+
+
+def apply(old: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Apply a difference, as the page does."""
+    new = dict(old)
+    for key, value in changes.items():
+        before = new.get(key)
+        if value is None:
+            new.pop(key, None)
+        elif isinstance(value, dict) and isinstance(before, dict):
+            new[key] = apply(before, value)
+        else:
+            new[key] = value
+    return new
 
 
 class Web:

@@ -163,7 +163,7 @@ def test_a_click_tells_the_history_of_a_group_to_its_end(
         page.locator(".wall button").click()
         story = page.locator("#history")
         wait_for(page, lambda: "failed at second" in story.inner_text(), "the failure")
-        # The wall's row is of the last look, and the events are newer.
+        # The wall's row is of the last poll, and the events are newer.
         wait_for(page, lambda: "1 failed attempt" in story.inner_text(), "the row with the failure")
         text = story.inner_text()
         assert "begun" in text and "<b>out of memory</b>" in text

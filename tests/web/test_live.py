@@ -376,7 +376,7 @@ def test_a_full_ring_names_who_holds_it(
     page.until("", says_who, what="producers that wait for space that a trainer holds")
 
 
-def wait_until_looks_end(page: Web) -> None:
+def wait_until_polls_end(page: Web) -> None:
     """The server learns that a browser has left when it next writes to it."""
 
     def reads() -> int:
@@ -386,24 +386,24 @@ def wait_until_looks_end(page: Web) -> None:
     def reads_stop() -> bool:
         before = reads()
         time.sleep(1.5)
-        # Whatever a look reads is many times more.
+        # Whatever a poll reads is many times more.
         return reads() - before <= 8
 
-    wait_until(reads_stop, what="an end of the looks")
+    wait_until(reads_stop, what="an end of the polls")
 
 
-def test_nobody_who_watches_means_no_look(web: Start, bus_name: str) -> None:
+def test_nobody_who_watches_means_no_poll(web: Start, bus_name: str) -> None:
     page = web(bus_name)
     with Bus.create(bus_name, "1MiB"):
         next(page.pictures())
-        wait_until_looks_end(page)
+        wait_until_polls_end(page)
 
 
 def test_a_page_that_comes_back_begins_with_what_is_there_now(web: Start, bus_name: str) -> None:
     page = web(bus_name)
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         assert next(page.pictures())["ledger"]["committed"] == 0
-        wait_until_looks_end(page)
+        wait_until_polls_end(page)
         time.sleep(settings.OLD_S)
         producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
         assert next(page.pictures())["ledger"]["committed"] == 1

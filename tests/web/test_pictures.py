@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
+from pages import apply
 
 from shmbus.web import settings
-from shmbus.web.curves import NAMES, Curves, percentile
-from shmbus.web.differences import apply, difference
-from shmbus.web.looks import Viewer
+from shmbus.web.picture import NAMES, Curves, difference, percentile
+from shmbus.web.polling import Viewer
 
 
 def random_picture(draw: random.Random, depth: int = 3) -> dict[str, Any]:

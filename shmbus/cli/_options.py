@@ -1,39 +1,43 @@
-"""Helpers that commands share: adding a command, and printing.
-
-Invariant: text of a segment reaches the terminal escaped (`printable`).
-"""
+"""What commands share: how they are added, take words of the command line, and print JSON."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TextIO, TypeAlias
 
 import msgspec
 
-from shmbus._format import bar, printable, several, show_count, show_duration, show_size, table
-from shmbus.segment.names import check_name
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.segment.names import bus_names, check_name
 
 __all__ = [
+    "Commands",
     "add_command",
-    "bar",
     "bus_name",
+    "complete",
     "number_of",
     "print_json",
-    "printable",
-    "several",
-    "show_count",
-    "show_duration",
-    "show_size",
-    "table",
     "take_int",
     "take_seconds",
+    "unknown_command",
 ]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+#: How much a word has in common with the command that it is taken for, from 0 to 1: "stats" and
+#: "status" have 0.91.
+_ALIKE: Final = 0.6
+
+#: What other programs call them.
+_SYNONYMS: Final = {
+    "ls": "list", "ps": "list", "stat": "status", "info": "status", "watch": "top",
+    "monitor": "top", "start": "serve", "daemon": "serve", "unlink": "rm", "remove": "rm",
+    "delete": "rm", "del": "rm", "clean": "gc", "dump": "inspect", "backup": "snapshot",
+}  # fmt: skip
 
 
 def add_command(
@@ -85,21 +89,7 @@ def number_of(text: str) -> float:
 
 
 def take_seconds(text: str, least: float | None = None, *, endless: bool = False) -> float:
-    """Take seconds from the command line; others are a usage error.
-
-    Parameters
-    ----------
-    text : str
-        As it was given.
-    least : float, optional
-        The fewest; without it any number above 0.
-    endless : bool
-        Whether "inf" says that there is no end.
-
-    Returns
-    -------
-    float
-    """
+    """Take seconds from the command line; others are a usage error."""
     value = number_of(text)
     enough = value > 0 if least is None else value >= least
     if not enough or (value == math.inf and not endless):
@@ -113,3 +103,33 @@ def print_json(value: Any, stream: TextIO | None = None) -> None:
     """Print a struct or a list of them as indented JSON."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
     print(text, file=stream or sys.stdout)
+
+
+def unknown_command(word: str, commands: Iterable[str]) -> str:
+    """Say that there is no such command, and which one was probably meant."""
+    known = list(commands)
+    meant = difflib.get_close_matches(word.lower(), known, 1, _ALIKE)
+    if word.lower() in _SYNONYMS:
+        meant = [_SYNONYMS[word.lower()]]
+    hint = f"did you mean {meant[0]!r}? " if meant else ""
+    return f"there is no command {word!r}; {hint}expected one of {', '.join(known)}"
+
+
+def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]) -> None:
+    """Answer a shell that asks for completions, and exit; return where none asks."""
+    # It is argcomplete (extra `ops`) that completes; it is loaded only for a shell that asks.
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    try:
+        import argcomplete
+    except ImportError:
+        return  # asked by a shell that knows another environment's; without it nothing completes
+    for command in commands:
+        for action in command._actions:
+            if action.metavar == "NAME":
+                action.completer = _existing_buses  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def _existing_buses(**_: Any) -> list[str]:
+    return bus_names()

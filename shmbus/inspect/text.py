@@ -1,16 +1,38 @@
-"""A bus's status as text, for ``shmbus status`` and for reports of a stall.
+"""A bus's status, incomplete groups, events and a group's history as text for commands.
 
-Invariant: texts of a segment are printed escaped; `shmbus.inspect.status` has escaped them.
+Invariant: pure functions of what was read; texts of a segment have been escaped there, but those
+of a schema, which are escaped here.
 """
 
 from __future__ import annotations
 
-from shmbus._arguments import TRAIN
-from shmbus._format import bar, fold, several, show_count, show_duration, show_size, table
-from shmbus.inspect.schema import schema_text
-from shmbus.inspect.types import BusStatus, DaemonStatus, RelayStatus
+import time
+from collections.abc import Sequence
 
-__all__ = ["status_text"]
+from shmbus._arguments import TRAIN
+from shmbus._format import (
+    bar,
+    fold,
+    printable,
+    several,
+    show_count,
+    show_duration,
+    show_size,
+    table,
+)
+from shmbus._schema import SchemaField
+from shmbus.inspect.groups import Groups
+from shmbus.inspect.history import GroupHistory
+from shmbus.inspect.types import (
+    BusEvent,
+    BusStatus,
+    DaemonStatus,
+    GroupCells,
+    RelayStatus,
+    SampleCell,
+)
+
+__all__ = ["events_text", "groups_text", "history_text", "schema_text", "status_text"]
 
 _MISSING_SHOWN = 6
 _WANTED_SHOWN = 8
@@ -294,3 +316,182 @@ def _producers(status: BusStatus) -> str:
     ]
     head = ("id>", "pid>", "label", "state", "committed>", "aborted>", "holds>", "open>", "idle>")
     return f"producers  {summary} of {status.max_producers} slots\n{table(head, rows)}"
+
+
+def schema_text(fields: list[SchemaField] | None, problem: str) -> str:
+    """Lay out a schema as a block of text; "" for none."""
+    if problem:
+        return f"schema  cannot be read: {problem}"
+    if fields is None:
+        return ""
+    rows = [
+        (
+            field.name,
+            field.dtype,
+            "any" if field.shape is None else _shape_text(field.shape),
+            "" if field.required else "may be missing",
+        )
+        for field in fields
+    ]
+    return f"schema\n{table(('field', 'dtype', 'shape', ''), rows)}"
+
+
+def _shape_text(shape: tuple[int | str | None, ...]) -> str:
+    return f"[{', '.join('*' if size is None else printable(str(size)) for size in shape)}]"
+
+
+#: Signs of a row; a larger group is cut, and says so.
+_SIGNS = 64
+_SIGN = {"there": "#", "failed": "x", "asked": "?", "begun": "+"}
+_MISSING = "."
+#: Kinds of failures that are told in words.
+_FAILURES = 20
+
+
+def groups_text(found: Groups) -> str:
+    """Lay out incomplete groups."""
+    omitted = f", and {show_count(found.omitted)} more" if found.omitted else ""
+    lines = [f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"]
+    if found.groups:
+        head = ("instance", "present>", "waits>", "samples", "from producers", "begun by")
+        lines.append(table(head, [_row(group) for group in found.groups]))
+        lines.append(f"  # there   {_MISSING} missing   + begun   x failed   ? asked for again")
+    alike: dict[str, list[str]] = {}
+    for group in found.groups:
+        for cell in group.cells:
+            if cell.state in ("failed", "asked"):
+                alike.setdefault(_why(cell), []).append(f"{group.instance_id}[{cell.index}]")
+    told = list(alike.items())[:_FAILURES]
+    lines += [f"  failed: {fold(samples)}, {why}" for why, samples in told]
+    if len(alike) > _FAILURES:
+        lines.append(f"  and {show_count(len(alike) - _FAILURES)} more kinds of failures: --json")
+    return "\n".join(lines)
+
+
+def _row(group: GroupCells) -> tuple[str, ...]:
+    signs = dict.fromkeys(range(min(group.size, _SIGNS)), _MISSING)
+    signs |= {cell.index: _SIGN[cell.state] for cell in group.cells if cell.index < _SIGNS}
+    producers = sorted(
+        {c.producer for c in group.cells if c.producer is not None and c.state != "begun"}
+    )
+    makers = sorted(
+        {c.producer for c in group.cells if c.producer is not None and c.state == "begun"}
+    )
+    round = "" if group.round is None else f" round {group.round}"
+    return (
+        group.instance_id + round + ("" if group.split == "train" else f" ({group.split})"),
+        f"{group.present} of {group.need or group.size}",
+        show_duration(group.age_s),
+        "".join(signs[index] for index in sorted(signs)) + ("..." if group.size > _SIGNS else ""),
+        ", ".join(map(str, producers)),
+        ", ".join(map(str, makers)),
+    )
+
+
+def _why(cell: SampleCell) -> str:
+    again = "" if cell.state == "failed" else "; asked for again"
+    if cell.taken_by is not None:
+        again += f", producer {cell.taken_by} makes it"
+    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
+    return f"{times}: {cell.reason}{again}"
+
+
+def _cells_text(group: GroupCells) -> str:
+    """Lay out the samples of one group, a row a sample."""
+    rows = [
+        (
+            str(cell.index),
+            cell.state,
+            "" if cell.score is None else f"{cell.score:g}",
+            "" if cell.producer is None else str(cell.producer),
+            "" if cell.age_s is None else show_duration(cell.age_s),
+            _more(cell),
+        )
+        for cell in group.cells[:_SIGNS]
+    ]
+    hidden = len(group.cells) - len(rows) + group.cells_omitted
+    more = f"\n  and {show_count(hidden)} more: --json" if hidden else ""
+    head = ("sample>", "what", "score>", "producer>", "since>", "")
+    return table(head, rows) + more
+
+
+def _more(cell: SampleCell) -> str:
+    if cell.state not in ("failed", "asked"):
+        return ""
+    again = "" if cell.taken_by is None else f"; producer {cell.taken_by} makes it again"
+    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
+    return f"failed {times}: {cell.reason or 'no reason given'}{again}"
+
+
+_WORDS = {
+    "daemon_began": "the daemon began",
+    "producer_came": "came",
+    "producer_left": "left",
+    "producer_died": "died",
+    "producer_gone": "left or died",
+    "trainer_came": "came to take groups",
+    "trainer_left": "left",
+    "trainer_lost": "lost its connection",
+    "paused": "producers were paused",
+    "resumed": "producers were resumed",
+    "requests_paused": "requests are given out one at a time",
+    "requests_resumed": "requests are given out again",
+    "policy_version": "policy version",
+    "leased": "leased to",
+    "given_back": "given back",
+    "acknowledged": "acknowledged by",
+    "dropped": "dropped",
+    "failed": "failed for good",
+    "asked": "failed, and asked for again",
+}
+_STATES = {
+    "open": "incomplete",
+    "ready": "complete, and waits for a trainer",
+    "leased": "leased",
+    "gone": "not on the bus",
+}
+
+
+def events_text(events: Sequence[BusEvent]) -> list[str]:
+    """Lay out events, a line each."""
+    return [_line(event) for event in events]
+
+
+def _line(event: BusEvent) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
+    word = _WORDS.get(event.kind, event.kind)
+    if not event.instance_id:
+        parts = [event.who, word] if event.kind.startswith(("producer", "trainer")) else [word]
+        text = f"{'s' * (' ' in event.text)} {event.text}" if event.kind == "policy_version" else ""
+        if event.kind in ("paused", "requests_paused"):
+            text = f": {event.text or 'no reason given'}"
+        return f"{at}  {' '.join(parts)}{text}"
+    group = event.instance_id + ("" if event.round is None else f" round {event.round}")
+    if event.split != "train":
+        group += f" ({event.split})"
+    sample = "" if event.index is None else f"[{event.index}]"
+    text = f"{at}  {group}{sample}  {word}"
+    if event.kind in ("failed", "asked"):
+        times = "" if event.count < 2 else f" for the {event.count}th time"
+        by = f" at {event.who}" if event.who else ""
+        return f"{text}{times}{by}: {event.text or 'no reason given'}"
+    if event.kind == "dropped":
+        by = f" by {event.who}" if event.who else ""
+        return f"{text}{by} as {event.text}"
+    return f"{text} {event.who}".rstrip()
+
+
+def history_text(name: str, found: GroupHistory) -> str:
+    """Lay out the history of a group."""
+    state = _STATES[found.state]
+    if found.state == "leased":
+        state = f"leased to {found.holder} for {show_duration(found.held_s)}"
+    lines = [f"{name}  {state}"]
+    if found.group is not None:
+        group = found.group
+        lines[0] += f"; {show_count(group.present)} of {group.need or group.size or '?'} samples"
+        lines.append(_cells_text(group))
+    lines += [f"  {line}" for line in events_text(found.events)]
+    if found.problem:
+        lines.append(f"  {found.problem}")
+    return "\n".join(lines)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from shmbus._programs import program
 
-__all__ = ["process_beside", "require_extra", "resume_program"]
+__all__ = ["supervised", "require_extra", "resume_program"]
 
 logger = logging.getLogger("shmbus.serve")
 
@@ -38,22 +38,10 @@ _NEEDS = {"gateway": ("aiohttp", "isal"), "web": ("aiohttp",)}
 
 
 @contextlib.contextmanager
-def process_beside(
+def supervised(
     what: str, words: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Have a command run for the block; yields what has it end earlier, without a wait.
-
-    A daemon that drains has a gateway end first: it holds leases, and gives them back.
-
-    Parameters
-    ----------
-    what : str
-        Its name in the log.
-    words : list of str
-        The command and its options, which know ``--parent-fd``.
-    environment : dict of str, optional
-        Variables beside those of this process.
-    """
+    """Have a command run for the block; yields what has it end earlier, without a wait."""
     ours, theirs = socket.socketpair()
     stopping = threading.Event()
     argv = program("shmbus", *words, "--parent-fd", str(theirs.fileno()))
@@ -66,6 +54,7 @@ def process_beside(
     )
     thread.start()
     try:
+        # A daemon that drains has a gateway end first: it holds leases, and gives them back.
         yield stopping.set
     finally:
         stopping.set()
@@ -113,20 +102,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def require_extra(option: str, extra: str) -> None:
-    """Raise unless an extra is installed.
-
-    Parameters
-    ----------
-    option : str
-        What needs it.
-    extra : str
-        "gateway" or "web".
-
-    Raises
-    ------
-    RuntimeError
-        It is not; the message says what installs it.
-    """
+    """Raise unless an extra is installed."""
     missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(

@@ -1,11 +1,11 @@
-"""Looking at buses for the pages that watch them: one look a second, however many they are.
+"""Polls buses for the pages that watch them: once a second, however many they are.
 
 Invariants:
 
-- A bus that nobody watches is not looked at.
+- A bus that nobody watches is not polled.
 - Every page first gets the whole picture, then differences; one that is behind is closed, and gets
   the whole again when it comes back. So what is kept for a page is bounded.
-- A bus that is removed, damaged or made again is a picture too; the look goes on.
+- A bus that is removed, damaged or made again is a picture too; polling goes on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from shmbus.inspect.status import read_status
 from shmbus.inspect.verdict import judge
 from shmbus.segment.names import bus_names, check_name
 from shmbus.web import settings
-from shmbus.web.curves import NAMES, Curves
-from shmbus.web.differences import difference
 from shmbus.web.history import CANNOT, GroupName, read_history
-from shmbus.web.picture import Picture, missing, picture
+from shmbus.web.picture import NAMES, Curves, Picture, difference, missing, picture
 
-__all__ = ["BusLook", "Look", "Looks", "OverviewLook", "Viewer"]
+__all__ = ["BusPoll", "Poll", "Polls", "OverviewPoll", "Viewer"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +81,14 @@ class Viewer:
         return message
 
 
-class Look:
-    """What is looked at for some viewers; a subclass reads it."""
+class Poll:
+    """A bus, or the overview, that is polled for some viewers; a subclass reads it."""
 
     def __init__(self) -> None:
         self.viewers: set[Viewer] = set()
         self.picture: Picture | None = None
         self.task: asyncio.Task[None] | None = None
-        #: Set when somebody begins to watch what nobody watched: the next look is now.
+        #: Set when somebody begins to watch what nobody watched: the next poll is now.
         self.wanted = asyncio.Event()
         self._shown_s = 0.0
 
@@ -132,7 +130,7 @@ class Look:
                 viewer.offer(change)
 
 
-class BusLook(Look):
+class BusPoll(Poll):
     """One bus."""
 
     def __init__(self, name: str) -> None:
@@ -184,7 +182,7 @@ class BusLook(Look):
         return {} if self._point is None else {"point": self._point}
 
 
-class OverviewLook(Look):
+class OverviewPoll(Poll):
     """Some buses, or all of this user, a line each."""
 
     def __init__(self, names: Callable[[], list[str]]) -> None:
@@ -222,14 +220,14 @@ def _line(name: str) -> Picture | None:
     }
 
 
-class Looks:
-    """All looks of a server."""
+class Polls:
+    """All polls of a server."""
 
     def __init__(self, buses: tuple[str, ...]) -> None:
         self._buses = buses
-        self._looks: dict[str, Look] = {}
-        # A bus whose daemon is stuck takes its look seconds; the others have theirs.
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="shmbus-look")
+        self._polls: dict[str, Poll] = {}
+        # A bus whose daemon is stuck takes its poll seconds; the others go on.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="shmbus-poll")
         self.watching = 0
         self._questions = 0
 
@@ -239,13 +237,13 @@ class Looks:
 
     def may_watch(self, name: str) -> bool:
         """Whether a page may watch this bus."""
-        if name in self._looks:
+        if name in self._polls:
             return True
-        return name in self.names() and len(self._looks) < settings.MAX_BUSES
+        return name in self.names() and len(self._polls) < settings.MAX_BUSES
 
     def may_await(self, name: str) -> bool:
         """Whether a page may watch for this bus, which is not there: not if only some are shown."""
-        if self._buses or len(self._looks) >= settings.MAX_BUSES:
+        if self._buses or len(self._polls) >= settings.MAX_BUSES:
             return False
         try:
             check_name(name)
@@ -266,52 +264,52 @@ class Looks:
 
     def watch(self, name: str) -> Viewer:
         """Begin to watch a bus, or with "" the overview."""
-        look = self._looks.get(name)
-        if look is None:
-            look = self._looks[name] = BusLook(name) if name else OverviewLook(self.names)
+        poll = self._polls.get(name)
+        if poll is None:
+            poll = self._polls[name] = BusPoll(name) if name else OverviewPoll(self.names)
         viewer = Viewer()
-        look.add(viewer)
+        poll.add(viewer)
         self.watching += 1
-        if look.task is None:
-            look.task = asyncio.get_running_loop().create_task(self._keep(name, look))
+        if poll.task is None:
+            poll.task = asyncio.get_running_loop().create_task(self._keep(name, poll))
         return viewer
 
     def leave(self, name: str, viewer: Viewer) -> None:
         """End a page's watching."""
-        self._looks[name].viewers.discard(viewer)
+        self._polls[name].viewers.discard(viewer)
         self.watching -= 1
 
-    async def _keep(self, name: str, look: Look) -> None:
-        """Look once a second while anybody watches."""
+    async def _keep(self, name: str, poll: Poll) -> None:
+        """Poll once a second while anybody watches."""
         loop = asyncio.get_running_loop()
         idle = 0
         try:
-            while look.viewers or idle < settings.HISTORY:
-                # Without viewers it waits for them to come back, and looks at nothing.
-                idle = 0 if look.viewers else idle + 1
+            while poll.viewers or idle < settings.HISTORY:
+                # Without viewers it waits for them to come back, and polls nothing.
+                idle = 0 if poll.viewers else idle + 1
                 began_s = loop.time()
-                if look.viewers:
-                    new, afresh = await loop.run_in_executor(self._threads, look.read)
-                    look.show(new, afresh=afresh)
-                look.wanted.clear()
-                rest_s = max(0.1, settings.LOOK_S - (loop.time() - began_s))
+                if poll.viewers:
+                    new, afresh = await loop.run_in_executor(self._threads, poll.read)
+                    poll.show(new, afresh=afresh)
+                poll.wanted.clear()
+                rest_s = max(0.1, settings.POLL_S - (loop.time() - began_s))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(look.wanted.wait(), rest_s)
+                    await asyncio.wait_for(poll.wanted.wait(), rest_s)
         except Exception:
-            logger.exception("looking at %r failed", name)
-            for viewer in list(look.viewers):
+            logger.exception("polling %r failed", name)
+            for viewer in list(poll.viewers):
                 viewer.close()
         finally:
-            if self._looks.get(name) is look and not look.viewers:
-                del self._looks[name]
-            look.task = None
+            if self._polls.get(name) is poll and not poll.viewers:
+                del self._polls[name]
+            poll.task = None
 
     async def close(self) -> None:
-        """End all looks and viewers."""
-        for look in list(self._looks.values()):
-            for viewer in list(look.viewers):
+        """End all polls and viewers."""
+        for poll in list(self._polls.values()):
+            for viewer in list(poll.viewers):
                 viewer.close()
-            if look.task is not None:
-                look.task.cancel()
-                await asyncio.gather(look.task, return_exceptions=True)
+            if poll.task is not None:
+                poll.task.cancel()
+                await asyncio.gather(poll.task, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,392 @@
+"""The tables of a segment's file, each as a struct of `shmbus.inspect.types`, for operators.
+
+The retry table, the request lane and the bound on groups, samples that are begun, seconds that were
+waited, counted deliveries, the relay's journal, the declared schema.
+
+Invariants:
+
+- A row of the retry table counts only if its checksum holds. All else may change while it is read:
+  it is counted as it was or as it is, and is only shown.
+- Every index that a row gives is bounded by the geometry, from which the sizes follow.
+- A sample counts as begun where its producer says so: by `Producer.begin_sample`, or by having its
+  request in hand. One that is there, failed or asked for again is that, whatever else is said.
+- A damaged schema is a text and no exception: whoever reads the bus goes on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shmbus import errors
+from shmbus._format import printable
+from shmbus._schema import SchemaField, fields_of
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus.inspect.types import (
+    GroupCells,
+    Histogram,
+    LeadStatus,
+    RelayStatus,
+    RequestsStatus,
+    SampleCell,
+    WaitedStatus,
+    WantedStatus,
+)
+from shmbus.ledger import LanePauseStatus
+from shmbus_ext import _core
+
+__all__ = [
+    "HISTOGRAMS",
+    "read_claims",
+    "read_histograms",
+    "read_lane_pause",
+    "read_lead",
+    "read_relay",
+    "read_requests",
+    "read_schema",
+    "read_waited",
+    "read_wanted",
+    "with_begun",
+]
+
+#: Names of the core's figures, by their number.
+HISTOGRAMS: Final = ("lag", "age", "length", "score", "solved")
+assert len(HISTOGRAMS) == len(_core.FIGURE_BOUNDS)
+
+
+def read_histograms(file: SegmentFile) -> tuple[list[Histogram], int]:
+    """Read the histograms of a segment, and its count of useless groups."""
+    buckets, sums, useless = file.figures()
+    rows = zip(HISTOGRAMS, _core.FIGURE_BOUNDS, buckets, sums, strict=True)
+    return [
+        Histogram(name=name, bounds=list(bounds), buckets=counts, sum=total)
+        for name, bounds, counts, total in rows
+    ], useless
+
+
+_LAYOUT: Final = _core.layout()["retry_entry"]
+_ROW: Final[np.dtype[Any]] = np.dtype(dict(_LAYOUT))  # type: ignore[call-overload]
+_CRC_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("crc")]
+_NUMBER_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("number")]
+_TEXT_AT: Final = _LAYOUT["offsets"][_LAYOUT["names"].index("id")]
+
+
+def read_lane_pause(file: SegmentFile) -> LanePauseStatus | None:
+    """Read why the request lane is paused; None where it is open."""
+    for entry, row in _rows(file):
+        if int(row["attempt"]) == _core.RETRY_PAUSE:
+            reason = _text(entry, _ID_ROOM, int(row["reason_bytes"]))
+            return LanePauseStatus(reason=reason, since_unix_s=int(row["round"]) / 1e9)
+    return None
+
+
+def _rows(file: SegmentFile) -> Iterator[tuple[bytes, Any]]:
+    """Yield the rows that count: their bytes, and their fields."""
+    if not int(file.header["retries_open"]):
+        return
+    raw = file.retry_table()
+    for at in range(0, len(raw), _ROW.itemsize):
+        entry = raw[at : at + _ROW.itemsize]
+        row = np.frombuffer(entry, _ROW)[0]
+        covered = entry[_NUMBER_AT:_CRC_AT] + entry[_TEXT_AT:]
+        if (
+            int(row["claim"]) != _core.RETRY_BUSY
+            and int(row["number"])
+            and _core.crc32c(covered) == int(row["crc"])
+        ):
+            yield entry, row
+
+
+def read_wanted(file: SegmentFile) -> list[WantedStatus]:
+    """Read the open retry requests, in the order in which they were published."""
+    now_ns = _core.monotonic_ns()
+    found = []
+    for entry, row in _rows(file):
+        if int(row["attempt"]) == _core.RETRY_PAUSE:
+            continue
+        claim = int(row["claim"])
+        round = int(row["round"])
+        wanted = WantedStatus(
+            instance_id=_text(entry, 0, int(row["id_bytes"])),
+            round=None if round == _core.NO_ROUND else round,
+            split=printable(file.split_label(int(row["split"]))),
+            index=int(row["index"]),
+            attempt=int(row["attempt"]),
+            reason=_text(entry, _ID_ROOM, int(row["reason_bytes"])),
+            asked_s=max(0.0, (now_ns - int(row["asked_ns"])) / 1e9),
+            taken_by=claim - 1 if claim else None,
+        )
+        found.append((int(row["number"]), wanted))
+    return [wanted for _, wanted in sorted(found, key=lambda pair: pair[0])]
+
+
+_ID_ROOM: Final = _ROW.fields["reason"][1] - _TEXT_AT  # type: ignore[index]
+
+
+def _text(entry: bytes, at: int, size: int) -> str:
+    start = _TEXT_AT + at
+    return printable(entry[start : start + size].decode("utf-8", "backslashreplace"))
+
+
+_TYPES: Final[dict[str, np.dtype[Any]]] = {
+    name: np.dtype(dict(note))  # type: ignore[call-overload]
+    for name, note in _core.request_layout().items()
+}
+_STATE, _SOURCE_SHIFT = np.uint64(15), np.uint64(48)
+_IDENTITY_BYTES: Final = 16
+
+
+def read_relay(file: SegmentFile) -> RelayStatus | None:
+    """Read it; None where no relay was ever at this bus."""
+    kind, entry = _TYPES["relay_journal"], _TYPES["relay_entry"]
+    head = np.frombuffer(file.read(kind.itemsize, file.relay_offset), kind)[0]
+    is_sink = bool(head["incarnation"])
+    if not is_sink and not head["source_incarnation"]:
+        return None
+    figures = np.frombuffer(head["figures"].tobytes(), "<u8").tolist()
+    seen_ns = int(head["seen_ns"])
+    at = file.relay_offset + kind.itemsize
+    size = file.requests_offset - at
+    entries = np.frombuffer(file.read(size - size % entry.itemsize, at), entry)
+    words = entries["word"]
+    settled = words[(words & _STATE) == np.uint64(_core.RELAY_SETTLED)] >> _SOURCE_SHIFT
+    owed = words[(words & _STATE) != np.uint64(0)]
+    sources = head["sources"].tobytes()
+    held_for: dict[str, int] = {}
+    for number, count in zip(*np.unique(settled, return_counts=True), strict=True):
+        start = int(number) * _IDENTITY_BYTES
+        held_for[sources[start : start + _IDENTITY_BYTES].hex()] = int(count)
+    return RelayStatus(
+        is_sink=is_sink,
+        seen_s=max(0.0, time.monotonic() - seen_ns / 1e9) if seen_ns else None,
+        begun=int(head["incarnation"] if is_sink else head["source_incarnation"]),
+        entries=len(entries),
+        held=figures[0] if not is_sink else 0,
+        kept=figures[1] if not is_sink else 0,
+        released=figures[2] if not is_sink else 0,
+        moving=figures[0] if is_sink else 0,
+        put=figures[2] if is_sink else 0,
+        refused=figures[3] if is_sink else 0,
+        settled=len(settled),
+        intended=len(owed) - len(settled),
+        held_for=held_for,
+    )
+
+
+_OPEN, _ENDED = 2, 3
+#: Bytes in which a row counts where its prompt lies.
+_UNIT: Final = _core.REQUEST_UNIT
+#: Kinds of a cell's claim, and the producer of a sample that nobody will make.
+_IS_OPEN, _IS_CLAIMED, _IS_DONE = 1, 2, 3
+_NOBODY = (1 << 34) - 1
+
+
+def read_lead(file: SegmentFile) -> LeadStatus | None:
+    """Read how far producers are ahead; None where the bus does not bound it."""
+    at = file.lead_offset
+    head = np.frombuffer(file.read(_TYPES["lead_table"].itemsize, at), _TYPES["lead_table"])[0]
+    limit = int(head["limit"])
+    if not limit:
+        return None
+    rows = np.frombuffer(file.read(8 * _core.LEAD_ROWS, at + _TYPES["lead_table"].itemsize), "<u8")
+    versions = int(head["max_versions"])
+    return LeadStatus(
+        held=int(np.count_nonzero(rows)),
+        limit=limit,
+        max_lead=int(head["max_groups"]) or None,
+        max_lead_versions=versions - 1 if versions else None,
+    )
+
+
+def read_requests(file: SegmentFile) -> RequestsStatus | None:
+    """Count requested samples by what became of them; None where none was ever requested."""
+    tables = _tables(file)
+    if tables is None:
+        return None
+    lane, rows, cells, _ = tables
+    states = rows["word"] & np.uint64(3)
+    ended = rows[states == _ENDED]
+    done = int(lane["done"]) + int(ended["ended_done"].sum())
+    given_up = int(lane["given_up"]) + int(ended["ended_given_up"].sum())
+    counts = {_IS_OPEN: 0, _IS_CLAIMED: 0, _IS_DONE: 0}
+    open_rows = rows[states == _OPEN]
+    unmade = 0
+    splits: dict[int, list[int]] = {}
+    for first, group_size, split in zip(
+        open_rows["first_cell"].tolist(),
+        open_rows["group_size"].tolist(),
+        open_rows["split"].tolist(),
+        strict=True,
+    ):
+        claims = cells[first : first + group_size]
+        kinds = claims >> np.uint64(62)
+        producers = (claims >> np.uint64(28)) & np.uint64(_NOBODY)
+        nobody = (kinds == _IS_DONE) & (producers == _NOBODY)
+        given_up += int(np.count_nonzero(nobody))
+        done -= int(np.count_nonzero(nobody))
+        unmade += bool(np.any((kinds == _IS_OPEN) | (kinds == _IS_CLAIMED)))
+        of_split = splits.setdefault(split, [0, 0])
+        for kind in counts:
+            amount = int(np.count_nonzero(kinds == kind))
+            counts[kind] += amount
+            if kind != _IS_DONE:
+                of_split[kind - _IS_OPEN] += amount
+    taken_ns = int(lane["taken_ns"])
+    return RequestsStatus(
+        offered=int(lane["offered"]),
+        open=counts[_IS_OPEN],
+        claimed=counts[_IS_CLAIMED],
+        done=done + counts[_IS_DONE],
+        given_up=given_up,
+        groups=len(open_rows),
+        unmade=unmade,
+        by_split={
+            printable(file.split_label(split)): (is_open, claimed)
+            for split, (is_open, claimed) in splits.items()
+        },
+        taken_s=max(0.0, (_core.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
+    )
+
+
+def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], int] | None:
+    """Read the lane, its rows and its cells' claims, and where prompts begin; None without any."""
+    start = file.requests_offset
+    size = _TYPES["request_lane"].itemsize
+    lane = np.frombuffer(file.read(size, start), _TYPES["request_lane"])[0]
+    parts = _core.request_divide(file.data_offset - start)
+    if parts is None or not int(lane["number"]):
+        return None
+    size = _TYPES["request_row"].itemsize
+    rows = np.frombuffer(
+        file.read(parts["row_count"] * size, start + parts["rows"]), _TYPES["request_row"]
+    )
+    cells = np.frombuffer(
+        file.read(parts["units"] - parts["cells"], start + parts["cells"]), _TYPES["request_cell"]
+    )["claim"]
+    return lane, rows, cells, start + parts["units"]
+
+
+def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tuple[int, int]]]:
+    """Read which samples of groups workers have in hand."""
+    found: list[list[tuple[int, int]]] = [[] for _ in groups]
+    tables = _tables(file) if groups else None
+    if tables is None:
+        return found
+    _, rows, cells, units_at = tables
+    at_name = {
+        (_bytes(group.instance_id), _round(group.round), group.split): at
+        for at, group in enumerate(groups)
+    }
+    is_open = (rows["word"] & np.uint64(3)) == _OPEN
+    asked = np.isin(rows["round"], [round for _, round, _ in at_name])
+    for row in rows[is_open & asked]:
+        split = file.split_label(int(row["split"]))
+        at = at_name.get((_id_of(file, row, units_at), int(row["round"]), split))
+        if at is None or groups[at].size != int(row["group_size"]):
+            continue
+        first = int(row["first_cell"])
+        claims = cells[first : first + int(row["group_size"])]
+        for index in np.flatnonzero((claims >> np.uint64(62)) == _IS_CLAIMED).tolist():
+            # A claim has the number of its producer, plus 1.
+            found[at].append((index, (int(claims[index]) >> 28 & _NOBODY) - 1))
+    return found
+
+
+def _bytes(instance_id: str) -> bytes:
+    return instance_id.encode("utf-8", "surrogateescape")
+
+
+def _round(round: int | None) -> int:
+    return _core.NO_ROUND if round is None else round
+
+
+def _id_of(file: SegmentFile, row: Any, units_at: int) -> bytes:
+    """Return the id of a row; a number that points outside of the lane gives other bytes."""
+    position = units_at + int(row["first_unit"]) * _UNIT
+    size = min(int(row["id_bytes"]), _core.MAX_ID_BYTES)
+    return file.read(size, min(position, file.data_offset))
+
+
+_SECOND: Final = 1e9
+
+
+def with_begun(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
+    """Add who has begun the missing samples of groups."""
+    begun = _noted(file, groups)
+    for at, cells in enumerate(read_claims(file, groups)):
+        begun[at] = {**{index: (producer, None) for index, producer in cells}, **begun[at]}
+    return [_joined(group, found) for group, found in zip(groups, begun, strict=True)]
+
+
+#: By index: who has begun it, and seconds since, where that is known.
+_Begun = dict[int, tuple[int, "float | None"]]
+
+
+def _noted(file: SegmentFile, groups: Sequence[GroupCells]) -> list[_Begun]:
+    """Read what producers noted by `begin`."""
+    found: list[_Begun] = [{} for _ in groups]
+    if not groups:
+        return found
+    rows = file.begun().tolist()
+    if not rows:
+        return found
+    labels = {file.split_label(number): number for number in range(_core.MAX_SPLITS)}
+    at_key = {
+        _core.begun_key(group.instance_id, group.round, labels.get(group.split, 0)): at
+        for at, group in enumerate(groups)
+    }
+    now_ns = _core.monotonic_ns()
+    for owner, key, begun_ns, index in rows:
+        at = at_key.get(key)
+        if at is not None:
+            found[at][index] = owner >> 1, max(0.0, (now_ns - begun_ns) / _SECOND)
+    return found
+
+
+def _joined(group: GroupCells, begun: _Begun) -> GroupCells:
+    # Of a group that is not shown whole, a sample without a cell may be there.
+    if not begun or group.cells_omitted:
+        return group
+    known = {cell.index for cell in group.cells}
+    more = [
+        SampleCell(index=index, state="begun", producer=producer, age_s=age_s)
+        for index, (producer, age_s) in begun.items()
+        if index not in known and (not group.size or index < group.size)
+    ]
+    if not more:
+        return group
+    cells = sorted([*group.cells, *more], key=lambda cell: cell.index)
+    return msgspec.structs.replace(group, cells=cells)
+
+
+def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[float]]:
+    """Read how long producers and trainers have waited."""
+    seconds = file.waits() / _SECOND
+    named = dict(zip(_core.WAITS, seconds.sum(axis=0).tolist(), strict=True))
+    waited = WaitedStatus(
+        space_s=named["space"],
+        paused_s=named["paused"],
+        ahead_s=named["ahead"],
+        trainers_s=named["groups"],
+    )
+    return waited, seconds[:-1].sum(axis=1).tolist()
+
+
+def read_schema(file: SegmentFile) -> tuple[list[SchemaField] | None, str]:
+    """Read the fields that a bus declares, None for no schema; and why they cannot be read."""
+    try:
+        declared = file.schema()
+        fields = () if declared is None else fields_of(declared)
+    except (errors.LayoutMismatchError, TypeError) as error:
+        return None, printable(str(error))
+    if declared is None:
+        return None, ""
+    return [
+        msgspec.structs.replace(field, name=printable(field.name), dtype=printable(field.dtype))
+        for field in fields
+    ], ""
