@@ -267,7 +267,7 @@ class Service:
         self.history.joined(session)
         if session.rank >= 0:
             assert self._planner is not None
-            self._planner.join(session.rank, hello.next_step)
+            self._planner.join(session.rank, hello.next_step, self._held())
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:

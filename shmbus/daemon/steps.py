@@ -79,6 +79,8 @@ class StepPlanner:
         self._next_formed: dict[int, int] = {}
         #: Ranks whose next step was inferred from other ranks' requests.
         self._provisional: set[int] = set()
+        #: Whether a rank has said where the job's steps are; until then they count from 0.
+        self._located = False
         self._source = source
         #: Groups of no step yet, with their weights; and since when there are any.
         self._pool: list[tuple[Lease, int]] = []
@@ -90,13 +92,16 @@ class StepPlanner:
         #: Groups that each rank had and did not finish.
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
-    def join(self, rank: int, next_step: int) -> None:
+    def join(self, rank: int, next_step: int, held: Iterable[Lease] = ()) -> None:
         """Admit a rank; its process knows its next step, or 0 where it has taken none.
 
         One that has taken none continues its predecessor's steps, or begins as `begin` says.
         """
         if not next_step:
             return
+        if rank in self._provisional and not self._located:
+            self._move_steps(next_step - self.next_steps[rank], held)
+        self._located = True
         if rank in self._provisional:
             self._provisional.discard(rank)
             self._renumber(rank, next_step)
@@ -119,6 +124,19 @@ class StepPlanner:
             if rank not in self.next_steps:
                 self._provisional.add(rank)
                 self.next_steps[rank] = self._next_formed[rank] = min(known)
+
+    def _move_steps(self, by: int, held: Iterable[Lease]) -> None:
+        """Renumber all steps: ranks that knew of none counted from 0, beside one that comes late.
+
+        Ranks train in step, so the steps that they took meanwhile are those that this one takes.
+        """
+        for by_rank in (self.next_steps, self._next_formed):
+            by_rank.update({rank: step + by for rank, step in by_rank.items()})
+        self._shards = {step + by: shards for step, shards in self._shards.items()}
+        self._agreed = {step + by: request for step, request in self._agreed.items()}
+        for lease in {*held, *self.waiting()}:
+            if lease.step >= 0:
+                lease.step += by
 
     def _renumber(self, rank: int, first: int) -> None:
         """Make the shards that wait for a rank those of its steps from `first` on."""

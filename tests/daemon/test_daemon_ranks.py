@@ -221,6 +221,57 @@ def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_r
             assert consumer.take_shard(groups=1, max_wait=0, timeout=0.1) == []
 
 
+STOPPED_RANK = """
+import sys, time
+from pathlib import Path
+from shmbus import Consumer
+_, bus, folder = sys.argv
+consumer = Consumer(bus, rank=0, world_size=2)
+for step in range(5):
+    while not Path(folder, str(step)).exists():
+        time.sleep(0.01)
+    groups = consumer.take_shard(groups=1, max_wait=0, timeout=30)
+    consumer.ack(groups)
+    consumer.stats()  # with it comes the confirmation, so that it holds nothing
+    print("took", *(group.instance_id for group in groups), f"in step {step}", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_returns_after_a_new_process_asked_goes_on_beside_it(
+    daemon: Served, spawn: Spawner, bus_name: str, tmp_path: Path
+) -> None:
+    # The new process knows of no step: it counts from 0, until the other says where they are.
+    served = daemon("--capacity", "8MiB")
+    put(bus_name, range(10))
+    zero = spawn.script(STOPPED_RANK, bus_name, tmp_path)
+
+    def let_step(number: int) -> None:
+        (tmp_path / str(number)).touch()
+        wait_until(lambda: f"in step {number}" in zero.output())
+
+    taken = []
+    with Consumer(bus_name, rank=1, world_size=2) as one:
+        for number in range(3):
+            let_step(number)
+            groups = one.take_shard(groups=1, max_wait=0, timeout=10)
+            taken += ids(groups)
+            one.ack(groups)
+        wait_until(lambda: one.stats().acknowledged == 12)
+    zero.send_signal(signal.SIGSTOP)
+    served.kill()
+    served.start()
+    with Consumer(bus_name, rank=1, world_size=2) as one:
+        taken += ids(one.take_shard(groups=1, max_wait=0, timeout=30))
+        zero.send_signal(signal.SIGCONT)
+        for number in (3, 4):
+            let_step(number)
+        taken += ids(one.take_shard(groups=1, max_wait=0, timeout=10))
+    for line in zero.output().splitlines():
+        taken += line.removeprefix("took ").partition(" in step")[0].split()
+    assert len(taken) == len(set(taken)) == 10
+
+
 HOLDING_RANK = """
 import sys, time
 from shmbus import Consumer
