@@ -27,7 +27,10 @@ def test_a_run_under_all_that_goes_wrong_in_a_week_trains_every_prompt_once(
         found = subprocess.run(
             [sys.executable, PROGRAM, *arguments], capture_output=True, text=True, check=False
         )
-        assert found.returncode == 0, (week, found.stdout[-2000:], found.stderr[-6000:])
+        if found.returncode:
+            pytest.fail(
+                f"week {week}: {found.stdout[-2000:]}\n{found.stderr[-6000:]}", pytrace=False
+            )
         report = json.loads(found.stdout.splitlines()[-1])
         print(report)
         assert report["step"] == STEPS and report["faults"], report

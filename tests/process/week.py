@@ -2,8 +2,8 @@
 
 Ranks that train in step as under torchrun (one dies, all start again from the newest checkpoint),
 a daemon, prefetch, evaluation, weights, workers. Meanwhile: samples that fail, an engine that is
-away, a judge that raises; workers, ranks, the daemon or all of it killed; a worker stopped; the
-number of ranks changed; the bus saved, removed and restored.
+away, a judge that raises; workers, ranks, the daemon or all of it killed; a worker or a
+rank stopped; the number of ranks changed; the bus saved, removed and restored.
 
 A checkpoint holds what its model was trained on, so the audit is exact: every prompt up to the last
 position was trained once, but for those whose sample always fails, which were given up.
@@ -53,6 +53,8 @@ STEP_S = 0.02
 ENGINE_AWAY_S = 1.5
 HANG_S = 60.0
 BACKOFF = (0.05, 0.5)
+#: A line for each sample that failed by chance: where one did so each time, it is given up.
+UNLUCKY, SAMPLE_RETRIES = "unlucky-samples", 2
 _PR_SET_PDEATHSIG = 1
 
 
@@ -73,7 +75,12 @@ def prompts() -> Iterator[tuple[str, np.ndarray]]:
 
 def serve(name: str) -> None:
     """Be the daemon."""
-    options = ["--sample-retries", "2", "--retry-backoff", ",".join(map(str, BACKOFF))]
+    options = [
+        "--sample-retries",
+        str(SAMPLE_RETRIES),
+        "--retry-backoff",
+        ",".join(map(str, BACKOFF)),
+    ]
     assert shmbus_main(["serve", name, *options]) == 0
 
 
@@ -103,6 +110,8 @@ def work(name: str, folder: Path, seed: int) -> None:
             elif fails_always(number) and request.index == 1 and request.split == "train":
                 producer.requests.fail(request, f"sandbox of {request.instance_id} timed out")
             elif rng.random() < FAILS:
+                with (folder / UNLUCKY).open("a") as told:
+                    told.write(f"{number} {request.index}\n")
                 producer.requests.fail(request, f"tool call {rng.random()} failed")
             else:
                 producer.requests.answer(
@@ -161,7 +170,9 @@ def train(name: str, folder: Path, life: str, rank: int, ranks: int, last: int, 
         return [float(sample.index) for sample in group]
 
     alone = ranks == 1 and (folder / "alone").exists()
-    more: dict[str, Any] = {"sample_retries": 2, "retry_backoff": BACKOFF} if alone else {}
+    more: dict[str, Any] = (
+        {"sample_retries": SAMPLE_RETRIES, "retry_backoff": BACKOFF} if alone else {}
+    )
     step, states = checkpoints.newest()
     trained: set[tuple[str, int]] = set()
     twice: list[tuple[str, int]] = []
@@ -275,6 +286,7 @@ class Week:
         if alone:
             (folder / "alone").touch()
         shmbus.Bus.ensure(name, "16MiB", schema=SCHEMA).close()
+        (folder / UNLUCKY).touch()
         self.daemon = self.start_daemon()
         self.workers = [self.start_worker() for _ in range(WORKERS)]
         self.start_ranks()
@@ -339,6 +351,15 @@ class Week:
         time.sleep(self.rng.random())
         os.kill(pid, signal.SIGCONT)
 
+    def rank_stopped(self) -> None:
+        pid = self.rng.choice(self.ranks)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.rng.random())
+        if self.rng.random() < 0.5:
+            self.daemon_killed()
+        time.sleep(self.rng.random())
+        os.kill(pid, signal.SIGCONT)
+
     def rank_killed(self) -> None:
         self.kill(self.ranks.pop(self.rng.randrange(len(self.ranks))))
         self.kill_ranks()
@@ -398,8 +419,9 @@ class Week:
 
     def run(self, every: int) -> None:
         faults = [
-            self.worker_killed, self.worker_stopped, self.rank_killed, self.daemon_killed,
-            self.all_killed, self.engine_away, self.ranks_changed, self.bus_restored,
+            self.worker_killed, self.worker_stopped, self.rank_killed, self.rank_stopped,
+            self.daemon_killed, self.all_killed, self.engine_away, self.ranks_changed,
+            self.bus_restored,
         ]  # fmt: skip
         self.rng.shuffle(faults)
         next_at = every
@@ -444,6 +466,8 @@ class Week:
         position = offered(states)
         by_prompt = Counter(id_ for id_, _ in whole)
         open_ids = {each["instance_id"] for state in states for each in open_of(state)}
+        chance = Counter((self.folder / UNLUCKY).read_text().splitlines())
+        unlucky = {int(at.split()[0]) for at, count in chance.items() if count > SAMPLE_RETRIES}
         skipped, torn, given_up = [], [], 0
         for number in range(position):
             id_ = f"prompt-{number}"
@@ -452,7 +476,10 @@ class Week:
                 if id_ in by_prompt:
                     torn.append(id_)
             elif by_prompt[id_] == 0 and id_ not in open_ids:
-                skipped.append(id_)
+                if number in unlucky:
+                    given_up += 1
+                else:
+                    skipped.append(id_)
             elif by_prompt[id_] not in (0, GROUP_SIZE):
                 torn.append(id_)
         return {
