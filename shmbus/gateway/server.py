@@ -14,14 +14,12 @@ import contextlib
 import gc
 import logging
 import resource
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
-import uvloop
 from aiohttp import web
 
 import shmbus
@@ -34,6 +32,7 @@ from shmbus.gateway.settings import Settings
 from shmbus.gateway.slime_routes import SlimeRoutes
 from shmbus.http.access import Refusal
 from shmbus.http.server import HttpServer
+from shmbus.http.serving import run, shown_address, stop_signals, wait_for_any
 
 __all__ = ["Server", "serve"]
 
@@ -169,13 +168,7 @@ class Server:
 
 
 async def _run(settings: Settings, parent: socket.socket | None) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if parent is not None:
-        # Readable at its end: whoever started this process has gone.
-        loop.add_reader(parent.fileno(), stop.set)
+    stop = stop_signals(parent)
     async with contextlib.AsyncExitStack() as stack:
         gateway = Gateway(settings)
         stack.push_async_callback(gateway.close)
@@ -189,22 +182,12 @@ async def _run(settings: Settings, parent: socket.socket | None) -> int:
         # What is there now stays: the collector need not look at it after each few requests.
         gc.collect()
         gc.freeze()
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("serving", extra={"bus": settings.bus, "http": f"http://{shown}:{port}"})
-        waits = [loop.create_task(event.wait()) for event in (stop, gateway.gone)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        logger.info("serving", extra={"bus": settings.bus, "http": shown_address(host, port)})
+        await wait_for_any(stop, gateway.gone)
         logger.info("stopping", extra={"bus": settings.bus})
         return 1 if gateway.gone.is_set() else 0
 
 
 def serve(settings: Settings, parent: socket.socket | None = None) -> int:
     """Serve until SIGTERM, SIGINT, or the parent has gone; 1 where the bus was removed."""
-    loop: Any = uvloop.new_event_loop()
-    try:
-        found: int = loop.run_until_complete(_run(settings, parent))
-        return found
-    finally:
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+    return run(_run(settings, parent))

@@ -14,20 +14,19 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import uvloop
 from aiohttp import web
 
 from shmbus._format import unprinted
 from shmbus.http.access import Refusal
 from shmbus.http.server import HttpServer
+from shmbus.http.serving import run, shown_address, stop_signals
 from shmbus.web import settings as limits
 from shmbus.web.access import Access
 from shmbus.web.history import GroupName, fits
@@ -207,28 +206,16 @@ class Server:
 
 
 async def _run(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if parent is not None:
-        # Readable at its end: the process that started this one has gone.
-        loop.add_reader(parent.fileno(), stop.set)
+    stop = stop_signals(parent)
     async with contextlib.AsyncExitStack() as stack:
         server = Server(settings)
         stack.push_async_callback(server.close)
         host, port = await server.start()
-        shown = f"[{host}]" if ":" in host else host
-        say(f"http://{shown}:{port}/?token={settings.token}")
+        say(f"{shown_address(host, port)}/?token={settings.token}")
         await stop.wait()
     return 0
 
 
 def serve(settings: Settings, parent: socket.socket | None, say: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT, or until the parent has gone."""
-    loop: Any = uvloop.new_event_loop()
-    try:
-        found: int = loop.run_until_complete(_run(settings, parent, say))
-    finally:
-        loop.close()
-    return found
+    return run(_run(settings, parent, say))
