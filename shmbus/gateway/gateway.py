@@ -23,10 +23,10 @@ from shmbus.gateway.bodies import Bodies
 from shmbus.gateway.bus_reader import BusReader
 from shmbus.gateway.idempotent_put import Body, IdempotentPut, Samples, key_of
 from shmbus.gateway.journal import Journal
-from shmbus.gateway.metrics import Metrics
 from shmbus.gateway.registry import Registry
 from shmbus.gateway.settings import Settings
 from shmbus.http.access import Refusal
+from shmbus.http.metrics import Metrics
 from shmbus.http.server import Connection
 from shmbus.segment.names import identity, is_named
 
@@ -53,7 +53,7 @@ class Gateway:
         self.puts = IdempotentPut(self.bus, self.journal, settings.hold_s)
         self.registry = self._registry()
         self.bodies = Bodies(settings.body_limit, settings.memory)
-        self.metrics = Metrics()
+        self.metrics = Metrics("shmbus_gateway")
         self.batch_queue = BatchQueue(
             self.bus,
             BusReader(settings.bus, settings.daemon),

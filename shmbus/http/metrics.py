@@ -1,11 +1,11 @@
-"""What the gateway counts, by route and status, and how a scrape reads it."""
+"""What a server counts, by route and status, and how a scrape reads it."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "escaped"]
 
 _HELP = {
     "requests_total": ("counter", "Requests by route and status."),
@@ -17,9 +17,10 @@ _HELP = {
 
 
 class Metrics:
-    """Counters of one gateway."""
+    """Counters of one server, whose names begin with its prefix."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._requests: Counter[tuple[str, int]] = Counter()
         self._by_route: dict[str, Counter[str]] = defaultdict(Counter)
 
@@ -34,29 +35,40 @@ class Metrics:
         """Count an answer that was lost."""
         self._by_route["undelivered_total"][route] += 1
 
-    def expose(self, bus: str, gauges: Mapping[str, float]) -> str:
-        """Return everything in the text format of Prometheus."""
-        name = bus.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    def expose(
+        self, bus: str, gauges: Mapping[str, float], counters: Mapping[str, float] | None = None
+    ) -> str:
+        """Return everything in the text format of Prometheus.
+
+        A gauge's or counter's name may end in labels of its own, as in ``engine_up{engine="..."}``.
+        """
+        name = escaped(bus)
         lines = []
         for family, (kind, text) in _HELP.items():
-            lines += [
-                f"# HELP shmbus_gateway_{family} {text}",
-                f"# TYPE shmbus_gateway_{family} {kind}",
-            ]
+            full = f"{self._prefix}_{family}"
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
             if family == "requests_total":
                 lines += [
-                    f'shmbus_gateway_{family}{{bus="{name}",route="{route}",status="{status}"}} '
-                    f"{count}"
+                    f'{full}{{bus="{name}",route="{route}",status="{status}"}} {count}'
                     for (route, status), count in sorted(self._requests.items())
                 ]
             else:
                 lines += [
-                    f'shmbus_gateway_{family}{{bus="{name}",route="{route}"}} {value:g}'
+                    f'{full}{{bus="{name}",route="{route}"}} {value:g}'
                     for route, value in sorted(self._by_route[family].items())
                 ]
-        for gauge, value in gauges.items():
-            lines += [
-                f"# TYPE shmbus_gateway_{gauge} gauge",
-                f'shmbus_gateway_{gauge}{{bus="{name}"}} {value:g}',
-            ]
+        typed = set()
+        for kind, values in (("gauge", gauges), ("counter", counters or {})):
+            for each, value in values.items():
+                family, _, labels = each.partition("{")
+                if family not in typed:
+                    typed.add(family)
+                    lines.append(f"# TYPE {self._prefix}_{family} {kind}")
+                own = f",{labels}" if labels else "}"
+                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {value:g}')
         return "\n".join(lines) + "\n"
+
+
+def escaped(label: str) -> str:
+    """Return the value of a label as the text format has it."""
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
