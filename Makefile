@@ -76,6 +76,13 @@ test-engines: build/peers/vllm/.made build/peers/sglang/.made ## Test updates of
 	HF_HUB_OFFLINE=1 build/peers/vllm/bin/pytest -p no:cacheprovider -o faulthandler_timeout=1900 \
 	    $(ARGS) tests/peers/vllm
 
+test-agents: build/peers/recorder/.made build/peers/vllm/.made ## Test real clients and harnesses through the recorder, before a real vLLM on the CPU (minutes)
+	HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True build/peers/recorder/bin/python -m pytest \
+	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1900 $(ARGS) tests/peers/recorder
+
+build/peers/recorder/.made: tests/peers/recorder/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
+	$(make_stack)
+
 # torchvision and torchaudio come with vLLM for CUDA, and keep transformers from importing here.
 build/peers/vllm/.made: tests/peers/vllm/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) -m venv $(@D)

@@ -86,6 +86,8 @@ class _Refused(msgspec.Struct):
 
     message: str = ""
     code: str = ""
+    #: Of a session that has ended: its own words.
+    reason: str = ""
 
 
 class _Answer(msgspec.Struct):
@@ -331,7 +333,7 @@ class Session:
         if status == 200:
             return msgspec.msgpack.decode(body, type=PackedSample)
         refused = _refusal(body)
-        why = refused.message or f"the recorder answered {status}"
+        why = refused.reason or refused.message or f"the recorder answered {status}"
         if refused.code in _NOT_ITS_FAULT:
             self._release(why)
         else:

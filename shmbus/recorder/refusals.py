@@ -27,7 +27,7 @@ def kind_of(status: int) -> str:
 
 
 class CallRefusal(Refusal):
-    """Ends a call with a status, a sentence, and a word for programs."""
+    """Ends a call with a status, a sentence, a word for programs, and a session's own reason."""
 
     def __init__(
         self,
@@ -35,9 +35,11 @@ class CallRefusal(Refusal):
         code: str,
         message: str,
         *,
+        reason: str | None = None,
         retry_after_s: int | None = None,
         close: bool = False,
     ) -> None:
         super().__init__(status, message, close=close)
         self.code = code
+        self.reason = reason
         self.retry_after_s = retry_after_s

@@ -389,11 +389,10 @@ def _too_large(length: int, limit: int) -> CallRefusal:
 def _refused(refusal: Refusal) -> web.Response:
     code = refusal.code if isinstance(refusal, CallRefusal) else "refused"
     message = refusal.message.encode(errors="backslashreplace").decode()
-    response = web.Response(
-        status=refusal.status,
-        body=_encode(error_body(message, kind_of(refusal.status), code)),
-        headers=_JSON,
-    )
+    body = error_body(message, kind_of(refusal.status), code)
+    if isinstance(refusal, CallRefusal) and refusal.reason is not None:
+        body["error"]["reason"] = refusal.reason
+    response = web.Response(status=refusal.status, body=_encode(body), headers=_JSON)
     if isinstance(refusal, CallRefusal) and refusal.retry_after_s is not None:
         response.headers["Retry-After"] = str(refusal.retry_after_s)
     if refusal.close:

@@ -45,6 +45,17 @@ class End(NamedTuple):
     reason: str
 
 
+def over(place: Place, end: End) -> CallRefusal:
+    """Return what a caller of a session that has ended is told."""
+    return CallRefusal(
+        HTTPStatus.GONE,
+        end.code,
+        f"the session of {place} has ended: {end.reason}; end this rollout, and open a session for "
+        "the next sample",
+        reason=end.reason,
+    )
+
+
 class Session:
     """One sample in the making.
 
@@ -97,12 +108,7 @@ class Session:
     def require_open(self) -> None:
         """Refuse a call of a session that has ended."""
         if self.end is not None:
-            raise CallRefusal(
-                HTTPStatus.GONE,
-                self.end.code,
-                f"the session of {self.place} has ended: {self.end.reason}; end this rollout, and "
-                "open a session for the next sample",
-            )
+            raise over(self.place, self.end)
 
     def begin(self, bounds: Settings, call: object, cancel: Callable[[], object]) -> None:
         """Count a call, and note what cancels it; refuse what is beyond the bounds."""
@@ -206,8 +212,8 @@ class Sessions:
         session = self._open.get(key or "")
         if session is not None:
             return session
-        over = self._over.get(key or "")
-        if over is None:
+        ended = self._over.get(key or "")
+        if ended is None:
             got = "none" if not key else "the key of no session"
             raise CallRefusal(
                 HTTPStatus.UNAUTHORIZED,
@@ -216,13 +222,7 @@ class Sessions:
                 f"or in the address as /s/KEY/v1, got {got}; open one by producer.session(request) "
                 "or POST /sessions",
             )
-        place, end = over
-        raise CallRefusal(
-            HTTPStatus.GONE,
-            end.code,
-            f"the session of {place} has ended: {end.reason}; end this rollout, and open a session "
-            "for the next sample",
-        )
+        raise over(*ended)
 
     def record(self, session: Session, turns: list[Turn]) -> bool:
         """Record the answers of a call, and count them; whether ids went on as the text did."""
