@@ -38,6 +38,21 @@ TOOL: Any = {"type": "function", "function": FUNCTION}
 Agent = Callable[[shmbus.Session, random.Random], object]
 
 
+def message_of(chunks: Any) -> dict[str, Any]:
+    """Put a stream of deltas together."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            message["content"] += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                calls = message.setdefault("tool_calls", [])
+                if call.index == len(calls):
+                    function = {"name": call.function.name, "arguments": ""}
+                    calls.append({"id": call.id, "type": "function", "function": function})
+                calls[call.index]["function"]["arguments"] += call.function.arguments or ""
+    return message
+
+
 def chat_agent(session: shmbus.Session, rng: random.Random) -> None:
     """Chat completions, streamed and not, with tools, forks, and an answer of two."""
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
@@ -49,13 +64,13 @@ def chat_agent(session: shmbus.Session, rng: random.Random) -> None:
         if tooled:
             ask |= {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
         if rng.random() < 0.5:
-            with client.chat.completions.stream(**ask) as stream:  # type: ignore[attr-defined]
-                answer = stream.get_final_completion().choices[0].message
+            answer = message_of(client.chat.completions.create(**ask, stream=True))
         else:
-            answer = client.chat.completions.create(**ask).choices[0].message
-        messages.append(answer.model_dump(exclude_none=True, exclude={"parsed"}))
-        for call in answer.tool_calls or ():
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "a wall"})
+            found = client.chat.completions.create(**ask).choices[0].message
+            answer = found.model_dump(exclude_none=True)
+        messages.append(answer)
+        for call in answer.get("tool_calls") or ():
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "a wall"})
         messages.append({"role": "user", "content": f"on {turn}"})
     fork = [*messages[:2], {"role": "user", "content": "another way"}]
     client.chat.completions.create(model="m", messages=fork, n=2, max_tokens=8, extra_body=CONTENT)
@@ -88,9 +103,8 @@ def completions_agent(session: shmbus.Session, rng: random.Random) -> None:
     for turn in range(3):
         ask: Any = {"model": "m", "prompt": text, "max_tokens": 10, "temperature": 1.0}
         if turn == 1:
-            found = "".join(
-                c.choices[0].text for c in client.completions.create(**ask, stream=True)
-            )
+            chunks = client.completions.create(**ask, stream=True)
+            found = "".join(chunk.choices[0].text for chunk in chunks)
         else:
             found = client.completions.create(**ask).choices[0].text
         text += found
@@ -107,9 +121,10 @@ def messages_agent(session: shmbus.Session, rng: random.Random) -> None:
     for turn in range(TURNS):
         ask: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 200}
         ask |= {"system": [{"type": "text", "text": "be brief"}], "extra_body": CONTENT}
-        ask |= {"tools": [tool], "tool_choice": {"type": "tool", "name": "look"}} if turn == 1 else {
-            "max_tokens": rng.randrange(1, 24)
-        }  # fmt: skip
+        if turn == 1:
+            ask |= {"tools": [tool], "tool_choice": {"type": "tool", "name": "look"}}
+        else:
+            ask["max_tokens"] = rng.randrange(1, 24)
         if turn == 2:
             ask["extra_body"] = {}
         if rng.random() < 0.5:
@@ -121,11 +136,12 @@ def messages_agent(session: shmbus.Session, rng: random.Random) -> None:
         assert answer.usage.input_tokens > 0
         blocks = [block.model_dump(exclude_none=True) for block in answer.content]
         messages.append({"role": "assistant", "content": blocks})
+        content = [{"type": "text", "text": "x"}]
         results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "x"}]}
+            {"type": "tool_result", "tool_use_id": block.id, "content": content}
             for block in answer.content
             if block.type == "tool_use"
-        ]  # fmt: skip
+        ]
         messages.append({"role": "user", "content": [*results, {"type": "text", "text": "on"}]})
 
 
@@ -137,11 +153,10 @@ def responses_agent(session: shmbus.Session, rng: random.Random) -> None:
     last = None
     for turn in range(TURNS):
         ask: dict[str, Any] = {"model": "m", "extra_body": CONTENT, "instructions": "be brief"}
-        ask |= (
-            {"max_output_tokens": 200, "tools": [tool], "tool_choice": "required"}
-            if (turn == 1)
-            else {"max_output_tokens": rng.randrange(16, 30)}
-        )
+        if turn == 1:
+            ask |= {"max_output_tokens": 200, "tools": [tool], "tool_choice": "required"}
+        else:
+            ask["max_output_tokens"] = rng.randrange(16, 30)
         ask |= {"input": items} if turn < 3 else {"input": "on", "previous_response_id": last}
         if rng.random() < 0.5:
             with client.responses.stream(**ask) as stream:
@@ -184,7 +199,7 @@ def litellm_agent(session: shmbus.Session, rng: random.Random) -> None:
             ]
 
 
-def record(bus: str, agent: Agent, count: int, seed: int = 0) -> list[shmbus.Trajectory]:
+def record(bus: str, agent: Agent, count: int) -> list[shmbus.Trajectory]:
     """Have an agent make some groups of two, many sessions at once; returns copies of them."""
     errors: list[BaseException] = []
     with (
@@ -199,9 +214,7 @@ def record(bus: str, agent: Agent, count: int, seed: int = 0) -> list[shmbus.Tra
             try:
                 while (request := producer.requests.next(timeout=0.5)) is not None:
                     with producer.session(request, wait=30.0) as session:
-                        agent(
-                            session, random.Random(f"{seed} {request.instance_id} {request.index}")
-                        )
+                        agent(session, random.Random(str(session.request)))
                         assert session.finish(1.0), session.why
             except BaseException as error:
                 errors.append(error)
