@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -69,6 +70,8 @@ class StubEngine:
         self.gate: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
+        #: Where the record goes instead, a line each, of an engine that is killed.
+        self.log: Any = None
 
     def routes(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
@@ -99,7 +102,11 @@ class StubEngine:
             output = output[:most]
             logprobs = [float(np.float32(-self.rng.random() * 5)) for _ in output]
             found = Sampled(list(prompt), output, logprobs, body)
-            self.record.append(found)
+            if self.log is None:
+                self.record.append(found)
+            else:
+                self.log.write(json.dumps(found[:3]) + "\n")
+                self.log.flush()
             return found
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -376,3 +383,15 @@ def in_thread(serve: Callable[[], Any]) -> Iterator[Any]:
         thread.join(60)
         assert not thread.is_alive()
         assert "error" not in found, found["error"]
+
+
+async def run(port: int, log: str, seed: int) -> None:
+    engine = StubEngine(seed)
+    engine.token_s = 0.001
+    with open(log, "a") as engine.log:
+        async with serving_stub(engine, port):
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
