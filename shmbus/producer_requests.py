@@ -21,11 +21,10 @@ from shmbus._arguments import check_count, check_timeout, clamp_request
 from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
-from shmbus._prompts import Prompt, Request, RequestText, check_request
+from shmbus._prompts import Prompt, Request, RequestText, Ticket, check_request
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.session import Ticket
     from shmbus.stall import Watch
     from shmbus_ext._values import FieldValue, SupportsItem
 
@@ -459,8 +458,6 @@ class ProducerRequests:
 
     def _ticket(self, request: Request) -> Ticket:
         """Say which sample this worker has in hand."""
-        from shmbus.session import Ticket
-
         retry = check_request(request)._retry
         return Ticket(
             instance_id=request.instance_id,

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,14 +27,13 @@ import numpy as np
 
 from shmbus import errors
 from shmbus._arguments import check_timeout
-from shmbus._prompts import Claim
 from shmbus.recorder_files import RecorderNote, read_recorders
 
 if TYPE_CHECKING:
     from shmbus._prompts import Request
-    from shmbus.producer import Producer
+    from shmbus.producer_requests import ProducerRequests
 
-__all__ = ["Opened", "PackedArray", "PackedSample", "Session", "Ticket"]
+__all__ = ["Opened", "PackedArray", "PackedSample", "Session"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +43,13 @@ _ANSWER_S: Final = 60.0
 _LOOK_S: Final = 0.1
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sample a worker has in hand: what a recorder needs to see that it is still wanted."""
+class _Worker(Protocol):
+    """What a session needs of its Producer."""
 
-    instance_id: str
-    round: int | None
-    split: str
-    group_size: int
-    index: int
-    claim: Claim | None = None
-    #: Of a sample that failed before: its row of the retry table, its attempt, and who has it.
-    retry: tuple[int, int, int] | None = None
+    name: str
+
+    @property
+    def requests(self) -> ProducerRequests: ...
 
 
 class PackedArray(msgspec.Struct, frozen=True):
@@ -126,7 +121,7 @@ class Session:
     base_url: str
     api_key: str
     why: str
-    _producer: Producer
+    _producer: _Worker
     _url: str
     _packed: PackedSample | None
     _state: Literal["open", "put", "failed", "released", "unwanted"]
@@ -136,7 +131,7 @@ class Session:
 
     @classmethod
     def _open(
-        cls, producer: Producer, request: Request, url: str | None, wait: float | None
+        cls, producer: _Worker, request: Request, url: str | None, wait: float | None
     ) -> Session:
         wait = check_timeout(wait, "wait")
         self = cls.__new__(cls)
@@ -420,7 +415,7 @@ def _refusal(body: bytes) -> _Refused:
 
 
 def _open_somewhere(
-    producer: Producer, request: Request, url: str | None, wait: float | None
+    producer: _Worker, request: Request, url: str | None, wait: float | None
 ) -> tuple[str, Opened]:
     """Open a session at the recorder that has the fewest, or at that of an address."""
     body = msgspec.json.encode({"ticket": producer.requests._ticket(request)})

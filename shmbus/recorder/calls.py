@@ -313,7 +313,7 @@ class _Call:
         message = f"the session of {self._session.place} has ended: {reason}"
         if self._stream is None:
             self._session.require_open()
-            raise CallRefusal(HTTPStatus.GONE, code, message)
+            raise CallRefusal(HTTPStatus.NOT_FOUND, code, message)
         await self._stream.write(self._dialect.failed(message, code))
         return self._stream
 
@@ -364,8 +364,8 @@ def _no_engine(error: Exception) -> CallRefusal:
 
 def _bad_gateway(code: str, said: str) -> CallRefusal:
     return CallRefusal(
-        # 502 would be asked again, by a session that has ended.
-        HTTPStatus.GONE,
+        # After a 502 it would be asked again, by a session that has ended.
+        HTTPStatus.NOT_FOUND,
         code,
         f"the engine's answer cannot be trained on: {said}; the sample failed: end this rollout",
     )

@@ -33,6 +33,8 @@ CHAT: Final = "/v1/chat/completions"
 _NO_LOGPROB: Final = -9999.0
 #: Rounding of a probability of 1.
 _LOGPROB_ROUNDING: Final = 1e-3
+#: How NumPy's format begins.
+_NPY: Final = b"\x93NUMPY"
 #: How vLLM names a token of a logprob by its id.
 _BY_ID: Final = "token_id:"
 
@@ -442,6 +444,16 @@ def _logprobs(index: int, values: list[Any], count: int) -> NDArray[np.float32]:
     return found.astype(np.float32)
 
 
+def _npy_head(raw: bytes) -> tuple[np.dtype[Any], int]:
+    """Return the dtype of an array in NumPy's format, and where it begins."""
+    stream = io.BytesIO(raw)
+    np.lib.format.read_magic(stream)
+    _, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
+    if by_columns:
+        raise ValueError("an array by columns")
+    return dtype, stream.tell()
+
+
 def _experts(found: str | None, tokens: int, shape: tuple[int, int]) -> NDArray[Any]:
     """Decode routed experts: vLLM's base64 of an .npy, SGLang's of plain int32."""
     layers, experts = shape
@@ -452,11 +464,8 @@ def _experts(found: str | None, tokens: int, shape: tuple[int, int]) -> NDArray[
         )
     try:
         raw = base64.b64decode(found, validate=True)
-        if raw.startswith(b"\x93NUMPY"):
-            array: NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
-        else:
-            array = np.frombuffer(raw, np.int32)
-        array = array.reshape(-1, layers, experts)
+        dtype, start = _npy_head(raw) if raw.startswith(_NPY) else (np.dtype(np.int32), 0)
+        array: NDArray[Any] = np.frombuffer(raw, dtype, offset=start).reshape(-1, layers, experts)
     except (binascii.Error, ValueError) as error:
         raise BadAnswer(
             f"routed experts: expected [tokens, {layers}, {experts}]: {str(error)[:120]}"

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 import shmbus
+from shmbus._prompts import Ticket
 from shmbus.recorder import settings as limits
 from shmbus.recorder.calls import Calls
 from shmbus.recorder.engines import Engines
@@ -27,7 +28,7 @@ from shmbus.recorder.sessions import Place, Session, Sessions
 from shmbus.recorder.settings import Settings
 from shmbus.recorder.versions import EngineVersions
 from shmbus.recorder_files import EngineNote, RecorderFile, RecorderNote, SessionNote
-from shmbus.session import PackedArray, PackedSample, Ticket
+from shmbus.session import PackedArray, PackedSample
 
 __all__ = ["Recorder"]
 

@@ -1,7 +1,8 @@
 """What clients are told where a call is refused: a status that they understand, and what to do.
 
-Clients of OpenAI and Anthropic try again after 408, 409, 429 and 5xx, and raise at once for others.
-So a session that is over is 410, and engines that are gone are 503.
+Clients of OpenAI and Anthropic try again after 408, 409, 429 and 5xx, and raise at once for others;
+what lies over them, such as LiteLLM and its harnesses, tries again after all but a few. So a
+session that is over is 404, at which each of them ends, and engines that are gone are 503.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["CallRefusal", "kind_of"]
 _KINDS: Final = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 405: "invalid_request_error", 409: "conflict_error",
-    410: "session_ended_error", 413: "request_too_large", 422: "invalid_request_error",
+    413: "request_too_large", 422: "invalid_request_error",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 

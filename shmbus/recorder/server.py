@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 import shmbus
+from shmbus._prompts import Ticket
 from shmbus.http.access import (
     Refusal,
     bearer_of,
@@ -42,7 +43,7 @@ from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.refusals import CallRefusal, kind_of
 from shmbus.recorder.sessions import Session
 from shmbus.recorder.settings import Settings
-from shmbus.session import Opened, Ticket
+from shmbus.session import Opened
 
 __all__ = ["Server", "serve", "serving"]
 
@@ -131,7 +132,7 @@ class Server:
             connection.abort()
             raise asyncio.CancelledError(str(error)) from error
         except (shmbus.BusRemovedError, shmbus.BusClosedError) as error:
-            return _refused(CallRefusal(HTTPStatus.GONE, "bus_removed", str(error)))
+            return _refused(CallRefusal(HTTPStatus.NOT_FOUND, "bus_removed", str(error)))
         except asyncio.CancelledError:
             raise
         except Exception:

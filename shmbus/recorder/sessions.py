@@ -48,7 +48,7 @@ class End(NamedTuple):
 def over(place: Place, end: End) -> CallRefusal:
     """Return what a caller of a session that has ended is told."""
     return CallRefusal(
-        HTTPStatus.GONE,
+        HTTPStatus.NOT_FOUND,
         end.code,
         f"the session of {place} has ended: {end.reason}; end this rollout, and open a session for "
         "the next sample",
@@ -115,7 +115,7 @@ class Session:
         self.require_open()
         if self.sealed:
             raise CallRefusal(
-                HTTPStatus.GONE,
+                HTTPStatus.NOT_FOUND,
                 "scored",
                 f"the session of {self.place} has its score; make no more calls with its key",
             )

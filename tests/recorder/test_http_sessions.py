@@ -80,7 +80,7 @@ def test_a_score_that_is_no_finite_number_fails_the_sample(
     answer = opened(recorder, feeder)
     call(answer)
     assert refused(end(recorder, answer, "score", score)) == (422, "bad_score")
-    assert refused(end(recorder, answer, "score", {"score": 1.0})) == (410, "bad_score")
+    assert refused(end(recorder, answer, "score", {"score": 1.0})) == (404, "bad_score")
 
     def again() -> shmbus.Request | None:
         assert not consumer.take(1, timeout=0.02)
@@ -97,8 +97,8 @@ def test_the_same_score_again_is_the_same_answer_and_another_one_is_refused(
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: end(recorder, answer, "score", {"score": 1.0}), range(4)))
     assert (200, {"put": True}) in found
-    assert all(status == 200 or refused((status, b)) == (410, "scored") for status, b in found)
-    assert refused(end(recorder, answer, "score", {"score": 0.0})) == (410, "scored")
+    assert all(status == 200 or refused((status, b)) == (404, "scored") for status, b in found)
+    assert refused(end(recorder, answer, "score", {"score": 0.0})) == (404, "scored")
     (group,) = consumer.take(1, timeout=30.0)
     assert group.scores == [1.0]
     assert not consumer.take(1, timeout=0.05)
@@ -109,7 +109,7 @@ def test_a_failure_is_reported_and_the_sample_comes_again(
 ) -> None:
     answer = opened(recorder, feeder)
     assert end(recorder, answer, "fail", {"reason": "the tool broke"})[0] == 200
-    assert refused(end(recorder, answer, "score", {"score": 1.0})) == (410, "failed")
+    assert refused(end(recorder, answer, "score", {"score": 1.0})) == (404, "failed")
 
     def again() -> dict[str, Any] | None:
         assert not consumer.take(1, timeout=0.02)
@@ -140,7 +140,7 @@ def test_an_engine_without_the_experts_that_are_to_be_recorded_is_told_by_name(
     recorder = start_recorder(engine, experts=(1, 1))
     answer = opened(recorder, feeder)
     status, body = ask(f"{answer['base_url']}/chat/completions", CALL, answer["api_key"])
-    assert (status, body["error"]["code"]) == (410, "bad_answer")
+    assert (status, body["error"]["code"]) == (404, "bad_answer")
     assert "--enable-return-routed-experts" in body["error"]["message"]
 
 

@@ -113,6 +113,7 @@ def _chat_of(body: dict[str, Any]) -> dict[str, Any]:
                     "name": tool["name"],
                     "description": tool.get("description"),
                     "parameters": {"type": "object", **(tool.get("input_schema") or {})},
+                    **{name: tool[name] for name in ("strict", "defer_loading") if name in tool},
                 },
             }
             for tool in body["tools"]

@@ -58,7 +58,7 @@ def save(folder: Path, seed: int) -> None:
     config = Qwen3Config(
         vocab_size=-(-len(words) // 64) * 64, hidden_size=128, intermediate_size=256,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=8192, tie_word_embeddings=False, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=32768, tie_word_embeddings=False, eos_token_id=2, pad_token_id=0,
         bos_token_id=None,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

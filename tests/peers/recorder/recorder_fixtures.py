@@ -63,18 +63,21 @@ class Engine:
                     str(VLLM), str(HERE / "logged_vllm.py"), str(self.log.path),
                     "--model", str(folder / "model"), "--served-model-name", "m",
                     "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-                    "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "64",
+                    "--enforce-eager", "--max-model-len", "32768", "--max-num-seqs", "64",
                     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
                     "--reasoning-parser", "qwen3",
                 ],
                 env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
+    def output(self) -> str:
+        return self._output.read_text()
+
     def started(self) -> None:
         deadline = time.monotonic() + START_S
         while not answers(f"{self.url}/health"):
-            assert self.process.poll() is None, self._output.read_text()[-3000:]
-            assert time.monotonic() < deadline, self._output.read_text()[-3000:]
+            assert self.process.poll() is None, self.output()[-3000:]
+            assert time.monotonic() < deadline, self.output()[-3000:]
             time.sleep(0.5)
 
 
@@ -90,6 +93,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     try:
         engine.started()
         yield engine
+        assert engine.process.poll() is None, engine.output()[-8000:]
     finally:
         end(engine.process)
 

@@ -56,7 +56,7 @@ def failed_alone(
 
 
 def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> None:
-    """Check that a call ends with 410, or with an error where its stream had begun."""
+    """Check that a call ends with 404, or with an error where its stream had begun."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(
         f"{session.base_url}/{path}", data, {"Authorization": f"Bearer {session.api_key}"}
@@ -66,7 +66,7 @@ def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> N
             last = answer.read().decode().split("\n\n")[-2]
     except urllib.error.HTTPError as error:
         with error:
-            assert error.code == 410
+            assert error.code == 404
     else:
         assert json.loads(last.removeprefix("data: "))["error"]["message"]
 
@@ -84,13 +84,13 @@ def test_a_key_of_no_session_is_401(key: str | None, recorder: Recorder) -> None
     assert "producer.session" in answer[1]["error"]["message"]
 
 
-def test_a_call_after_the_end_is_410_and_says_how_it_ended(
+def test_a_call_after_the_end_is_404_and_says_how_it_ended(
     session: shmbus.Session, consumer: shmbus.Consumer
 ) -> None:
     chat(session, [user("hello")])
     assert session.finish(1.0)
-    wait_until(lambda: call(session)[0] == 410)
-    assert refused(call(session)) == (410, "scored")
+    wait_until(lambda: call(session)[0] == 404)
+    assert refused(call(session)) == (404, "scored")
 
 
 def test_a_second_score_is_an_error_and_the_first_one_stays(
@@ -173,7 +173,7 @@ def test_a_group_that_is_complete_without_a_session_ends_it_and_frees_the_engine
         producer.requests.answer(producer.requests.next(30.0), score=1.0, **fields)
         (group,) = consumer.take(1, timeout=30.0)
         group.ack()
-        assert refused(waiting.result(60)) == (410, "unwanted")
+        assert refused(waiting.result(60)) == (404, "unwanted")
     wait_until(lambda: engine.aborted)
     assert not session.finish(1.0)
     assert "unwanted" in repr(session)
@@ -190,7 +190,7 @@ def test_a_session_that_would_be_too_stale_ends(
     consumer.policy_version = 2
     chat(session, [user("hello")])
     consumer.policy_version = 3
-    assert refused(call(session)) == (410, "stale")
+    assert refused(call(session)) == (404, "stale")
     assert "version 0" in failed_alone(session, producer, consumer)
 
 
@@ -320,7 +320,7 @@ def test_an_answer_that_cannot_be_trained_on_fails_its_sample_by_name(
     body = {**CALL, "stream": stream} if chats else {"model": "m", "prompt": "x", "stream": stream}
     broken_stream(session, body, path)
     assert word in failed_alone(session, producer, consumer)
-    assert refused(call(session))[0] == 410
+    assert refused(call(session))[0] == 404
 
 
 @pytest.mark.parametrize("chats", [False, True])
@@ -331,7 +331,7 @@ def test_logprobs_of_other_tokens_fail_the_sample(
     engine.script = ["abc"]
     engine.faults = ["swapped"]
     body = CALL if chats else {"model": "m", "prompt": "x"}
-    assert call(session, body, "chat/completions" if chats else "completions")[0] == 410
+    assert call(session, body, "chat/completions" if chats else "completions")[0] == 404
     assert "token_id:" in failed_alone(session, producer, consumer)
 
 
@@ -351,7 +351,7 @@ def test_an_engine_that_dies_in_mid_stream_gives_the_sample_back(
 ) -> None:  # fmt: skip
     engine.script, engine.faults = ["some words"], [fault]
     broken_stream(session, {**CALL, "stream": True}, "chat/completions")
-    assert refused(call(session)) == (410, "engine")
+    assert refused(call(session)) == (404, "engine")
     assert not session.finish(1.0)
     assert "released" in repr(session)
     with shmbus.Producer(bus.name) as other:

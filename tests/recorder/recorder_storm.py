@@ -1,4 +1,4 @@
-"""Kills of recorders, harnesses, engines and trainers: ``storm.py BUS SECONDS SEED FOLDER``.
+"""Kills of recorders, harnesses, engines, trainers: ``recorder_storm.py BUS SECONDS SEED FOLDER``.
 
 Two engines, two recorders, two workers with agents in threads, a harness over HTTP, and a trainer,
 each a process that is killed at random and started again, while prompts are offered. Afterwards

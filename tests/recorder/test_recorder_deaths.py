@@ -107,7 +107,7 @@ def test_a_bus_that_is_removed_ends_its_recorder(
 def test_a_storm_of_kills_loses_no_sample_and_trains_none_twice(
     bus_name: str, seed: int, tmp_path: Path
 ) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("storm.py")), bus_name]
+    command = [sys.executable, str(Path(__file__).with_name("recorder_storm.py")), bus_name]
     done = subprocess.run(
         [*command, str(STORM_S), str(seed), str(tmp_path)], capture_output=True, text=True
     )
