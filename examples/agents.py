@@ -3,23 +3,20 @@
     pip install -e '.[train,proxy]' openai
     python examples/agents.py                  # a minute on two cores; --quick for less
 
-The agent (`run_agent`) has a base URL and a key, as any harness has. `shmbus proxy` stands between
-it and the engine, and keeps token ids, logprobs and versions of each call; the worker opens a
-session for each sample and gives it a score. The engine is in this file, a real server: HTTP, a
-table as its policy, the newest weights between two answers.
+`shmbus proxy` stands between the agent and the engine, and keeps token ids, logprobs and versions
+of each call; the worker opens a session for each sample, and gives it a score. The engine is in
+this file, a real server: HTTP, a table as its policy, the newest weights between two answers.
 
-The task: a digit is hidden, and the tool ``look`` tells it. Who guesses is right once in ten; who
-looks first, and then says what it saw, is right always.
+The task: a digit is hidden. Who guesses is right once in ten; who calls the tool first, and then
+says what it saw, is right always.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import multiprocessing
 import os
-import secrets
 import subprocess
 import sys
 from typing import Any
@@ -27,36 +24,30 @@ from typing import Any
 import numpy as np
 import openai
 import torch
+from aiohttp import web
 
 import shmbus
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
 
-DIGITS, START, LOOK, SAW, TOKENS = 10, 10, 11, 12, 13
+DIGITS, LOOK, START, SAW, TOKENS = 10, 10, 11, 12, 13
 GROUP_SIZE, GROUPS_PER_BATCH, AT_ONCE, MOST_TURNS = 8, 8, 24, 3
 SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-# -- the agent: nothing of it knows shmbus
-
-
 async def run_agent(client: openai.AsyncOpenAI, hidden: int) -> float:
-    """Ask until it answers; 1 where that is right."""
+    """Ask until it answers; 1 where that is right. Nothing of this knows shmbus."""
     messages: list[Any] = [{"role": "user", "content": "Which digit is hidden?"}]
     for _ in range(MOST_TURNS):
         answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         message = answer.choices[0].message
         if not message.tool_calls:
             return float(message.content == str(hidden))
-        messages.append(message.model_dump(exclude_none=True))
         saw = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": str(hidden)}
-        messages.append(saw)
+        messages += [message.model_dump(exclude_none=True), saw]
     return 0.0
-
-
-# -- the worker: a session for each sample
 
 
 async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI) -> None:
@@ -69,19 +60,9 @@ async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI) -> None:
 
 async def run_workers(bus: str) -> None:
     """Run many agents at once, over the connections of one client."""
-    async with (
-        await shmbus.Producer.awaited(bus) as producer,
-        openai.AsyncOpenAI(api_key="-") as client,
-    ):
+    client = openai.AsyncOpenAI(api_key="each session has its own")
+    async with client, await shmbus.Producer.awaited(bus) as producer:
         await asyncio.gather(*(work(producer, client) for _ in range(AT_ONCE)))
-
-
-def be_worker(bus: str) -> None:
-    """Be the workers' process."""
-    asyncio.run(run_workers(bus))
-
-
-# -- the engine
 
 
 def policy() -> torch.nn.Embedding:
@@ -93,9 +74,8 @@ class Engine:
     """Answers ``/v1/chat/completions`` with token ids, as vLLM does; an answer is one token."""
 
     def __init__(self, bus: str, url: str) -> None:
-        self.table, self.version, self.rng = policy(), -1, np.random.default_rng(0)
-        # The recorder knows by this row which version answers.
-        self.weights = WeightSubscriber(bus, label=f"{url} rank 0")
+        self.table, self.version, self.rng = policy(), -1, np.random.default_rng()
+        self.weights = WeightSubscriber(bus, label=f"{url} rank 0")  # says who runs what
 
     async def keep_up(self) -> None:
         """Load each version of the weights, between two answers."""
@@ -107,8 +87,6 @@ class Engine:
 
     async def answer(self, http: Any) -> Any:
         """Sample one token: a digit to say, or a call of the tool."""
-        from aiohttp import web
-
         ids = [START]
         for message in (await http.json())["messages"][1:]:
             ids += [SAW, int(message["content"])] if message["role"] == "tool" else [LOOK]
@@ -116,45 +94,36 @@ class Engine:
         log_p = self.table.weight[before, : LOOK + 1].log_softmax(-1).detach().numpy()
         token = int(np.argmax(log_p + self.rng.gumbel(size=len(log_p))))
         message: dict[str, Any] = {"role": "assistant", "content": str(token)}
-        if token >= START:
+        if token == LOOK:
             call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
             message |= {"content": None, "tool_calls": [call]}
-        logprobs = {"content": [{"token": str(token), "logprob": float(log_p[token])}]}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [token]}
+        choice["logprobs"] = {"content": [{"token": str(token), "logprob": float(log_p[token])}]}
         body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        body |= {"choices": [choice | {"logprobs": logprobs}], "prompt_token_ids": ids}
-        return web.json_response(body)
+        return web.json_response({**body, "choices": [choice], "prompt_token_ids": ids})
 
 
 async def run_engine(bus: str, ready: Any) -> None:
     """Serve, and say where."""
-    from aiohttp import web
-
-    app = web.Application()
-    runner = web.AppRunner(app)
-    app.router.add_post("/v1/chat/completions", lambda http: engine.answer(http))
+    runner = web.ServerRunner(web.Server(lambda http: engine.answer(http)))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    engine = Engine(bus, url)
+    engine = Engine(bus, url := f"http://127.0.0.1:{runner.addresses[0][1]}")
     ready.put(url)
     await engine.keep_up()
 
 
-def be_engine(bus: str, ready: Any) -> None:
-    """Be the engine's process."""
+def be(party: Any, *arguments: Any) -> None:
+    """Be the process of the workers, or of the engine."""
     torch.set_num_threads(1)
-    asyncio.run(run_engine(bus, ready))
-
-
-# -- the trainer
+    asyncio.run(party(*arguments))
 
 
 def train(bus: str, steps: int) -> list[float]:
     """Offer prompts without end, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
-    prompts = ({"meta": {"hidden": int(rng.integers(DIGITS))}} for _ in itertools.count())
+    prompts = iter(lambda: {"meta": {"hidden": int(rng.integers(DIGITS))}}, None)
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
         OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH, sample_retries=2) as handler,
@@ -163,15 +132,13 @@ def train(bus: str, steps: int) -> list[float]:
         handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)
         for step in range(1, steps + 1):
             batch = handler.next_batch(120.0)
-            # Each token is predicted from the two before it, within its sequence.
-            last = torch.nn.functional.pad(batch.tokens[:-1], (1, 0))
-            older = torch.nn.functional.pad(batch.tokens[:-2], (2, 0))
-            older = torch.where(batch.position_ids > 1, older, 0)
-            logits = model(older * TOKENS + last)[:, : LOOK + 1].log_softmax(-1)
-            said = batch.tokens.clamp(max=LOOK)
-            logprobs = logits.gather(1, said[:, None])[:, 0]
-            loss = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.loss_mask)
             optimizer.zero_grad()
+            # Each token is predicted from the two before it, within its sequence.
+            last, older = (batch.tokens.roll(back) for back in (1, 2))
+            older = older.where(batch.position_ids > 1, 0)
+            logits = model(older * TOKENS + last)[:, : LOOK + 1].log_softmax(-1)
+            logprobs = logits.gather(1, batch.tokens.clamp(max=LOOK)[:, None])[:, 0]
+            loss = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.loss_mask)
             loss.loss.backward()
             optimizer.step()
             publisher.publish(version=step)
@@ -187,20 +154,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 16 if parser.parse_args().quick else 60
-    bus = f"agents-{os.getpid()}-{secrets.token_hex(3)}"
-    torch.set_num_threads(1)
+    bus = f"agents-{os.getpid()}"
     spawn = multiprocessing.get_context("spawn")
-    ready = spawn.Queue()
-    engine = spawn.Process(target=be_engine, args=(bus, ready))
-    worker = spawn.Process(target=be_worker, args=(bus,))
+    engine = spawn.Process(target=be, args=(run_engine, bus, ready := spawn.Queue()))
+    worker = spawn.Process(target=be, args=(run_workers, bus))
     with shmbus.Bus.create(bus, "16MiB", schema=SCHEMA):
         engine.start()
-        proxy = [sys.executable, "-m", "shmbus", "proxy", bus, "--engine", ready.get(timeout=120)]
-        recorder = subprocess.Popen(
-            [*proxy, "--http", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-        )
-        assert recorder.stdout is not None
-        print(recorder.stdout.readline().strip())
+        proxy = ["-m", "shmbus", "proxy", bus, "--engine", ready.get(timeout=120)]
+        recorder = subprocess.Popen([sys.executable, *proxy, "--http", "127.0.0.1:0"])
         worker.start()
         try:
             rewards = train(bus, steps)
@@ -208,9 +169,6 @@ def main() -> int:
             for process in (worker, recorder, engine):
                 process.kill()
             recorder.wait()
-            recorder.stdout.close()
-            worker.join()
-            engine.join()
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
     print(f"reward {first:.2f} -> {last:.2f}")
     return 0 if last > first else 1
