@@ -105,7 +105,8 @@ class Engine:
 
 async def run_engine(bus: str, ready: Any) -> None:
     """Serve, and say where."""
-    runner = web.ServerRunner(web.Server(lambda http: engine.answer(http)))
+    runner = web.AppRunner(app := web.Application())
+    app.router.add_post("/v1/chat/completions", lambda http: engine.answer(http))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     engine = Engine(bus, url := f"http://127.0.0.1:{runner.addresses[0][1]}")
@@ -122,7 +123,7 @@ def be(party: Any, *arguments: Any) -> None:
 def train(bus: str, steps: int) -> list[float]:
     """Offer prompts without end, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     prompts = iter(lambda: {"meta": {"hidden": int(rng.integers(DIGITS))}}, None)
     with (
         WeightPublisher(bus, ModuleSource(model)) as publisher,
@@ -153,7 +154,7 @@ def main() -> int:
     """Run engine, recorder, workers and trainer; 0 where the reward rose."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    steps = 16 if parser.parse_args().quick else 60
+    steps = 24 if parser.parse_args().quick else 60
     bus = f"agents-{os.getpid()}"
     spawn = multiprocessing.get_context("spawn")
     engine = spawn.Process(target=be, args=(run_engine, bus, ready := spawn.Queue()))

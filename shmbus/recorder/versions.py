@@ -18,6 +18,9 @@ __all__ = ["EngineVersions", "cache_salt"]
 #: Seconds for which the rows at a call's begin may be older than it: an older version is the
 #: careful one there. At its end they are read.
 _FRESH_S: Final = 0.05
+#: Seconds for which an engine without rows counts as one, at both ends: rows come with its first
+#: update, and until then the trainer's version is what is known.
+_ROWLESS_S: Final = 1.0
 
 
 def cache_salt(bus: str, version: int) -> str:
@@ -36,9 +39,11 @@ class EngineVersions:
         """Return what the ranks of an engine run, or load; None where it has no rows."""
         now = time.monotonic()
         seen = self._seen.get(url)
-        if seen is not None and not at_end and now - seen[0] < _FRESH_S:
-            return seen[1]
-        span: Span | None = None
+        if seen is not None:
+            at, span = seen
+            if now - at < (_ROWLESS_S if span is None else 0.0 if at_end else _FRESH_S):
+                return span
+        span = None
         for row in rows_of_server(self._producer.name, url):
             if row.applied_version is not None:
                 span = Span(row.applied_version, row.applied_version).join(span)
