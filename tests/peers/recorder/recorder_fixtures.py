@@ -54,7 +54,7 @@ class Engine:
         self._output = folder / "vllm.log"
         environment = dict(
             os.environ, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-            VLLM_CPU_OMP_THREADS_BIND="0",
+            VLLM_CPU_OMP_THREADS_BIND="0", VLLM_SERVER_DEV_MODE="1",
         )  # fmt: skip
         environment.pop("PYTHONPATH", None)
         with self._output.open("w") as output:

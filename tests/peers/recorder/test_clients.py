@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +19,7 @@ import anthropic
 import openai
 import pytest
 from engine_log import check
-from recorder_fixtures import Engine, Proxy
+from recorder_fixtures import Engine, Proxy, post
 
 import shmbus
 
@@ -270,6 +272,33 @@ def test_sub_agents_at_once_are_recorded_alike(
     engine.log.since_last()
     samples = record(bus.name, agent, 6)
     assert check(samples, engine.log, in_order=False)
+
+
+@pytest.mark.timeout(600)
+def test_a_pause_that_keeps_calls_is_invisible_to_clients(
+    bus: shmbus.Bus, engine: Engine, proxy: Proxy
+) -> None:
+    tokens = 1500
+    pauses = []
+
+    def agent(session: shmbus.Session, rng: random.Random) -> None:
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        ask: Any = {"model": "m", "messages": [{"role": "user", "content": "at length"}]}
+        ask |= {"max_tokens": tokens, "extra_body": {"ignore_eos": True, **CONTENT}}
+        said = 0
+        for number, chunk in enumerate(client.chat.completions.create(**ask, stream=True)):
+            said += len(chunk.choices)
+            if number == 20:
+                post(f"{engine.url}/pause?mode=keep&clear_cache=false", {})
+                with urllib.request.urlopen(f"{engine.url}/is_paused", timeout=60) as answer:
+                    pauses.append(json.loads(answer.read()))
+                post(f"{engine.url}/resume", {})
+        assert said > 20
+
+    engine.log.since_last()
+    samples = record(bus.name, agent, 2)
+    assert check(samples, engine.log) == 2 * tokens
+    assert {"is_paused": True} in pauses
 
 
 @pytest.mark.timeout(600)
