@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -217,17 +218,21 @@ class _Call:
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, which a client has asked for."""
-        stream = await self._open_stream()
-        await stream.write(
-            self._dialect.chunk(as_chunk(read), self._reading.prompt_tokens) + self._dialect.done()
-        )
-        return stream
+        chunk = self._dialect.chunk(as_chunk(read), self._reading.prompt_tokens)
+        return await self._send(chunk + self._dialect.done())
 
     # -- a stream -------------------------------------------------------------------------------
 
-    async def _open_stream(self) -> web.StreamResponse:
-        self._stream = web.StreamResponse(headers=_EVENTS)
-        await self._stream.prepare(self._request)
+    async def _send(self, events: bytes) -> web.StreamResponse:
+        """Send events to the client; ConnectionResetError where it has gone, and is to blame."""
+        try:
+            if self._stream is None:
+                self._stream = web.StreamResponse(headers=_EVENTS)
+                await self._stream.prepare(self._request)
+            await self._stream.write(events)
+        except aiohttp.ClientError as error:
+            # The library's writer raises what its client does.
+            raise ConnectionResetError(str(error)) from error
         return self._stream
 
     async def _pass_stream(
@@ -244,8 +249,7 @@ class _Call:
                         break
                     out += self._take_chunk(engine, found)
                 if out:
-                    stream = self._stream or await self._open_stream()
-                    await stream.write(out)
+                    await self._send(out)
                 if done:
                     break
             if not done:
@@ -254,8 +258,8 @@ class _Call:
             self._reading.check_usage()
         except (aiohttp.ClientError, asyncio.TimeoutError, EventTooLarge, BadAnswer) as error:
             return await self._break_off(engine, error)
-        stream = self._stream or await self._open_stream()
-        await stream.write(self._dialect.done())
+        stream = await self._send(self._dialect.done())
+        await _drain(answer)
         return stream
 
     def _take_chunk(self, engine: Engine, raw: bytes) -> bytes:
@@ -314,8 +318,7 @@ class _Call:
         if self._stream is None:
             self._session.require_open()
             raise CallRefusal(HTTPStatus.NOT_FOUND, code, message)
-        await self._stream.write(self._dialect.failed(message, code))
-        return self._stream
+        return await self._send(self._dialect.failed(message, code))
 
 
 def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
@@ -331,6 +334,12 @@ def as_chunk(answer: dict[str, Any]) -> dict[str, Any]:
                 call.setdefault("index", place)
         chunk["choices"].append(turned)
     return chunk
+
+
+async def _drain(answer: aiohttp.ClientResponse) -> None:
+    """Read the end of an answer's body, so that its connection serves the next call too."""
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+        await asyncio.wait_for(answer.content.read(1), limits.DRAIN_S)
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> bytes:

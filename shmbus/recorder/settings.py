@@ -26,6 +26,8 @@ IDLE_S: Final = 600.0
 ENGINE_SILENCE_S: Final = 900.0
 #: Seconds for a connection to an engine; one that is full of connections takes none.
 CONNECT_S: Final = 5.0
+#: Seconds for what comes behind the last event of a stream: the end of its body, at once.
+DRAIN_S: Final = 0.1
 #: Engines that are asked for one answer, one after the other.
 MAX_TRIES: Final = 3
 #: Seconds between two tries where all engines have been asked, such as while one is restarted.

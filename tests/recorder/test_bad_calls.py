@@ -350,6 +350,7 @@ def test_an_engine_that_dies_in_mid_stream_gives_the_sample_back(
     consumer: shmbus.Consumer,
 ) -> None:  # fmt: skip
     engine.script, engine.faults = ["some words"], [fault]
+    engine.token_s = 0.02  # something has gone out before
     broken_stream(session, {**CALL, "stream": True}, "chat/completions")
     assert refused(call(session)) == (404, "engine")
     assert not session.finish(1.0)
