@@ -13,7 +13,13 @@ import torch
 from conftest import Spawner, wait_until
 from weight_models import Odd, Unwritable, bits, many, same
 
-from shmbus import BusBusyError, BusClosedError, DamagedError, DeviceMismatchError, WaitTimeoutError
+from shmbus import (
+    BusBusyError,
+    BusClosedError,
+    DamagedError,
+    DeviceMismatchError,
+    WaitTimeoutError,
+)
 from shmbus.pool import read_pool
 from shmbus.pool.lifecycle import pool_path
 from shmbus.weights import (
@@ -501,3 +507,11 @@ def test_a_subscriber_knows_that_its_weights_were_removed(
     assert subscriber.removed
     assert list(leased) == list(leased.manifest.names())
     leased.close()
+
+
+def test_a_wait_in_vain_is_said_in_the_seconds_that_were_given(bus_name: str) -> None:
+    with (
+        WeightSubscriber(bus_name) as subscriber,
+        pytest.raises(WaitTimeoutError, match=r" in 0\.1 s: there is no pool"),
+    ):
+        subscriber.latest(timeout=0.1)
