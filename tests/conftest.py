@@ -80,7 +80,7 @@ collect_ignore = [
         "web/test_browser.py": ("playwright",),
         "web/test_busy_page.py": ("playwright",),
         "web/test_narrow_pages.py": ("playwright",),
-        "web/test_odd_names.py": ("playwright",),
+        "web/test_page_names.py": ("playwright",),
     }.items()
     if not _has(*needs)
 ]
