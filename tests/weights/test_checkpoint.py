@@ -94,14 +94,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
             reader.latest(timeout=1)
 
 
-def test_options_of_the_other_carrier_are_refused(tmp_path: Path) -> None:
-    source = ModuleSource(many(1))
-    with pytest.raises(ValueError, match="world_size=1"):
-        WeightPublisher("x", source, carrier="checkpoint", directory=tmp_path, world_size=2)
-    with pytest.raises(ValueError, match="digests=False"):
-        WeightPublisher("x", source, carrier="checkpoint", directory=tmp_path, digests=True)
-    with pytest.raises(WeightsError, match="no directory was given"):
-        WeightPublisher("x", source, carrier="checkpoint")
+def test_a_reader_cannot_verify_what_has_no_digests(tmp_path: Path) -> None:
     with publisher_of(many(1), tmp_path) as publisher:
         publisher.publish(version=1)
     with (
@@ -226,3 +219,9 @@ def test_a_file_system_without_locks_of_directories_takes_checkpoints(
     with publisher_of(many(3), tmp_path) as publisher, reader_of(tmp_path) as reader:
         publisher.publish(version=1)
         assert reader.wait(timeout=5) == 1
+
+
+def test_tensors_of_an_adapter_may_share_memory(tmp_path: Path) -> None:
+    both = torch.ones(4)
+    written = LoraFiles(tmp_path, "run1", CONFIG).publish({"a": both, "b": both}, version=1)
+    assert written.size == 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ from shmbus.weights.manifest import Manifest
 class Strange:
     """A source of one's own, with what it is told to have."""
 
-    def __init__(self, *params: ParamMeta, slices: dict[str, Slice] | None = None) -> None:
+    def __init__(
+        self, *params: ParamMeta, slices: dict[str, Slice] | None = None, pieces: Any = ()
+    ) -> None:
         self._params = list(params)
         self._slices = slices or {}
+        self.pieces = pieces
 
     def params(self) -> list[ParamMeta]:
         return self._params
@@ -42,7 +45,7 @@ class Strange:
         return self._slices
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        yield from ()
+        yield from self.pieces
 
 
 @pytest.mark.parametrize(
@@ -128,26 +131,6 @@ def test_no_bytes_deceive_who_reads_a_manifest(seed: int) -> None:
             assert 0 <= place.offset <= place.offset + place.size <= 512
 
 
-class GivenSource:
-    """A source of the user's own, which may say one thing and give another."""
-
-    def __init__(self, names: list[str], pieces: list[Any]) -> None:
-        self._names, self._pieces = names, pieces
-
-    def params(self) -> list[ParamMeta]:
-        return [ParamMeta(name, "float32", (2, 3)) for name in self._names]
-
-    def aliases(self) -> Mapping[str, str]:
-        return {}
-
-    def slices(self) -> Mapping[str, Slice]:
-        return {}
-
-    def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
-        del rank, world_size
-        yield from self._pieces
-
-
 def test_two_tensors_of_one_name_are_refused_not_lost() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     with pytest.raises(ManifestError, match=r"'bias' is what rename gives '1\.bias'"):
@@ -166,11 +149,12 @@ def test_two_tensors_of_one_name_are_refused_not_lost() -> None:
 def test_a_source_that_gives_something_else_publishes_nothing(
     pieces: Any, match: str, bus_name: str
 ) -> None:
-    source = GivenSource(["a", "b"], pieces(torch.ones(2, 3)))
+    params = [ParamMeta(name, "float32", (2, 3)) for name in "ab"]
+    source = Strange(*params, pieces=pieces(torch.ones(2, 3)))
     with WeightPublisher(bus_name, source) as publisher:
         with pytest.raises(ManifestError, match=match):
             publisher.publish(version=1)
-        source._pieces = [LocalPiece(name, (0, 0), torch.ones(2, 3)) for name in ("a", "b")]
+        source.pieces = [LocalPiece(name, (0, 0), torch.ones(2, 3)) for name in ("a", "b")]
         assert publisher.publish(version=2).copied_bytes == 48
 
 
@@ -182,8 +166,9 @@ def test_a_source_that_gives_something_else_publishes_nothing(
     ],
 )
 def test_a_source_that_gives_no_pieces_is_told_so(pieces: Any, match: str, bus_name: str) -> None:
+    source = Strange(ParamMeta("a", "float32", (2, 3)), pieces=pieces)
     with (
-        WeightPublisher(bus_name, GivenSource(["a"], pieces)) as publisher,
+        WeightPublisher(bus_name, source) as publisher,
         pytest.raises(TypeError, match=match),
     ):
         publisher.publish(version=1)

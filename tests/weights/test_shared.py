@@ -291,29 +291,6 @@ def test_a_file_that_is_none_is_not_mapped(bus_name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"version": "1"}, TypeError),
-        ({"version": 1.5}, TypeError),
-        ({"version": 1 << 63}, ValueError),
-        ({"version": 1, "guard": "None"}, ValueError),
-        ({"version": 1, "timeout": "1"}, TypeError),
-        ({"version": 1, "heal": "no"}, TypeError),
-    ],
-)
-def test_a_step_that_is_refused_tears_nothing(
-    options: dict[str, Any], error: type[Exception], bus_name: str
-) -> None:
-    with share_model(bus_name, torch.nn.Linear(4, 3)) as shared:
-        with pytest.raises(error, match=r"^\w+: expected"), shared.stepping(**options):
-            raise AssertionError("it was begun")
-        assert not shared.torn
-        with shared.stepping(version=2):
-            pass
-        assert shared.version == 2
-
-
 def test_a_parameter_that_was_replaced_is_not_stepped_for_nobody(bus_name: str) -> None:
     model, replica = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     with share_model(bus_name, model) as shared, attach_model(bus_name, replica) as server:

@@ -17,7 +17,6 @@ from shmbus import (
     BusBusyError,
     BusClosedError,
     DamagedError,
-    DeviceMismatchError,
     WaitTimeoutError,
 )
 from shmbus.pool import read_pool
@@ -410,23 +409,6 @@ def test_a_source_whose_model_changed_is_refused(publishers: MakePublisher) -> N
     del model.p1
     with pytest.raises(WeightsError, match="the source gave"):
         publisher.publish(version=1)
-
-
-def test_wrong_arguments_are_refused_by_name(bus_name: str, publishers: MakePublisher) -> None:
-    publisher = publishers(many(1))
-    for version in (1.5, True, "1"):
-        with pytest.raises(TypeError, match="version: expected an int"):
-            publisher.publish(version=version)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected an int64"):
-        publisher.publish(version=1 << 63)
-    with pytest.raises(ValueError, match="carrier: expected"):
-        WeightSubscriber(bus_name, carrier="pigeon")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="verify: expected"):
-        WeightSubscriber(bus_name, verify="some")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="an option of the carrier 'checkpoint'"):
-        WeightSubscriber(bus_name, carrier="shm", directory="x")
-    with pytest.raises(DeviceMismatchError, match="'cuda:77' is not here; this process has cpu"):
-        WeightSubscriber(bus_name, device="cuda:77")
 
 
 def test_what_is_closed_says_so(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
