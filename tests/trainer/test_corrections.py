@@ -235,27 +235,3 @@ def test_overlong_samples_are_punished_as_dapo_does(container: Any) -> None:
     assert isinstance(got, Tensor) == (container is torch.tensor)
     half = overlong_penalty(container(lengths), longest=20_480, buffer=4_096, scale=0.5)
     assert half.tolist() == pytest.approx([value / 2 for value in want])
-
-
-MASK = torch.ones(4, dtype=torch.bool)
-ROW = torch.zeros(4)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: importance_correction(ROW, ROW, MASK, level="word"), "level: expected"),  # type: ignore[arg-type]
-        (lambda: importance_correction(ROW, ROW, MASK, high=0), "high and low: expected high > 0"),
-        (lambda: importance_correction(ROW, ROW, MASK, low=3.0), "0 <= low <= high, got 2.0 and 3"),
-        (lambda: importance_correction(ROW, ROW, MASK, level="sequence"), "cu_seqlens: expected"),
-        (lambda: importance_correction(ROW, None, MASK), "inference_logprobs: expected logprobs"),
-        (lambda: sequence_ratios(ROW, None, MASK), "old_logprobs: expected logprobs"),
-        (lambda: gspo_loss(ROW, ROW, ROW, MASK, clip_low=2), "clip_low and clip_high: expected"),
-        (lambda: gspo_loss(ROW, ROW, ROW, MASK), "cu_seqlens: expected the borders"),
-        (lambda: cispo_loss(ROW, ROW, ROW, MASK, high=0.5), "low and high: expected 0 <= low"),
-        (lambda: overlong_penalty([1], longest=4, buffer=5), "buffer and scale: expected 0 < buff"),
-    ],
-)
-def test_what_does_not_fit_is_an_error_that_says_what_was_expected(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon, Spawner
+from conftest import Spawner
 from torch.utils.data import DataLoader
 
 from shmbus import Bus, Consumer, Producer
@@ -103,25 +101,6 @@ def test_a_handler_packs_them_beside_the_tokens(
             assert_extra(batch, samples[first : first + 6])
             handler.ack(batch)
         assert handler.stats().dropped == {}
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_checkpoint_goes_on_behind_the_batches_that_had_them(
-    bus: Bus, samples: list[dict[str, Any]], layout: Any, prefetch: int
-) -> None:
-    options: dict[str, Any] = {
-        "groups_per_batch": 2, "extra_fields": FIELDS, "layout": layout, "prefetch": prefetch,
-    }  # fmt: skip
-    with OnlineDataHandler(bus.name, **options) as handler:
-        assert_extra(handler.next_batch(10), samples[:6])
-        state = handler.state_dict()
-    with OnlineDataHandler(bus.name, **options) as handler:
-        handler.load_state_dict(state)
-        batch = handler.next_batch(10)
-        assert_extra(batch, samples[6:12])
-        for part in micro_batches(batch, count=3):
-            assert_extra(part, [samples[6 + i] for i in part.sequence_indices.tolist()])
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -334,33 +313,6 @@ def test_a_loader_pins_a_batch_with_its_extra_fields(
         assert handler.stats().acknowledged == 24
 
 
-def test_each_rank_has_those_of_its_shard(daemon: Callable[..., Daemon], bus_name: str) -> None:
-    served = daemon("--capacity", "8MiB")
-    rng = np.random.default_rng(5)
-    sent: dict[str, list[dict[str, Any]]] = {}
-    with Producer(bus_name) as producer, contextlib.ExitStack() as stack:
-        for number in range(8):
-            sent[f"k{number}"] = [random_sample(rng, int(rng.integers(1, 30))) for _ in range(3)]
-            put(producer, f"k{number}", sent[f"k{number}"])
-        handlers = [
-            stack.enter_context(
-                OnlineDataHandler(
-                    bus_name, rank=rank, world_size=2, groups_per_batch=4, extra_fields=FIELDS
-                )
-            )
-            for rank in range(2)
-        ]
-        seen: list[str] = []
-        for handler in handlers:
-            batch = handler.next_batch(20)
-            keys = batch.instance_ids[::3]
-            assert_extra(batch, [sample for key in keys for sample in sent[key]])
-            seen += keys
-            handler.ack(batch)
-        assert sorted(seen) == sorted(sent)
-    assert served.child.running
-
-
 # --- what does not fit
 
 GOOD = {
@@ -427,29 +379,6 @@ def test_a_declared_shape_is_required_of_the_first_sample_too(bus: Bus, producer
         groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match=r"expected rows of shape \(48, 8\).*got \(3,\)"):
             pack(groups, extra_fields=wanted)
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        (["x"], TypeError, "expected a dict of names and kinds, got list"),
-        ({"x": "tokn"}, ValueError, "did you mean 'token'"),
-        ({"x": 3}, TypeError, "expected a kind or an ExtraField, got 3"),
-        ({3: "token"}, TypeError, "expected str names, got 3"),
-        ({"x": ExtraField(kind="token", fill=0)}, ValueError, "expected a dtype beside fill"),
-        ({"x": ExtraField(kind="token", dtype="flot32")}, ValueError, "one of torch's"),
-        ({"x": ExtraField(kind="meta", dtype="int64")}, ValueError, "no dtype and no shape"),
-        ({"x": ExtraField(kind="token", shape=(-1,))}, TypeError, "a tuple of sizes"),
-    ],
-)
-def test_wrong_extra_fields_are_refused_before_a_bus_is_read(
-    bus: Bus, given: Any, kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        OnlineDataHandler(bus.name, extra_fields=given)
-    # It did not become the bus's consumer.
-    with Consumer(bus.name):
-        pass
 
 
 # --- batches that move

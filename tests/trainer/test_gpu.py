@@ -365,13 +365,6 @@ def test_the_kernel_makes_the_batch_that_the_host_makes(
     assert child.finish(100).splitlines()[-1] == "equal"
 
 
-def test_a_packer_is_for_cuda_devices_only() -> None:
-    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
-        GpuPacker("cpu")
-    with pytest.raises(ValueError, match=r"transport: expected 'auto'.*got 'rdma'"):
-        GpuPacker("cuda", transport="rdma")  # type: ignore[arg-type]
-
-
 def test_a_second_thread_is_told_who_is_in_the_packer_and_the_first_goes_on() -> None:
     from trainer_adapter.gpu.packer import OneThread
 

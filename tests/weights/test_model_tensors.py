@@ -1,4 +1,4 @@
-"""Tensors of models by any shape: tied, lazy, wrapped, of one element, without bytes of their own."""
+"""Tensors of models by any shape: tied, lazy, wrapped, of one element, without plain bytes."""
 
 from __future__ import annotations
 

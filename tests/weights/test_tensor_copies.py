@@ -1,4 +1,5 @@
-"""How tensors are copied: what crosses to a device together, is cut for one launch, or was seen before.
+"""How tensors are copied: what crosses to a device together, is cut for a launch, or was seen.
+
 
 The crossing and the launch themselves are in `test_cuda_weights.py`.
 """
