@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from weight_models import move, replace, square, swap, turn
 
 from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import PIECE_BYTES, cut, is_alike
@@ -150,41 +151,16 @@ class Marked(torch.Tensor):
     """A kind of tensor of a user's own."""
 
 
-def model() -> torch.nn.Module:
-    module = torch.nn.Module()
-    for number in range(6):
-        value = torch.arange(64, dtype=torch.float32).view(8, 8) + 100 * number
-        module.register_parameter(f"p{number}", torch.nn.Parameter(value))
-    module.register_parameter("narrow", torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)))
-    return module
-
-
 def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return module.state_dict(keep_vars=True)
 
 
-def replace_data(module: Any) -> None:
-    module.p1.data = torch.full((8, 8), 7.0)
-
-
-def turn(module: Any) -> None:
-    module.p2.data = module.p2.data.t()  # the same memory, seen otherwise
-
-
 def read_as_integers(module: Any) -> None:
-    module.narrow.data = module.narrow.data.view(torch.float16)
+    module.p1.data = module.p1.data.view(torch.int32)
 
 
 def take_the_negative(module: Any) -> None:
     module.p2.data = torch._neg_view(module.p2.data)  # the same memory, and its signs turned
-
-
-def replace_parameter(module: Any) -> None:
-    module.p3 = torch.nn.Parameter(torch.full((8, 8), 9.0))
-
-
-def swap(module: Any) -> None:
-    module.p4, module.p5 = module.p5, module.p4
 
 
 def shorten(module: Any) -> None:
@@ -192,13 +168,10 @@ def shorten(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        replace_data, turn, read_as_integers, take_the_negative, replace_parameter, swap, shorten,
-    ],
-)  # fmt: skip
+    "change", [move, turn, replace, swap, read_as_integers, take_the_negative, shorten]
+)
 def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None]) -> None:
-    module = model()
+    module = square()
     found = SeenTensors(state(module))
     with torch.no_grad():
         for parameter in module.parameters():
@@ -217,7 +190,7 @@ def test_a_conjugate_in_the_same_memory_is_seen() -> None:
 
 
 def test_another_mode_of_autograd_is_no_change() -> None:
-    module = model()
+    module = square()
     found = SeenTensors(state(module))
     module.requires_grad_(False)
     with torch.inference_mode():
