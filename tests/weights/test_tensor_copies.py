@@ -156,7 +156,7 @@ def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_as_integers(module: Any) -> None:
-    module.p1.data = module.p1.data.view(torch.int32)
+    module.narrow.data = module.narrow.data.view(torch.float16)
 
 
 def take_the_negative(module: Any) -> None:
@@ -172,6 +172,7 @@ def shorten(module: Any) -> None:
 )
 def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None]) -> None:
     module = square()
+    module.narrow = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
     found = SeenTensors(state(module))
     with torch.no_grad():
         for parameter in module.parameters():
