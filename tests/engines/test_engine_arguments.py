@@ -1,144 +1,133 @@
-"""TODO."""
+"""Wrong arguments of fleets, servers and updates: refused by name before anybody is asked."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from raw_server import RawServer
+from refusals import refused
 from test_client_updates import Client, bring, tokens
 from trainers import TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import (
-    ClientUpdates,
-    EngineFleet,
-    LoraFleet,
-    SglangServer,
-    VllmServer,
-)
+from shmbus.engines import ClientUpdates, EngineFleet, LoraFleet, SglangServer, VllmServer
+
+pytest_plugins = ["engine_fixtures"]
+Call = Callable[[], object]
+SERVER = VllmServer("http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"servers": None}, TypeError, "expected a list of servers, got NoneType"),
-        ({"servers": ["http://127.0.0.1:1"]}, TypeError, r"VllmServer\(url\), got str"),
-        ({"bus": "a/b"}, ValueError, "bus name"),
-        ({"clear_cache": "no"}, TypeError, "expected True or False, got str"),
-        ({"timeout": 0}, ValueError, "more than 0"),
-        ({"timeout": None}, TypeError, "expected seconds, got NoneType"),
-        ({"timeout": float("nan")}, ValueError, "got nan"),
-        ({"quorum": True}, TypeError, "expected an int, got bool"),
-        ({"quorum": "1"}, TypeError, "expected an int, got str"),
-    ],
-)
-def test_options_of_another_type_are_refused(
-    options: dict[str, Any], error: type[Exception], match: str
+def fleet(kind: Any = EngineFleet, **options: Any) -> Call:
+    given = {"servers": [SERVER], "bus": "b", **options}
+    return lambda: kind(given.pop("servers"), **given)
+
+
+def server(url: Any, kind: Any = VllmServer, **options: Any) -> Call:
+    return lambda: kind(url, **options)
+
+
+NOWHERE = "ValueError: http://host:port"
+REFUSED: list[tuple[Call, str]] = [
+    *(
+        (fleet(kind, **options), said)
+        for kind in (EngineFleet, LoraFleet)
+        for options, said in (
+            ({"servers": None}, "TypeError: expected a list of servers, got NoneType"),
+            ({"servers": ["http://127.0.0.1:1"]}, r"TypeError: VllmServer\(url\), got str"),
+            ({"bus": "a/b"}, "ValueError: bus name"),
+            ({"timeout": 0}, "ValueError: more than 0"),
+            ({"timeout": None}, "TypeError: expected seconds, got NoneType"),
+            ({"timeout": float("nan")}, "ValueError: got nan"),
+            ({"quorum": True}, "TypeError: expected an int, got bool"),
+            ({"quorum": "1"}, "TypeError: expected an int, got str"),
+        )
+    ),
+    (fleet(clear_cache="no"), "TypeError: expected True or False, got str"),
+    (fleet(servers=[]), "ValueError: one or more"),
+    (fleet(mode="retract"), "ValueError: expected 'keep', 'wait' or 'abort', got 'retract'"),
+    (fleet(quorum=3), "ValueError: 1 to 1"),
+    (
+        fleet(servers=[SglangServer("http://127.0.0.1:1")], mode="wait"),
+        r"ValueError: SglangServer\) has no 'wait'; it has keep, abort",
+    ),
+    *(
+        (server(url, kind), said)
+        for kind in (VllmServer, SglangServer)
+        for url, said in (
+            (None, "TypeError: expected a str, got NoneType"),
+            ("localhost:8000", NOWHERE),
+            ("http://h:99999", NOWHERE),
+            ("http://h:port", NOWHERE),
+            (" http://h:1", NOWHERE),
+            ("http://h:1/?a=b", NOWHERE),
+            ("http://" + "h" * 64, NOWHERE),
+            ("http://user:key@h:1", "ValueError: pass headers="),
+            ("http://h:1?", NOWHERE),
+            ("http://h:1#", NOWHERE),
+            ("http://h:1/\x00", NOWHERE),
+            ("http://h:1/\ud800", NOWHERE),
+        )
+    ),
+    *(
+        (server("http://127.0.0.1:1", headers=headers), f"{kind}: ^headers: expected")
+        for headers, kind in (
+            ("Authorization", "TypeError"),
+            ({"Authorization": 5}, "TypeError"),
+            ({"Authorization": "secret\r\nX: y"}, "ValueError"),
+            ({"a b": "secret"}, "ValueError"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_makes_no_fleet_and_no_server_is_refused_without_its_keys(
+    call: Call, said: str
 ) -> None:
-    given: dict[str, Any] = {"servers": [VllmServer("http://127.0.0.1:1")], "bus": "b", **options}
-    with pytest.raises(error, match=match):
-        EngineFleet(given.pop("servers"), **given)
-    if "clear_cache" not in options:
-        with pytest.raises(error, match=match):
-            LoraFleet(options.get("servers", [VllmServer("http://127.0.0.1:1")]), **given)
+    told = str(refused(said, call))
+    assert "secret" not in told and "key@" not in told
 
 
 @pytest.mark.parametrize(
-    ("publisher", "version", "error", "match"),
+    ("publisher", "version", "said"),
     [
-        (None, 1, TypeError, "expected a WeightPublisher, got NoneType"),
-        ("trainer", "1", TypeError, "expected an int, got str"),
-        ("trainer", True, TypeError, "expected an int, got bool"),
-        ("trainer", -1, ValueError, "expected 0 to"),
-        ("trainer", 1 << 63, ValueError, "expected 0 to 9223372036854775807"),
+        (None, 1, "TypeError: expected a WeightPublisher, got NoneType"),
+        ("trainer", "1", "TypeError: expected an int, got str"),
+        ("trainer", True, "TypeError: expected an int, got bool"),
+        ("trainer", -1, "ValueError: expected 0 to"),
+        ("trainer", 1 << 63, "ValueError: expected 0 to 9223372036854775807"),
     ],
 )
 async def test_what_makes_no_update_is_refused_before_anybody_is_asked(
-    publisher: Any, version: Any, error: type[Exception], match: str, bus: Bus, trainer: Trainer
+    publisher: Any, version: Any, said: str, bus: Bus, trainer: Trainer
 ) -> None:
     async with RawServer() as server:
-        with pytest.raises(error, match=match):
-            await fleet_of(bus.name, server).update(publisher and trainer, version)
+        fleet = fleet_of(bus.name, server)
+
+        def update() -> None:
+            asyncio.run(fleet.update(publisher and trainer, version))
+
+        await asyncio.to_thread(refused, said, update)
         assert server.seen == []
 
 
-@pytest.mark.parametrize("make", [VllmServer, SglangServer])
-@pytest.mark.parametrize(
-    ("url", "error", "match"),
-    [
-        (None, TypeError, "expected a str, got NoneType"),
-        ("http://h:99999", ValueError, "http://host:port"),
-        ("http://h:port", ValueError, "http://host:port"),
-        (" http://h:1", ValueError, "http://host:port"),
-        ("http://h:1/?a=b", ValueError, "http://host:port"),
-        ("http://" + "h" * 64, ValueError, "http://host:port"),
-        ("http://user:key@h:1", ValueError, "pass headers="),
-        ("http://h:1?", ValueError, "http://host:port"),
-        ("http://h:1#", ValueError, "http://host:port"),
-        ("http://h:1/\x00", ValueError, "http://host:port"),
-        ("http://h:1/\ud800", ValueError, "http://host:port"),
-    ],
-)
-def test_an_address_that_leads_nowhere_is_refused(
-    make: Any, url: Any, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match) as caught:
-        make(url)
-    assert "key" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("headers", "error"),
-    [
-        ("Authorization", TypeError),
-        ({"Authorization": 5}, TypeError),
-        ({"Authorization": "secret\r\nX: y"}, ValueError),
-        ({"a b": "secret"}, ValueError),
-    ],
-)
-def test_headers_that_cannot_be_sent_are_refused_without_their_values(
-    headers: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"^headers: expected") as caught:
-        VllmServer("http://127.0.0.1:1", headers=headers)
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"servers": []}, "one or more"),
-        ({"mode": "retract"}, "expected 'keep', 'wait' or 'abort', got 'retract'"),
-        ({"quorum": 3}, "1 to 1"),
-    ],
-)
-def test_what_makes_no_fleet_is_refused(options: dict[str, Any], match: str) -> None:
-    given: dict[str, Any] = {"servers": [VllmServer("http://127.0.0.1:1")], "bus": "b", **options}
-    with pytest.raises(ValueError, match=match):
-        EngineFleet(given.pop("servers"), **given)
-
-
-def test_an_address_without_http_is_refused() -> None:
-    with pytest.raises(ValueError, match="http://host:port"):
-        VllmServer("localhost:8000")
-
-
-@pytest.mark.parametrize("version", ["3", True, 3.0, None, 1 << 63])
-def test_a_version_that_is_none_is_refused_before_anything_is_touched(
-    version: Any, bus: Bus, trainer: Trainer, servers: Any
-) -> None:
+@pytest.fixture
+def updates(bus: Bus, trainer: Trainer, servers: Any) -> Iterator[SimpleNamespace]:
     running = servers(2)
     trainer.publish(1)
-    updates = ClientUpdates(bus.name, Client(running), timeout=TIMEOUT_S)
-    bring(updates, trainer, 2)
-    with pytest.raises((TypeError, ValueError), match=r"^version: expected an int"):
-        updates.bring(version, 2)
-    assert tokens(running) == [2.0] * 3
-    with pytest.raises(TypeError, match=r"^timeout: expected seconds"):
-        ClientUpdates(bus.name, Client(running), timeout="5")  # type: ignore[arg-type]
+    made = ClientUpdates(bus.name, Client(running), timeout=TIMEOUT_S)
+    bring(made, trainer, 2)
+    yield SimpleNamespace(made=made, running=running)
 
 
-def test_a_mode_that_sglang_has_not_is_refused_by_the_servers_name() -> None:
-    with pytest.raises(ValueError, match=r"SglangServer\) has no 'wait'; it has keep, abort"):
-        EngineFleet([SglangServer("http://127.0.0.1:1")], bus="b", mode="wait")
+def test_a_client_is_brought_no_version_that_is_none(updates: Any, bus: Bus) -> None:
+    for version in ("3", True, 3.0, None):
+        refused("TypeError: ^version: expected an int", updates.made.bring, version, 2)
+    refused("ValueError: ^version: expected an int", updates.made.bring, 1 << 63, 2)
+    assert tokens(updates.running) == [2.0] * 3
+    client = Client(updates.running)
+    refused("TypeError: ^timeout: expected", lambda: ClientUpdates(bus.name, client, timeout="5"))  # type: ignore[arg-type]

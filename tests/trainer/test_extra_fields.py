@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Spawner
 from torch.utils.data import DataLoader
 
 from shmbus import Bus, Consumer, Producer
@@ -197,64 +194,6 @@ def test_a_sample_without_an_optional_field_gets_its_fill(bus: Bus, producer: Pr
         assert second.extra_offsets["boxes"].tolist() == [0, 3, 3]
         assert second.extra["temperature"].tolist() == [0.5, 1.0]
         assert second.extra["env_id"] == [3, None]
-
-
-# --- the kernel, without a GPU
-
-INTERPRETED = """
-import sys
-import numpy as np, torch
-sys.path.insert(0, sys.argv[1])
-from test_extra_fields import FIELDS, OPTIONAL, put, put_optional, random_sample
-from shmbus import Consumer, Producer
-from trainer_adapter import pack
-from trainer_adapter.gpu.gather import begin_gather
-
-def same(groups, **options):
-    got = begin_gather(groups, torch.device("cpu"), **options).finish()
-    want = pack(groups, **options)
-    assert (got.extra_kinds, list(got.extra)) == (want.extra_kinds, list(want.extra))
-    for name, right in want.extra.items():
-        mine = got.extra[name]
-        if isinstance(right, list):
-            assert mine == right, name
-        else:
-            assert mine.dtype == right.dtype and torch.equal(mine, right), name
-    for name, right in want.extra_offsets.items():
-        assert torch.equal(got.extra_offsets[name], right), name
-    for known in ("scores", "policy_versions", "newest_policy_versions", "lengths", "group_sizes"):
-        mine, right = getattr(got.facts, known), getattr(want.facts, known)
-        assert np.allclose(mine, right), (known, mine, right)
-
-name, rng = sys.argv[2], np.random.default_rng(int(sys.argv[3]))
-with Producer(name) as producer, Consumer(name) as consumer:
-    for number in range(4):
-        put(producer, f"k{number}", [random_sample(rng, int(rng.integers(0, 30))) for _ in "abc"])
-    groups = consumer.take(64, 10)
-    for layout in ("packed", "padded"):
-        same(groups, extra_fields=FIELDS, layout=layout)
-    dtypes = ["u1", "i2", "f4", "f8"]
-    put(producer, "long", [
-        {"tokens": np.arange(700),
-         **{kind: rng.integers(0, 99, (700, 3, 13)).astype(kind) for kind in dtypes}}
-        for _ in range(3)
-    ])
-    same(consumer.take(1, 10), extra_fields=dict.fromkeys(dtypes, "token"))
-    put_optional(producer)
-    for group in consumer.take(2, 10):
-        same([group], extra_fields=OPTIONAL)
-print("equal")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_the_kernel_copies_what_the_host_copies(bus: Bus, spawn: Spawner, seed: int) -> None:
-    here = os.path.dirname(__file__)
-    path = os.pathsep.join(filter(None, [os.path.dirname(here), os.environ.get("PYTHONPATH")]))
-    child = spawn.script(
-        INTERPRETED, here, bus.name, seed, env={"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    )
-    assert child.finish(100).splitlines()[-1] == "equal"
 
 
 @pytest.mark.gpu
