@@ -54,10 +54,7 @@ WITH_ROUND = changed(ONE_GROUP, round=1)
 #: The same without variance.
 USELESS = changed(ONE_GROUP, score=1.0)
 #: Two groups of one sample each, from one source each.
-TWO_GROUPS = {
-    A: [head("q", 1, 0, 0)],
-    B: [head("r", 1, 0, 0)._replace(score=1.0)],
-}
+TWO_GROUPS = {A: [head("q", 1, 0, 0)], B: [head("r", 1, 0, 0)._replace(score=1.0)]}
 
 
 class TinyBlocks(Sink):
