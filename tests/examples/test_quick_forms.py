@@ -71,17 +71,3 @@ def test_an_example_names_what_it_imports(name: str) -> None:
     for module in RUNS[name][0]:
         assert f'"{module}' in extra[1], f"{module} is missing in the extra `examples`"
         assert importlib.util.find_spec(module) is None or module in (EXAMPLES / name).read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(DEADLINE_S + 20)
-def test_a_stock_model_learns_over_the_bus(spawn: Spawner) -> None:
-    pytest.importorskip("transformers", minversion="4.53")
-    example = ROOT / "examples" / "grpo_transformers.py"
-    lines = spawn.file(example, "--steps", 50, "--device", "cpu").finish(DEADLINE_S).splitlines()
-    # A note of the log may stand in between.
-    assert any(line.endswith("trajectories trained, balanced: True") for line in lines)
-    (told,) = (line for line in lines if line.startswith("reward "))
-    first, last = (float(word) for word in told.split()[1:4:2])
-    assert first < 0.3
-    assert last > 0.5

@@ -267,7 +267,7 @@ def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> 
     sampler = Sampler(policy.config, policy.export_weights())
     held_out = task.held_out_prompts(100)
     before = evaluate(sampler, task, held_out, rng, samples=4)
-    steps, lag = 40, 2
+    steps, lag = 30, 2
     waiting: list[Batch] = []
     for _ in range(steps + lag):
         prompts = [task.sample_prompt(rng) for _ in range(16)]
