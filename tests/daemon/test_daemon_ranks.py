@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
