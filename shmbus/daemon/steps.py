@@ -93,14 +93,14 @@ class StepPlanner:
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
     def join(self, rank: int, next_step: int, held: Iterable[Lease] = ()) -> None:
-        """Admit a rank; its process knows its next step, or 0 where it has taken none.
+        """Go on with a rank whose process knows its next step, or 0 where it has taken none.
 
         One that has taken none continues its predecessor's steps, or begins as `begin` says.
         """
         if not next_step:
             return
         if rank in self._provisional and not self._located:
-            self._move_steps(next_step - self.next_steps[rank], held)
+            self._locate(rank, next_step, held)
         self._located = True
         if rank in self._provisional:
             self._provisional.discard(rank)
@@ -125,16 +125,18 @@ class StepPlanner:
                 self._provisional.add(rank)
                 self.next_steps[rank] = self._next_formed[rank] = min(known)
 
-    def _move_steps(self, by: int, held: Iterable[Lease]) -> None:
-        """Renumber all steps: ranks that knew of none counted from 0, beside one that comes late.
+    def _locate(self, rank: int, next_step: int, held: Iterable[Lease]) -> None:
+        """Renumber the steps of ranks that counted from 0, beside one that comes late and knows.
 
-        Ranks train in step, so the steps that they took meanwhile are those that this one takes.
+        Ranks train in step, so the first that they took meanwhile is the oldest that it has to do.
         """
+        own = {lease for lease in held if lease.rank == rank and lease.step >= 0}
+        by = min([next_step, *(lease.step for lease in own)]) - self.next_steps[rank]
         for by_rank in (self.next_steps, self._next_formed):
             by_rank.update({rank: step + by for rank, step in by_rank.items()})
         self._shards = {step + by: shards for step, shards in self._shards.items()}
         self._agreed = {step + by: request for step, request in self._agreed.items()}
-        for lease in {*held, *self.waiting()}:
+        for lease in {*held, *self.waiting()} - own:
             if lease.step >= 0:
                 lease.step += by
 

@@ -16,8 +16,9 @@ Invariants
 - A failed sample is asked for again only once its backoff is over.
 - A failure that comes while the request lane is paused for failures that are alike uses up none of
   its sample's attempts, however often it comes. Nor does one that may be the engine's: no sample
-  has come since this one was asked for again, and there are others that fail or that nobody has
-  taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at the most.
+  has come since this one was asked for again, and as many prompts fail as pause the lane, or there
+  are samples that nobody has taken. Of these, `limits.ALIKE_FAILURES` of a sample are excused at
+  the most.
 - Whether a failure that an earlier collector had read has used up an attempt is not known, so it
   uses up none.
 - The report of a failure stays in the ring until its sample has arrived or its group has ended. So
@@ -361,7 +362,8 @@ class Failures(Generic[S]):
         """Whether a sample that fails while no other comes is not known to fail by itself."""
         if failed.suspect or failed.failures - failed.attempts >= limits.ALIKE_FAILURES:
             return False
-        return failed.failures > 0 and (self.has_open() or len(self.groups) > 1)
+        several = len(self.groups) >= limits.ALIKE_PROMPTS
+        return failed.failures > 0 and (several or self.has_open())
 
     def _withdraw(self, group: FailingGroup[S], index: int, failed: FailedIndex[S]) -> None:
         if failed.request is not None:
