@@ -35,12 +35,6 @@ def test_a_command_that_is_like_none_has_the_list_and_no_guess() -> None:
     assert "expected one of serve, status," in result.err
 
 
-def test_no_command_and_a_wrong_flag_are_errors_of_usage_as_before() -> None:
-    assert cli().status == 2
-    assert "unrecognized arguments" in cli("list", "--jsn").err
-    assert cli("--version").out.startswith("shmbus ")
-
-
 COMPLETE = """
 eval "$({register} shmbus)"
 COMP_LINE="$1"; COMP_POINT=${{#COMP_LINE}}; COMP_TYPE=9

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shmbus
 from shmbus.daemon import metrics
-from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer, health
+from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MetricsServer
 from shmbus.inspect.tables import HISTOGRAMS
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from shmbus_ext import _core
@@ -239,17 +239,6 @@ def test_other_paths_and_methods_are_refused(bus_name: str, server: MetricsServe
         assert error.code == 501
 
 
-def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: MetricsServer) -> None:
-    address = (server.host, server.port)
-    silent = [socket.create_connection(address) for _ in range(MAX_THREADS - 1)]
-    rude = socket.create_connection(address)
-    rude.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000)
-    rude.close()
-    wait_until(lambda: get_or_none(server) == 200, what="a scrape beside silent clients")
-    for each in silent:
-        each.close()
-
-
 @pytest.fixture
 def many_files() -> Iterator[None]:
     """Allow this process the sockets of a thousand clients."""
@@ -345,23 +334,6 @@ def test_what_is_no_request_is_answered_with_what_was_expected(
     assert "# TYPE" not in said or head[0].startswith("GET")
 
 
-def test_too_long_a_request_is_told_so(bus_name: str, server: MetricsServer) -> None:
-    with socket.create_connection((server.host, server.port), timeout=20) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * (64 << 10))
-        assert client.recv(12).endswith(b" 400")
-
-
-def get_or_none(server: MetricsServer) -> int | None:
-    try:
-        return get(server, "/metrics")[0]
-    except (urllib.error.URLError, ConnectionError):
-        return None
-
-
-def test_it_listens_on_loopback_unless_told(server: MetricsServer) -> None:
-    assert server.host == "127.0.0.1"
-
-
 def test_a_port_in_use_is_a_clear_message(bus_name: str, server: MetricsServer) -> None:
     with pytest.raises(shmbus.DaemonUnavailableError, match="choose another port"):
         MetricsServer(bus_name, server.port)
@@ -391,11 +363,6 @@ def test_without_the_client_library_there_is_a_message_that_names_the_extra(bus_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'shmbus[metrics]'" in done.stderr
-
-
-def test_health_of_a_bus_that_is_not_there_is_no_exception(bus_name: str) -> None:
-    healthy, body = health(bus_name)
-    assert not healthy and bus_name in body["problem"]
 
 
 def names_in(expressions: Iterable[str]) -> set[str]:
@@ -547,10 +514,3 @@ def test_each_alert_asks_only_for_metrics_that_exist_and_says_what_to_do(
             assert rule["expr"].count(pair[0]) == rule["expr"].count(pair[1]), rule
     wanted = names_in(rule["expr"] for rule in rules)
     assert wanted <= names_of_a_busy_bus(bus_name, server, spawn)
-
-
-def test_pausing_shows(bus_name: str, server: MetricsServer) -> None:
-    with shmbus.Bus.create(bus_name, "1MiB"):
-        assert scrape(server)["shmbus_paused", ()] == 0
-        assert cli("pause", bus_name).status == 0
-        assert scrape(server)["shmbus_paused", ()] == 1

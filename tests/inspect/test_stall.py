@@ -244,21 +244,6 @@ def test_a_handle_that_travels_takes_its_watchdog_along(bus_name: str) -> None:
             travelled.put("a", group_size=1, index=0, x=np.zeros(5000))
 
 
-@pytest.mark.parametrize("use", [Consumer, Producer])
-def test_wrong_options_are_refused(bus_name: str, use: Callable[..., object]) -> None:
-    with Bus.create(bus_name, "2MiB"):
-        for wrong in ("warn", "", "none"):
-            with pytest.raises(ValueError, match="on_stall: expected 'log', 'raise'"):
-                use(bus_name, on_stall=wrong)
-        with pytest.raises(TypeError, match=r"on_stall: .*got int"):
-            use(bus_name, on_stall=5)
-        for seconds in (0, -1, float("inf"), float("nan")):
-            with pytest.raises(ValueError, match="stall_timeout: expected more than 0"):
-                use(bus_name, stall_timeout=seconds)
-        with pytest.raises(TypeError, match="stall_timeout: expected seconds"):
-            use(bus_name, stall_timeout="60")
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefetch: int) -> None:
     with (

@@ -103,39 +103,6 @@ def test_cycles_of_everything_leave_nothing_behind(bus_name: str, spawn: Spawner
     assert report["objects"] < 50 and report["blocks"] < 300, report
 
 
-def test_a_reader_killed_with_a_lease_gives_it_back_whole(bus_name: str, spawn: Spawner) -> None:
-    with shmbus.Bus.create(bus_name, "16MiB"), shmbus.Producer(bus_name) as producer:
-        for prompt in range(20):
-            for index in range(8):
-                producer.put(f"p{prompt}", group_size=8, index=index, data=np.full(100, index))
-        child = spawn.script(
-            """
-import sys, time, shmbus
-consumer = shmbus.Consumer(sys.argv[1])
-groups = consumer.take(64, timeout=5)
-assert len(groups) == 20
-for group in groups[:7]:
-    group.ack()
-print("leased", flush=True)
-time.sleep(600)
-""",
-            bus_name,
-        )
-        child.expect("leased")
-        with pytest.raises(shmbus.BusBusyError, match=str(child.pid)):
-            shmbus.Consumer(bus_name)
-        child.kill()
-        with shmbus.Consumer(bus_name) as consumer:
-            groups = consumer.take(64, timeout=5)
-            assert sorted(g.instance_id for g in groups) == sorted(f"p{i}" for i in range(7, 20))
-            for group in groups:
-                assert [t.index for t in group] == list(range(8))
-                assert all((t["data"] == t.index).all() for t in group)
-                group.ack()
-            ledger = consumer.stats()
-            assert ledger.balanced and ledger.acknowledged == 160 and ledger.in_ring == 0
-
-
 def test_readers_killed_at_random_instants_acknowledge_each_group_once(
     bus_name: str, spawn: Spawner, seed: int
 ) -> None:
@@ -258,27 +225,6 @@ time.sleep(600)
         )
         ledger = consumer.stats()
         assert ledger.balanced and ledger.committed == ledger.acknowledged == 1
-
-
-def test_a_slot_is_used_again_after_its_owner_died_even_without_a_reader(
-    bus_name: str, spawn: Spawner
-) -> None:
-    script = """
-import os, signal, sys, numpy as np, shmbus
-producer = shmbus.Producer(sys.argv[1])
-producer.put(sys.argv[2], group_size=1, index=0, data=np.arange(10))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    with shmbus.Bus.create(bus_name, "1MiB", max_producers=2):
-        for life in range(5):
-            assert spawn.script(script, bus_name, f"life{life}").wait() == -signal.SIGKILL
-        with shmbus.Consumer(bus_name) as consumer:
-            groups = consumer.take(timeout=5)
-            assert sorted(g.instance_id for g in groups) == [f"life{i}" for i in range(5)]
-            assert len({g[0].producer_id for g in groups}) == 5
-            assert all(g[0].sequence == 0 for g in groups)
-            consumer.ack(groups)
-            assert consumer.stats().balanced
 
 
 def test_a_writer_killed_while_the_bus_is_full_leaves_it_working(

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, wait_until
 
-import shmbus
 from shmbus import Bus, Consumer, Group, Producer
 
 FORK = get_context("fork")
@@ -213,29 +212,6 @@ def test_a_fork_without_memory_for_copies_leaves_a_child_that_sees_nothing(
         assert "saw" not in spawn.script(CROWDED, bus_name).finish()
 
 
-def test_what_a_child_writes_into_a_reservation_stays_in_the_child(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
-        slot = producer.reserve("a", group_size=1, index=0, fields={"x": ("int32", 5000)})
-        slot["x"][:] = 5
-        part = slot["x"][:100]
-
-        def write() -> tuple[list[int], list[int]]:
-            before = part.tolist()
-            part[:] = 6
-            return before, part.tolist()
-
-        child = Child(write)
-        slot.abort()
-        overwrite(producer, consumer)
-        assert child.looks() == ([5] * 100, [6] * 100)
-        assert set(part.tolist()) == {5}
-        overwrite(producer, consumer, rounds=5)
-
-
 def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) -> None:
     data = pytest.importorskip("torch.utils.data")
 
@@ -277,24 +253,3 @@ def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) ->
         overwrite(producer, consumer)
         got += [int(value) for value in loader]
         assert got == wanted
-
-
-def test_a_handle_in_a_child_says_so_and_its_views_stay(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
-        put(producer, "a", 7)
-        (group,) = take(consumer)
-        view = group[0]["x"]
-
-        def look() -> tuple[str, set[int]]:
-            with pytest.raises(shmbus.BusClosedError) as caught:
-                group[0]["x"]
-            consumer.close()
-            return str(caught.value), set(view.tolist())
-
-        said, values = Child(look).looks()
-        assert "before a fork" in said and values == {7}
-        group.ack()

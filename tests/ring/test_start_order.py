@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -71,15 +71,6 @@ def test_a_wait_in_vain_says_how_long_and_what_it_looked_for(
     assert f"no bus {bus_name!r} after 0.05 s of waiting for it" in said
     assert f"did you mean {near!r}? there are: {near!r}" in said
     assert str(path_of(bus_name)) in said
-
-
-def test_a_wait_is_a_time_and_no_flag(bus_name: str) -> None:
-    with pytest.raises(TypeError, match="wait: expected seconds or None, got bool"):
-        Producer(bus_name, wait=True)
-    with pytest.raises(ValueError, match="wait: expected 0 or more seconds"):
-        Consumer(bus_name, wait=-1)
-    with pytest.raises(TypeError, match="wait: expected seconds or None, got str"):
-        Producer(bus_name, wait="60")  # type: ignore[arg-type]
 
 
 def test_a_consumer_that_starts_first_waits_for_the_bus(bus_name: str) -> None:
@@ -393,12 +384,3 @@ def busy(name: str) -> str:
     except shmbus.BusBusyError as error:
         return str(error)
     return ""
-
-
-def test_who_insists_on_the_ring_of_a_served_bus_is_told_to_lease(
-    bus_name: str, daemon: Callable[..., Daemon]
-) -> None:
-    daemon("--capacity", "1MiB", "--unlink-on-exit")
-    with pytest.raises(shmbus.BusBusyError, match="that is its daemon: lease groups from it"):
-        Consumer(bus_name, daemon=False)
-    wait_until(lambda: Consumer(bus_name).stats().balanced, what="a lease")

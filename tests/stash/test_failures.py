@@ -255,33 +255,6 @@ def test_more_failures_than_rows_are_all_asked_for(reader: Reader, bus_name: str
         assert consumer.stats().dropped == {"failed": count} and consumer.stats().balanced
 
 
-def test_with_rounds_each_group_has_its_own_failures(reader: Reader, bus_name: str) -> None:
-    consumer = reader(sample_retries=1)
-    with Producer(bus_name) as producer:
-        for round in (1, 2):
-            put(producer, "a", 0, 1, 2, round=round)
-        producer.fail("a", 3, "flaky", group_size=4, round=2)
-        (sample,) = wanted(consumer, producer)
-        assert (sample.round, sample.index) == (2, 3)
-        put(producer, "a", 3, round=2)
-        put(producer, "a", 3, round=1)
-        assert sorted(g.round or 0 for g in take(consumer, 2)) == [1, 2]
-
-
-def test_a_failure_needs_no_size(reader: Reader, bus_name: str) -> None:
-    consumer = reader(sample_retries=2)
-    with Producer(bus_name) as producer:
-        producer.fail("a", 2, "flaky")
-        (sample,) = wanted(consumer, producer)
-        assert sample.group_size == 0
-        producer.fail("a", 2, "flaky again")
-        (sample,) = wanted(consumer, producer)
-        assert (sample.attempt, sample.reason) == (2, "flaky again")
-        put(producer, "a", 0, 1, 2, 3)
-        (group,) = take(consumer, 1)
-        assert group.complete
-
-
 # --- deaths of the collector
 
 CONSUMER = """
@@ -479,32 +452,3 @@ def test_a_full_bus_is_an_answer_to_a_report_too(bus_name: str) -> None:
             assert consumer.take(timeout=0.2) == []
             ledger = consumer.stats()
             assert ledger.balanced and ledger.dropped["failed"] == ledger.committed
-
-
-def test_wrong_reports_are_refused(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"):
-        with Producer(bus_name) as producer:
-            for error, arguments, more in (
-                (TypeError, ("a", 0, 5), {}),
-                (TypeError, ("a", "0", "x"), {}),
-                (TypeError, (7.5, 0, "x"), {}),
-                (ValueError, ("a", -1, "x"), {}),
-                (ValueError, ("a", 4, "x"), {"group_size": 4}),
-                (ValueError, ("a", 0, "x"), {"round": -1}),
-                (ValueError, ("", 0, "x"), {}),
-            ):
-                with pytest.raises(error):
-                    producer.fail(*arguments, **more)
-            for limit in (0, -1):
-                with pytest.raises(ValueError, match="limit: expected 1 or more"):
-                    producer.requests.retries(limit)
-            with pytest.raises(TypeError, match="limit: expected an int"):
-                producer.requests.retries("all")  # type: ignore[arg-type]
-            assert producer.requests.retries() == []
-        with pytest.raises(shmbus.BusClosedError):
-            producer.fail("a", 0, "x")
-        with pytest.raises(shmbus.BusClosedError):
-            producer.requests.retries()
-        for options in ({"sample_retries": -1}, {"retry_timeout": 0}, {"on_failure": "wait"}):
-            with pytest.raises(ValueError, match=next(iter(options))):
-                Consumer(bus_name, **options)
