@@ -140,15 +140,6 @@ def test_policies_are_the_daemons_and_a_consumer_that_wants_others_is_told(
         group.ack()
 
 
-def test_several_consumers_share_the_groups(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    for number in range(20):
-        put(bus_name, f"g{number}", size=1)
-    with Consumer(bus_name) as one, Consumer(bus_name) as two:
-        taken = [g.instance_id for _ in range(10) for c in (one, two) for g in c.take(1, 10)]
-    assert sorted(taken) == sorted(f"g{number}" for number in range(20))
-
-
 def test_groups_asked_for_ahead_are_neither_lost_nor_out_of_turn(
     daemon: Served, bus_name: str
 ) -> None:

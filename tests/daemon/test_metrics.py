@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shmbus
 from shmbus.daemon import metrics
-from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MetricsServer
+from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer
 from shmbus.inspect.tables import HISTOGRAMS
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from shmbus_ext import _core
@@ -239,6 +239,17 @@ def test_other_paths_and_methods_are_refused(bus_name: str, server: MetricsServe
         assert error.code == 501
 
 
+def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: MetricsServer) -> None:
+    address = (server.host, server.port)
+    silent = [socket.create_connection(address) for _ in range(MAX_THREADS - 1)]
+    rude = socket.create_connection(address)
+    rude.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000)
+    rude.close()
+    wait_until(lambda: get_or_none(server) == 200, what="a scrape beside silent clients")
+    for each in silent:
+        each.close()
+
+
 @pytest.fixture
 def many_files() -> Iterator[None]:
     """Allow this process the sockets of a thousand clients."""
@@ -332,6 +343,19 @@ def test_what_is_no_request_is_answered_with_what_was_expected(
     said = ask(server, *head)
     assert said.split()[1] == str(status), said
     assert "# TYPE" not in said or head[0].startswith("GET")
+
+
+def test_too_long_a_request_is_told_so(bus_name: str, server: MetricsServer) -> None:
+    with socket.create_connection((server.host, server.port), timeout=20) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"y" * (64 << 10))
+        assert client.recv(12).endswith(b" 400")
+
+
+def get_or_none(server: MetricsServer) -> int | None:
+    try:
+        return get(server, "/metrics")[0]
+    except (urllib.error.URLError, ConnectionError):
+        return None
 
 
 def test_a_port_in_use_is_a_clear_message(bus_name: str, server: MetricsServer) -> None:

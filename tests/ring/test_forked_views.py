@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, wait_until
+from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner
 
 from shmbus import Bus, Consumer, Group, Producer
 
@@ -149,40 +147,6 @@ def test_children_of_children_and_several_forks_see_what_was_there_at_each(bus_n
         overwrite(producer, consumer)
         expected = [[[0]], [[0], [1]], [[2]], [[2], [3]]]
         assert [child.looks() for child in children] == expected
-
-
-ORPHAN = """
-import os, sys, numpy as np, shmbus
-name, go = sys.argv[1:]
-consumer = shmbus.Consumer(name, daemon=False)
-(group,) = consumer.take(timeout=30)
-view = group[0]["x"]
-group.ack()
-if os.fork() == 0:
-    print("forked", flush=True)
-    with open(go) as gate:  # opens once the test does
-        gate.read()
-    print("saw", set(view.tolist()), flush=True)
-    os._exit(0)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_child_reads_its_views_after_its_parent_died(
-    bus_name: str, spawn: Spawner, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        put(producer, "a", 7)
-        parent = spawn.script(ORPHAN, bus_name, gate)
-        assert parent.wait() == -signal.SIGKILL
-        # Until its first instruction a child holds what its parent held.
-        wait_until(lambda: "forked" in parent.output(), what="the orphan to run")
-        with Consumer(bus_name, daemon=False) as successor:
-            overwrite(producer, successor)
-        gate.write_text("go")
-        wait_until(lambda: "saw {7}" in parent.output(), what=f"the orphan: {parent.output()}")
 
 
 CROWDED = """

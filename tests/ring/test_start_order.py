@@ -11,7 +11,6 @@ import inspect
 import logging
 import multiprocessing
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -94,15 +93,6 @@ def test_a_rank_that_starts_first_waits_for_bus_and_daemon(
     daemon("--capacity", "1MiB", "--unlink-on-exit")
     thread.join(LONG_S)
     assert found == [0]
-
-
-def test_a_handle_that_is_unpickled_first_waits_as_its_original_did(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name, wait=LONG_S) as producer:
-        pickled = pickle.dumps(producer)
-    maker = make_soon(bus_name)
-    with pickle.loads(pickled) as producer:
-        put(producer, "a")
-    maker.join()
 
 
 def test_a_wait_goes_on_past_what_a_dead_creator_left(bus_name: str, spawn: Spawner) -> None:
@@ -201,23 +191,6 @@ def test_a_creator_that_is_killed_at_any_time_keeps_no_other_from_the_bus(
         for child in doomed:
             child.wait(LONG_S)
         shmbus.unlink(name)
-
-
-def test_a_bus_of_a_creator_that_was_killed_later_is_opened_with_all_that_it_holds(
-    bus_name: str, spawn: Spawner
-) -> None:
-    child = spawn.script(
-        "import sys, time, numpy as np, shmbus\n"
-        "bus = shmbus.Bus.ensure(sys.argv[1], '1MiB')\n"
-        "shmbus.Producer(sys.argv[1]).put('a', group_size=1, index=0, x=np.arange(3))\n"
-        "print('put', flush=True)\ntime.sleep(600)\n",
-        bus_name,
-    )
-    child.expect("put")
-    child.kill()
-    with Bus.ensure(bus_name, "1MiB"), Consumer(bus_name) as consumer:
-        assert [group.instance_id for group in consumer.take(1, 10)] == ["a"]
-    assert path_of(bus_name).exists()  # no block removes what everybody may use
 
 
 @pytest.mark.parametrize("content", [b"", bytes(4096), bytes(200_000)])

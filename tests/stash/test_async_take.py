@@ -96,19 +96,6 @@ async def test_a_take_returns_at_its_timeout_and_at_once_for_none(name: str) -> 
         consumer.ack(groups)
 
 
-async def test_wrong_arguments_are_those_of_take(name: str) -> None:
-    with Consumer(name) as consumer:
-        for wrong in (0, -1):
-            with pytest.raises(ValueError, match="max_groups: expected 1 or more"):
-                await consumer.atake(wrong)
-        with pytest.raises(TypeError, match="max_groups: expected an int, got str"):
-            await consumer.atake("1")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="timeout: expected 0 or more seconds"):
-            await consumer.atake(1, -0.5)
-    with pytest.raises(shmbus.BusClosedError, match="closed"):
-        await consumer.atake()
-
-
 async def test_a_loop_over_a_consumer_gets_each_group_and_ends_when_it_is_closed(
     name: str,
 ) -> None:
@@ -241,23 +228,6 @@ async def test_a_take_that_is_cancelled_at_each_await_has_leased_nothing(
 
 async def wait_for(take: CancelledAt) -> list[Group]:
     return await take
-
-
-async def test_what_a_cancelled_task_was_granted_goes_to_another_consumer(
-    bus_name: str, daemon: Callable[..., Daemon]
-) -> None:
-    daemon("--capacity", "4MiB", "--unlink-on-exit")
-    with Consumer(bus_name) as idle, Consumer(bus_name) as other, Producer(bus_name) as producer:
-        for number in range(30):
-            task = asyncio.create_task(idle.atake(1, LONG_S))
-            await asyncio.sleep(0.01)  # the daemon has its request
-            task.cancel()
-            put(producer, f"k{number}")  # granted to a request that nobody waits for
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            [group] = await other.atake(1, LONG_S)
-            assert group.instance_id == f"k{number}"
-            group.ack()
 
 
 def test_a_consumer_outlives_the_loops_that_it_was_used_in(name: str) -> None:

@@ -212,29 +212,6 @@ def test_a_taker_that_leaves_in_order_uses_up_nothing(reader: Reader, bus_name: 
         assert [w.attempt for w in wanted(consumer, producer)] == [1]
 
 
-def test_a_request_that_nobody_answers_is_over_at_its_time(reader: Reader, bus_name: str) -> None:
-    consumer = reader(sample_retries=1, retry_timeout=0.3, on_failure="partial")
-    with Producer(bus_name) as producer:
-        put(producer, "a", 0, 1, 3)
-        producer.fail("a", 2, "flaky", group_size=4)
-        (group,) = take(consumer, 1)
-        assert [t.index for t in group] == [0, 1, 3] and group.size == 4 and not group.complete
-        group.ack()
-        ledger = wait_until(lambda: (s := consumer.stats()).dropped and s)
-        assert ledger.balanced and ledger.dropped == {"failed": 1} and ledger.acknowledged == 3
-
-
-def test_what_is_missing_at_the_deadline_is_asked_for(reader: Reader, bus_name: str) -> None:
-    consumer = reader(sample_retries=1, group_timeout=0.3, on_timeout="drop")
-    with Producer(bus_name) as producer:
-        put(producer, "a", 0, 3)
-        assert [w.index for w in wanted(consumer, producer, 2)] == [1, 2]
-        put(producer, "a", 1, 2)
-        (group,) = take(consumer, 1)
-        assert group.complete
-        assert consumer.stats().dropped == {}
-
-
 def test_more_failures_than_rows_are_all_asked_for(reader: Reader, bus_name: str) -> None:
     consumer = reader(sample_retries=1)
     count = 300
