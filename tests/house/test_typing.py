@@ -41,7 +41,7 @@ def test_pyright_finds_each_mistake_that_mypy_finds_in_public_calls(tmp_path: Pa
         },
     )
     found = {int(line) for line in re.findall(r"calls\.py:(\d+):\d+ - error", result.stdout)}
-    assert len(wrong) > 100, "the mistakes were not read"
+    assert len(wrong) > 90, "the mistakes were not read"
     assert found == wrong, result.stdout + result.stderr
 
 
