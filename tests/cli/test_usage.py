@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import segments_named, wait_until
-from operators import cli
+from operators import cli, usage
 
 from shmbus import Bus, Consumer, errors
 from shmbus.segment import creation
@@ -42,7 +42,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
 def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
     bus_name: str, command: str, options: tuple[str, ...], said: str
 ) -> None:
-    ended = cli(command, bus_name, *options)
+    ended = usage(command, bus_name, *options)
     assert (ended.status, said in ended.err, segments_named(bus_name)) == (2, True, []), ended.err
     assert "Traceback" not in ended.err
 

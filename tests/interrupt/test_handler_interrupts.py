@@ -23,22 +23,16 @@ OFFER_STEP = 9
 
 #: What each test runs; `make interrupts` has all of it, and more often.
 OPERATIONS = [
-    "next",
     "next-stale",
-    "next-twice",
     "ack",
     "give-back",
     "state",
     "load",
     "attach",
-    "close",
-    "next-prefetch",
     "next-twice-prefetch",
     "ack-prefetch",
     "close-prefetch",
-    "served-ack",
     "served-give-back",
-    "served-close",
     "rank-ack",
     "rank-next-twice-prefetch",
     "rank-close",

@@ -18,7 +18,7 @@ import shmbus
 STORM = Path(__file__).parent / "storm.py"
 SOAK = Path(__file__).parent / "soak.py"
 # The suite runs the short form.
-KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "150"))
+KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "100"))
 # How often the collector looks for dead producers before a stopped one counts as left alone.
 SWEEPS = 5
 
@@ -74,7 +74,7 @@ def test_killed_writers_lose_double_and_tear_nothing(
 def test_a_short_soak_under_kills_and_stops_loses_doubles_and_tears_nothing(
     bus_name: str, spawn: Spawner, seed: int
 ) -> None:
-    audited(spawn.script(SOAK.read_text(), bus_name, 4, seed), "consumer kills")
+    audited(spawn.script(SOAK.read_text(), bus_name, 3, seed), "consumer kills")
 
 
 def test_a_short_soak_of_daemon_and_ranks_loses_doubles_and_tears_nothing(
@@ -85,7 +85,7 @@ def test_a_short_soak_of_daemon_and_ranks_loses_doubles_and_tears_nothing(
             filter(None, [str(SOAK.parent), os.environ.get("PYTHONPATH")])
         )
     }
-    audited(spawn.module("daemon_soak", bus_name, 5, seed, env=env), "daemon kills")
+    audited(spawn.module("daemon_soak", bus_name, 4, seed, env=env), "daemon kills")
 
 
 def audited(soak: Child, kills: str) -> None:

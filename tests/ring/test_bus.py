@@ -373,7 +373,7 @@ def test_a_file_that_is_no_segment_is_refused_and_can_be_removed(
 
 # --- damage
 #: Of each byte so many bits are flipped, drawn anew in each run, or all of them.
-BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 2
+BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 1
 
 
 def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> str:

@@ -419,7 +419,7 @@ def test_a_replay_fails_what_failed(bus_name: str, tmp_path: Path, spawn: Spawne
 
 
 def test_a_full_bus_is_an_answer_to_a_report_too(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+    with Bus.create(bus_name, "128KiB", max_producers=2), Producer(bus_name) as producer:
         with pytest.raises(shmbus.BusFullError):
             for number in range(100_000):
                 producer.fail(f"p{number}", 0, "x" * 500, group_size=1, timeout=0)

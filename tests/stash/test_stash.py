@@ -181,9 +181,9 @@ def test_waiting_samples_are_all_those_that_nobody_leases_oldest_group_first() -
 # --- size
 
 
-def test_a_million_open_groups_complete_like_a_few(seed: int) -> None:
+def test_hundreds_of_thousands_of_open_groups_complete_like_a_few(seed: int) -> None:
     stash = stash_with()
-    count = 1_000_000
+    count = 200_000
     stash.add((Sample(f"prompt-{number}") for number in range(count)), 0.0)
     assert counts(stash) == (count, count, 0, 0, 0, 0)
     chosen = [f"prompt-{n}" for n in random.Random(seed).sample(range(count), 10_000)]
@@ -353,7 +353,7 @@ def test_whatever_comes_in_the_stash_does_what_the_model_does(seed: int) -> None
     run_state_machine_as_test(
         hypothesis.seed(seed)(StashMachine),
         settings=settings(
-            max_examples=150,
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             database=None,
