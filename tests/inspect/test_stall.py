@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, StallError, StallReport
@@ -137,15 +137,6 @@ def test_who_does_not_wait_is_not_told(served: str) -> None:
     assert reports == []
 
 
-def test_none_says_nothing(served: str, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        Consumer(served, on_stall=None, stall_timeout=PERIOD_S) as consumer,
-        caplog.at_level(logging.WARNING),
-    ):
-        assert consumer.take(timeout=2 * PERIOD_S) == []
-    assert not [r for r in caplog.records if r.name == "shmbus.stall"]
-
-
 def test_a_rank_that_waits_for_its_step_is_told(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "2MiB")
     with (
@@ -187,50 +178,6 @@ def test_a_producer_that_waits_for_space_says_who_holds_it(served: str) -> None:
         producer.put("more", group_size=1, index=0, timeout=30)
 
 
-def test_a_paused_bus_is_named(bus_name: str) -> None:
-    with Bus.create(bus_name, "2MiB") as bus:
-        bus.pause("loading weights")
-        with (
-            Producer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as producer,
-            pytest.raises(StallError, match=r"paused since.*loading weights"),
-        ):
-            producer.put("a", group_size=1, index=0)
-
-
-def test_an_open_reservation_is_named(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "2MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as consumer,
-    ):
-        fields = {"tokens": ("int32", 8)}
-        with producer.reserve("a", group_size=1, index=0, fields=fields):
-            with pytest.raises(StallError) as caught:
-                consumer.take(timeout=None)
-            status = caught.value.report.status
-            assert status is not None and [p.reservations for p in status.producers] == [1]
-        (group,) = consumer.take(timeout=10)
-        group.ack()
-
-
-def test_a_producer_that_died_is_named(bus_name: str, spawn: Spawner) -> None:
-    with Bus.create(bus_name, "2MiB"):
-        child = spawn.script(
-            "import sys, time, shmbus\n"
-            "shmbus.Producer(sys.argv[1], label='doomed').put('a', group_size=2, index=1)\n"
-            "print('ready')\n"
-            "p = shmbus.Producer(sys.argv[1], label='doomed'); print('there'); time.sleep(600)\n",
-            bus_name,
-        )
-        child.expect("there")
-        child.kill()
-        with (
-            Consumer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as consumer,
-            pytest.raises(StallError, match=r"doomed\s+(dead|gone)"),
-        ):
-            consumer.take(timeout=None)
-
-
 def test_a_handle_that_travels_takes_its_watchdog_along(bus_name: str) -> None:
     with Bus.create(bus_name, "2MiB"):
         with Producer(bus_name, on_stall="raise", stall_timeout=PERIOD_S) as producer:
@@ -242,21 +189,6 @@ def test_a_handle_that_travels_takes_its_watchdog_along(bus_name: str) -> None:
         with travelled, pytest.raises(StallError):
             fill(travelled)
             travelled.put("a", group_size=1, index=0, x=np.zeros(5000))
-
-
-@pytest.mark.parametrize("use", [Consumer, Producer])
-def test_wrong_options_are_refused(bus_name: str, use: Callable[..., object]) -> None:
-    with Bus.create(bus_name, "2MiB"):
-        for wrong in ("warn", "", "none"):
-            with pytest.raises(ValueError, match="on_stall: expected 'log', 'raise'"):
-                use(bus_name, on_stall=wrong)
-        with pytest.raises(TypeError, match=r"on_stall: .*got int"):
-            use(bus_name, on_stall=5)
-        for seconds in (0, -1, float("inf"), float("nan")):
-            with pytest.raises(ValueError, match="stall_timeout: expected more than 0"):
-                use(bus_name, stall_timeout=seconds)
-        with pytest.raises(TypeError, match="stall_timeout: expected seconds"):
-            use(bus_name, stall_timeout="60")
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,13 +170,6 @@ def test_a_bad_element_is_refused_with_its_place(
         ends.refuse(error, match.replace("x", "y", 1), y=value)
 
 
-def test_a_million_mixed_elements_are_refused_at_the_first_that_is_none(bus: Bus) -> None:
-    value: list[Any] = list(range(1_000_000))
-    value[777_777] = "?"
-    with Ends(bus, {"x?": ("int64", ...), "tokens?": "int32"}) as ends:
-        ends.refuse(TypeError, r"tokens\[777777\]: .* got str", tokens=value)
-
-
 def test_bools_are_welcome_in_masks_alone(bus: Bus) -> None:
     with Ends(bus, {"x?": "int64", "flags?": "bool", "mask?": "uint8"}) as ends:
         got = ends.sent(flags=[True, 0, 1, np.False_], mask=[True, False, 7, np.True_])
@@ -243,92 +235,6 @@ def test_an_element_that_puts_on_the_same_producer_leaves_both_records_whole(bus
         assert found.pop("inner") == [9] * 50
         assert found == {"outer": [1, 5, 3], **{f"m{i}": [i, 5, i] for i in range(4)}}
         assert ends.consumer.stats().balanced
-
-
-def test_threads_that_put_lists_of_one_producer_do_not_mix(bus: Bus) -> None:
-    rounds, threads = 200, 4
-    with Ends(bus) as ends:
-
-        def put(number: int) -> None:
-            for i in range(rounds):
-                row = [number] * (100 + i)
-                mixed: list[Any] = [*row[:-1], np.int64(number)]
-                ends.producer.put(
-                    f"{number}-{i}", group_size=1, index=0, tokens=mixed if i % 3 == 0 else row,
-                    logprobs=row,
-                )  # fmt: skip
-
-        workers = [threading.Thread(target=put, args=(n,)) for n in range(threads)]
-        for worker in workers:
-            worker.start()
-        seen = 0
-        while seen < rounds * threads:
-            groups = ends.consumer.take(64, 10.0)
-            assert groups
-            for group in groups:
-                with group:
-                    number, i = map(int, group.instance_id.split("-"))
-                    for name in ("tokens", "logprobs"):
-                        assert group[0][name].tolist() == [number] * (100 + i)
-                    seen += 1
-        for worker in workers:
-            worker.join()
-
-
-def test_a_list_may_change_while_put_waits_for_room(bus_name: str) -> None:
-    with Bus.create(bus_name, capacity=65536, max_producers=2) as bus, Ends(bus) as ends:
-        count = 0
-        try:
-            while True:
-                ends.producer.put(f"{count}", group_size=1, index=0, tokens=[1] * 900, timeout=0)
-                count += 1
-        except shmbus.BusFullError:
-            pass
-        value = list(range(1000))
-        waiting = threading.Thread(
-            target=lambda: ends.producer.put(
-                "late", group_size=1, index=0, tokens=value, timeout=30.0
-            )
-        )
-        waits = ends.producer.stats().full_waits
-        waiting.start()
-        while ends.producer.stats().full_waits == waits:
-            pass
-        value.clear()
-        for _ in range(count):
-            [group] = ends.consumer.take(1, 10.0)
-            group.ack()
-        [late] = ends.consumer.take(1, 10.0)
-        waiting.join()
-        with late:
-            assert late[0]["tokens"].tolist() == list(range(1000))
-
-
-@pytest.mark.parametrize("at", [0, 7, 19])
-def test_put_many_writes_nothing_when_an_element_of_one_item_is_bad(bus: Bus, at: int) -> None:
-    items: list[dict[str, Any]] = [
-        {"instance_id": f"{i}", "group_size": 1, "index": 0, "tokens": list(range(i + 1))}
-        for i in range(20)
-    ]
-    items[at]["tokens"][-1] = None
-    with Ends(bus) as ends:
-        with pytest.raises(TypeError, match=rf"put_many: item {at}: tokens\[{at}\]") as caught:
-            ends.producer.put_many(items)
-        assert caught.value.accepted == 0  # type: ignore[attr-defined]
-        assert ends.consumer.take(1, 0) == []
-
-
-def test_put_many_checks_the_lists_of_all_items_before_a_full_bus_gets_any(bus_name: str) -> None:
-    items: list[dict[str, Any]] = [
-        {"instance_id": f"{i}", "group_size": 1, "index": 0, "tokens": [i] * 2000}
-        for i in range(20)
-    ]
-    items[19]["tokens"][5] = 2**40
-    with Bus.create(bus_name, capacity=65536, max_producers=2) as bus, Ends(bus) as ends:
-        with pytest.raises(ValueError, match=r"item 19: tokens\[5\]") as caught:
-            ends.producer.put_many(items, timeout=0)
-        assert caught.value.accepted == 0  # type: ignore[attr-defined]
-        assert ends.consumer.take(1, 0) == []
 
 
 def test_without_a_schema_the_standard_names_have_their_dtypes(bus: Bus) -> None:
