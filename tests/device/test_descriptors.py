@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import open_descriptors
+from conftest import Spawner, open_descriptors
 
 from shmbus import PeerGoneError
 from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
@@ -64,12 +62,10 @@ def settled_descriptors() -> Counter[str]:
 
 
 def test_another_process_gets_the_descriptor_and_its_message(
-    server: DescriptorServer, place: str
+    server: DescriptorServer, place: str, spawn: Spawner
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ASKER, place], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split("\n")[0] == "the answer to chunk 0 content of chunk 0"
+    said = spawn.script(ASKER, place).finish()
+    assert said.split("\n")[0] == "the answer to chunk 0 content of chunk 0"
 
 
 def test_an_answer_needs_no_descriptor(server: DescriptorServer, place: str) -> None:

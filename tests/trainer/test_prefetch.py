@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import random
 import signal
@@ -136,30 +135,6 @@ def test_what_is_ready_is_not_out_and_goes_back_to_the_bus_at_the_end(
         assert consumer.stats().acknowledged == 4
 
 
-@pytest.mark.parametrize("acks", ["some", "all"])
-def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
-    bus: Bus, producer: Producer, seed: int, acks: str
-) -> None:
-    rng = random.Random(seed)
-    keys = put_many(producer, 60)
-    trained: list[str] = []
-    state: Any = None
-    while len(trained) < len(keys):
-        with OnlineDataHandler(bus.name, groups_per_batch=4, max_wait=0.02, prefetch=2) as handler:
-            if state is not None:
-                handler.load_state_dict(state)
-            out = []
-            for _ in range(rng.randrange(1, 6)):
-                if len(trained) < len(keys):
-                    out.append(handler.next_batch(10))
-                    trained += keys_of(out[-1])
-            state = json.loads(json.dumps(handler.state_dict()))
-            for batch in out:
-                if acks == "all" or rng.random() < 0.5:
-                    handler.ack(batch)
-    assert trained == keys
-
-
 def test_a_state_that_is_loaded_late_still_filters_what_is_ready(
     bus: Bus, producer: Producer
 ) -> None:
@@ -211,23 +186,6 @@ def test_errors_come_in_their_turn_and_end_nothing(bus: Bus, producer: Producer)
         assert seen.index("before") < seen.index(" 'logprobs'") < seen.index("after")
         ledger = handler.stats()
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 4}, 4, True)
-
-
-def test_an_error_of_the_callers_own_loses_no_group(bus: Bus, producer: Producer) -> None:
-    calls = 0
-
-    def moody(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("not today")
-        return scores
-
-    keys = put_many(producer, 3)
-    with OnlineDataHandler(bus.name, groups_per_batch=3, advantages=moody, prefetch=1) as handler:
-        with pytest.raises(RuntimeError, match="not today"):
-            handler.next_batch(10)
-        assert keys_of(handler.next_batch(10)) == keys
 
 
 def test_a_batch_that_is_not_full_is_cut_only_while_somebody_waits(
@@ -413,24 +371,3 @@ def test_many_threads_of_acks_and_batches_keep_the_ledger_balanced(
         sending.result()
         assert sorted(got) == sorted(f"k{number}" for number in range(300))
         assert (handler.stats().acknowledged, handler.stats().balanced) == (600, True)
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "error", "match"),
-    [
-        (-1, ValueError, "prefetch: expected 0 to 8 batches, got -1"),
-        (9, ValueError, "got 9"),
-        (True, TypeError, "prefetch: expected an int, got bool"),
-        (1.5, TypeError, "got float"),
-    ],
-)
-def test_a_number_of_batches_that_is_none_is_refused(
-    bus: Bus, prefetch: Any, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        OnlineDataHandler(bus.name, prefetch=prefetch)
-
-
-def test_what_would_let_ranks_drift_apart_is_refused(bus: Bus) -> None:
-    with pytest.raises(ValueError, match=r"truncated: expected .* with several ranks, got 'drop'"):
-        OnlineDataHandler(bus.name, rank=0, world_size=2, truncated="drop")

@@ -234,11 +234,6 @@ def test_ranks_score_their_shards(bus_name: str, daemon: Callable[..., Daemon]) 
             handler.close()
 
 
-def test_a_score_group_that_is_no_callable_is_refused(bus: Bus) -> None:
-    with pytest.raises(TypeError, match="score_group: expected a callable, got float"):
-        OnlineDataHandler(bus.name, score_group=0.5)  # type: ignore[arg-type]
-
-
 def test_closing_ends_a_wait_for_the_judge(bus: Bus, producer: Producer) -> None:
     asked = threading.Event()
 

@@ -1,6 +1,6 @@
 """Processor time of a trainer for each micro batch: prime-rl's own receiver beside the adapter's.
 
-    prime_rl_cost.py [STEPS] [TOKENS] [EXPERTS]
+    python -m bench.adapters.prime_rl [STEPS] [TOKENS] [EXPERTS]
 
 prime-rl is not installed: own is what its file transport does at 0f59b24, on /dev/shm, where it is
 fastest: the file of a step read, and decoded by msgspec. Of both its trainer's tensors are made
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+# The classes of its commits, which the tests have written down.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "trainer"))
 
 import msgspec
 import numpy as np
@@ -28,10 +29,10 @@ import torch
 from published_prime_rl import RoutedExperts, installed
 
 import shmbus
+from bench.adapters import ROUNDS, numbers
 from shmbus.channel import unlink_channel
 from trainer_adapter.adapters import prime_rl
 
-ROUNDS = 3
 MICRO_BATCHES = 8
 TYPES = {
     "input_ids": torch.long, "position_ids": torch.long, "advantages": torch.float,
@@ -101,9 +102,7 @@ def by_channel(steps: int, batches: list[Any]) -> Any:
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    tokens = int(sys.argv[2]) if len(sys.argv) > 2 else 8192
-    experts = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    steps, tokens, experts = numbers(20, 8192, 0)
     with installed("0f59b24") as theirs:
         batches = [micro_batch(theirs.MicroBatch, tokens, experts) for _ in range(MICRO_BATCHES)]
         rounds = [(by_file(steps, batches), by_channel(steps, batches)) for _ in range(ROUNDS)]

@@ -1,7 +1,7 @@
 """TRL's asynchronous trainer beside itself: rollouts of its own worker, and of a bus.
 
-    side_by_side.py [SEEDS] [STEPS] [FILE]
-    side_by_side.py --plot FILE PICTURE
+    python -m bench.adapters.trl_learning [SEEDS] [STEPS] [FILE]
+    python -m bench.adapters.trl_learning --plot FILE PICTURE
 
 Both train the same tiny model on the same prompts, with the same arguments, sampler and weights;
 rewards are compared at equal steps. TRL's worker asks for completions over HTTP, as it asks vLLM:
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "peers" / "trl"))
 
 import torch
 from tiny import COMPLETION_TOKENS, FIRST_WORD, VOCABULARY, make_model, on_a_cpu, sample

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
 import pytest
-from odd_server import OddServer
-from trainers import TIMEOUT_S, Trainer
+from raw_server import RawServer
+from small_vllm import SLOW_S
+from test_client_updates import Client, bring, tokens
+from trainers import TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus, ShmbusError
 from shmbus.engines import (
+    ClientUpdates,
     EngineError,
     EngineFleet,
-    LoraFleet,
     SglangServer,
     UpdateRolledBackError,
     VllmServer,
 )
-from shmbus.engines.pause_note import paused_by
+from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.rows import row_name
 
 pytest_plugins = ["engine_fixtures"]
@@ -28,14 +31,10 @@ DEEP = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 WAITED_S = 60.0
 
 
-def fleet_of(bus: Bus, server: OddServer, **options: Any) -> EngineFleet:
-    return EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=TIMEOUT_S, **options)
-
-
 async def test_an_answer_that_comes_in_pieces_is_read_whole(bus: Bus, trainer: Trainer) -> None:
-    async with OddServer() as server:
+    async with RawServer() as server:
         server.pieces = 4
-        report = await fleet_of(bus, server).update(trainer, 3)
+        report = await fleet_of(bus.name, server).update(trainer, 3)
         assert report.servers[0].state == "serving" and report.servers[0].version == 3
         assert server.model.unique().tolist() == [3.0] and not server.paused
 
@@ -44,7 +43,7 @@ async def test_an_answer_that_comes_in_pieces_is_read_whole(bus: Bus, trainer: T
 async def test_an_address_where_nobody_listens_is_said_and_no_option_advised(
     kind: Any, bus: Bus, trainer: Trainer
 ) -> None:
-    async with OddServer() as server:
+    async with RawServer() as server:
         url = server.url
     fleet = EngineFleet([kind(url)], bus=bus.name, timeout=TIMEOUT_S)
     with pytest.raises(EngineError, match=r"nobody listens there.*address") as raised:
@@ -57,8 +56,8 @@ async def test_an_address_where_nobody_listens_is_said_and_no_option_advised(
 async def test_json_of_any_depth_is_an_answer_like_any_other(
     path: str, bus: Bus, trainer: Trainer
 ) -> None:
-    async with OddServer() as server:
-        fleet = fleet_of(bus, server)
+    async with RawServer() as server:
+        fleet = fleet_of(bus.name, server)
         await fleet.update(trainer, 1)
         deep = iter([[DEEP]])
         server.instead[path] = lambda: next(deep, None)
@@ -81,7 +80,7 @@ async def test_what_a_server_of_the_users_raises_leaves_nobody_paused(
                 raise KeyError("their own code")
             await super().load(version, clear_cache, timeout)
 
-    async with OddServer() as server:
+    async with RawServer() as server:
         fleet = EngineFleet([Broken(server.url)], bus=bus.name, timeout=TIMEOUT_S)
         await fleet.update(trainer, 1)
         with pytest.raises(UpdateRolledBackError, match="KeyError: 'their own code'") as caught:
@@ -92,10 +91,10 @@ async def test_what_a_server_of_the_users_raises_leaves_nobody_paused(
 
 
 async def test_a_failed_call_keeps_its_step_status_and_advice(bus: Bus, trainer: Trainer) -> None:
-    async with OddServer() as server:
+    async with RawServer() as server:
         server.instead["/pause"] = lambda: [b'{"status": "no"}']
         with pytest.raises(EngineError, match="own log; the old weights are in force") as caught:
-            await fleet_of(bus, server).update(trainer, 1)
+            await fleet_of(bus.name, server).update(trainer, 1)
         assert (caught.value.step, caught.value.status) == ("pause", 200)
 
 
@@ -104,7 +103,7 @@ async def test_a_failed_call_keeps_its_step_status_and_advice(bus: Bus, trainer:
 async def test_a_server_that_says_what_it_was_sent_puts_no_key_into_an_error(
     kind: Any, status: str, bus: Bus, trainer: Trainer
 ) -> None:
-    async with OddServer() as server:
+    async with RawServer() as server:
         server.status = status
         for path in ("/get_world_size", "/server_info"):
             server.instead[path] = lambda: [server.head.encode()]
@@ -117,8 +116,8 @@ async def test_a_server_that_says_what_it_was_sent_puts_no_key_into_an_error(
 
 
 async def test_an_address_of_any_length_finds_its_rows(bus: Bus, trainer: Trainer) -> None:
-    async with OddServer(prefix="/of-a-service-with-a-very-long-name" * 3) as server:
-        report = await fleet_of(bus, server).update(trainer, 2)
+    async with RawServer(prefix="/of-a-service-with-a-very-long-name" * 3) as server:
+        report = await fleet_of(bus.name, server).update(trainer, 2)
         assert report.servers[0].version == 2
 
 
@@ -135,18 +134,18 @@ def test_names_of_rows_fit_and_differ() -> None:
 async def test_a_pause_of_the_operators_is_the_operators_to_end(
     mode: str, bus: Bus, trainer: Trainer
 ) -> None:
-    async with OddServer() as server:
+    async with RawServer() as server:
         bus.pause("the disk is full")
-        await fleet_of(bus, server, mode=mode).update(trainer, 1)
+        await fleet_of(bus.name, server, mode=mode).update(trainer, 1)
         assert bus.paused == "the disk is full"
         bus.pause("weights of version 1 are being loaded")  # as a fleet that died says it
-        await fleet_of(bus, server, mode=mode).update(trainer, 2)
+        await fleet_of(bus.name, server, mode=mode).update(trainer, 2)
         assert (bus.paused is None) == (mode != "keep")
 
 
 async def test_a_fleet_serves_one_event_loop_after_another(bus: Bus, trainer: Trainer) -> None:
-    async with OddServer() as server:
-        fleet = fleet_of(bus, server)
+    async with RawServer() as server:
+        fleet = fleet_of(bus.name, server)
 
         def one_loop_an_update() -> list[int | None]:
             reports = [asyncio.run(fleet.update(trainer, version)) for version in (1, 2)]
@@ -157,8 +156,8 @@ async def test_a_fleet_serves_one_event_loop_after_another(bus: Bus, trainer: Tr
 
 
 async def test_threads_take_turns_at_one_fleet(bus: Bus, trainer: Trainer) -> None:
-    async with OddServer() as server:
-        fleet = fleet_of(bus, server)
+    async with RawServer() as server:
+        fleet = fleet_of(bus.name, server)
         done: list[int] = []
 
         class InAnyOrder:
@@ -180,93 +179,74 @@ async def test_threads_take_turns_at_one_fleet(bus: Bus, trainer: Trainer) -> No
 
 
 async def test_a_sync_update_inside_a_loop_is_refused(bus: Bus, trainer: Trainer) -> None:
-    async with OddServer() as server:
+    async with RawServer() as server:
         with pytest.raises(RuntimeError, match=r"await update\(\) there"):
-            fleet_of(bus, server).update_sync(trainer, 1)
+            fleet_of(bus.name, server).update_sync(trainer, 1)
         assert server.seen == []
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"servers": None}, TypeError, "expected a list of servers, got NoneType"),
-        ({"servers": ["http://127.0.0.1:1"]}, TypeError, r"VllmServer\(url\), got str"),
-        ({"bus": "a/b"}, ValueError, "bus name"),
-        ({"clear_cache": "no"}, TypeError, "expected True or False, got str"),
-        ({"timeout": 0}, ValueError, "more than 0"),
-        ({"timeout": None}, TypeError, "expected seconds, got NoneType"),
-        ({"timeout": float("nan")}, ValueError, "got nan"),
-        ({"quorum": True}, TypeError, "expected an int, got bool"),
-        ({"quorum": "1"}, TypeError, "expected an int, got str"),
-    ],
-)
-def test_options_of_another_type_are_refused(
-    options: dict[str, Any], error: type[Exception], match: str
+pytest_plugins = ["engine_fixtures"]
+
+
+#: Shorter than the step is late, and long enough for what comes after it.
+PATIENCE_S = SLOW_S * 2 / 3
+
+
+LATE_STEPS = ("start", "update", "finish")
+
+
+@pytest.mark.parametrize("step", LATE_STEPS)
+async def test_a_step_that_nobody_waited_for_ends_before_what_ran_before_is_loaded(
+    step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
-    given: dict[str, Any] = {"servers": [VllmServer("http://127.0.0.1:1")], "bus": "b", **options}
-    with pytest.raises(error, match=match):
-        EngineFleet(given.pop("servers"), **given)
-    if "clear_cache" not in options:
-        with pytest.raises(error, match=match):
-            LoraFleet(options.get("servers", [VllmServer("http://127.0.0.1:1")]), **given)
+    running = servers(2)
+    async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=PATIENCE_S) as fleet:
+        await fleet.update(trainer, 1)
+        await running.fault(step, "slow")
+        with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
+            await fleet.update(trainer, 2)
+        assert await running.tokens(2) == [1.0, 1.0]
+        assert paused_by(bus.name) is None
+        await fleet.update(trainer, 3)
+    assert await running.tokens(2) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("publisher", "version", "error", "match"),
-    [
-        (None, 1, TypeError, "expected a WeightPublisher, got NoneType"),
-        ("trainer", "1", TypeError, "expected an int, got str"),
-        ("trainer", True, TypeError, "expected an int, got bool"),
-        ("trainer", -1, ValueError, "expected 0 to"),
-        ("trainer", 1 << 63, ValueError, "expected 0 to 9223372036854775807"),
-    ],
-)
-async def test_what_makes_no_update_is_refused_before_anybody_is_asked(
-    publisher: Any, version: Any, error: type[Exception], match: str, bus: Bus, trainer: Trainer
+@pytest.mark.parametrize("step", LATE_STEPS)
+async def test_what_a_dead_trainer_asked_last_ends_before_its_rows_are_believed(
+    step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
-    async with OddServer() as server:
-        with pytest.raises(error, match=match):
-            await fleet_of(bus, server).update(publisher and trainer, version)
-        assert server.seen == []
+    running = servers(2)
+    server = VllmServer(running.url)
+    async with EngineFleet([server], bus=bus.name, timeout=TIMEOUT_S) as fleet:
+        await fleet.update(trainer, 1)
+        trainer.publish(2)
+        with PauseNote(bus.name) as note:
+            note.write(PauseNotice(1, [("vllm", running.url)], 2, 1))
+        await server.pause("keep", False, TIMEOUT_S)
+        await running.fault(step, "slow")
+        with contextlib.suppress(EngineError):
+            await server.load(2, False, SLOW_S / 5)
+        report = await fleet.recover()
+    assert report is not None and report.torn == []
+    assert await running.tokens(2) == [2.0, 2.0]
+    assert paused_by(bus.name) is None
 
 
-@pytest.mark.parametrize("make", [VllmServer, SglangServer])
-@pytest.mark.parametrize(
-    ("url", "error", "match"),
-    [
-        (None, TypeError, "expected a str, got NoneType"),
-        ("http://h:99999", ValueError, "http://host:port"),
-        ("http://h:port", ValueError, "http://host:port"),
-        (" http://h:1", ValueError, "http://host:port"),
-        ("http://h:1/?a=b", ValueError, "http://host:port"),
-        ("http://" + "h" * 64, ValueError, "http://host:port"),
-        ("http://user:key@h:1", ValueError, "pass headers="),
-        ("http://h:1?", ValueError, "http://host:port"),
-        ("http://h:1#", ValueError, "http://host:port"),
-        ("http://h:1/\x00", ValueError, "http://host:port"),
-        ("http://h:1/\ud800", ValueError, "http://host:port"),
-    ],
-)
-def test_an_address_that_leads_nowhere_is_refused(
-    make: Any, url: Any, error: type[Exception], match: str
+@pytest.mark.parametrize("step", LATE_STEPS)
+def test_a_client_that_gave_up_brings_back_what_ran_before(
+    step: str, bus: Bus, trainer: Trainer, servers: Any
 ) -> None:
-    with pytest.raises(error, match=match) as caught:
-        make(url)
-    assert "key" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("headers", "error"),
-    [
-        ("Authorization", TypeError),
-        ({"Authorization": 5}, TypeError),
-        ({"Authorization": "secret\r\nX: y"}, ValueError),
-        ({"a b": "secret"}, ValueError),
-    ],
-)
-def test_headers_that_cannot_be_sent_are_refused_without_their_values(
-    headers: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"^headers: expected") as caught:
-        VllmServer("http://127.0.0.1:1", headers=headers)
-    assert "secret" not in str(caught.value)
+    running = servers(2)
+    client = Client(running, timeout=PATIENCE_S)
+    trainer.publish(1)
+    updates = ClientUpdates(bus.name, client, timeout=PATIENCE_S)
+    bring(updates, trainer, 2)
+    client.post("fault", {step: "slow"})
+    in_force = 3
+    try:
+        bring(updates, trainer, 3)
+    except UpdateRolledBackError as error:
+        in_force = error.in_force or 0
+    assert tokens(running) == [float(in_force)] * 3
+    bring(updates, trainer, 4)
+    assert tokens(running) == [4.0] * 3

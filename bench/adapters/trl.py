@@ -1,6 +1,6 @@
 """Processor time of the trainer for each sample: TRL's own queue beside the bus, in one run.
 
-cost.py [SAMPLES] [TOKENS]
+    python -m bench.adapters.trl [SAMPLES] [TOKENS]
 
 A process of its own puts samples; this one takes them as TRL's trainer does. Counted is this
 process's processor time from the first sample to the last, with acknowledgements.
@@ -8,38 +8,24 @@ process's processor time from the first sample to the last, with acknowledgement
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 
 import shmbus
+from bench.adapters import GROUP_SIZE, numbers, report, sample_of
 
-GROUP_SIZE = 8
-ROUNDS = 3
 MICRO_BATCH = 16
 #: As many samples of 2,048 tokens as TRL's queue holds by default: 1,024.
 CAPACITY = "24MiB"
 
 
-def fields(tokens: int) -> dict[str, Any]:
-    return {
-        "tokens": np.arange(tokens, dtype=np.int32),
-        "loss_mask": np.ones(tokens, np.uint8),
-        "logprobs": np.zeros(tokens, np.float32),
-    }
-
-
 def put_on_bus(bus: str, samples: int, tokens: int) -> None:
     with shmbus.Producer(bus) as producer:
-        given = fields(tokens)
+        given = sample_of(tokens)
         for number in range(samples):
             group, index = divmod(number, GROUP_SIZE)
             producer.put(f"g{group}", group_size=GROUP_SIZE, index=index, score=index % 2, **given)
@@ -48,7 +34,7 @@ def put_on_bus(bus: str, samples: int, tokens: int) -> None:
 def put_on_queue(queue: Any, samples: int, tokens: int) -> None:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    given = fields(tokens)
+    given = sample_of(tokens)
     for number in range(samples):
         queue.put(
             RolloutSample(
@@ -113,12 +99,8 @@ def by_bus(samples: int, tokens: int) -> float:
 
 
 def main() -> None:
-    samples = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
-    tokens = int(sys.argv[2]) if len(sys.argv) > 2 else 2048
-    rounds = [(by_queue(samples, tokens), by_bus(samples, tokens)) for _ in range(ROUNDS)]
-    queue, bus = (min(each[which] for each in rounds) for which in (0, 1))
-    print(json.dumps({"queue_us": round(queue, 1), "bus_us": round(bus, 1),
-                      "ratio": round(bus / queue, 2), "rounds": rounds}))  # fmt: skip
+    samples, tokens = numbers(8000, 2048)
+    report(lambda _: by_queue(samples, tokens), lambda _: by_bus(samples, tokens))
 
 
 if __name__ == "__main__":

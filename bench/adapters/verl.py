@@ -1,6 +1,6 @@
 """Processor time of a sample's way into verl's TransferQueue: by its own worker, and by a bus.
 
-    verl_cost.py [GROUPS] [TOKENS]
+    python -m bench.adapters.verl [GROUPS] [TOKENS]
 
 Own: what AgentLoopWorkerTQ does with each output of an agent loop, called here without a Ray actor;
 verl runs it in actors of their own. A bus: another process puts groups, and the sampler puts them
@@ -10,25 +10,26 @@ into the TransferQueue, in the trainer's process. What verl then samples is the 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
-import sys
 import time
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
-import numpy as np
 import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf
 
 import shmbus
+from bench.adapters import (
+    GROUP_SIZE,
+    PROMPT_SHARE,
+    numbers,
+    put_group,
+    report,
+    sample_of,
+)
 
-GROUP_SIZE = 8
-ROUNDS = 3
-#: Tokens of the prompt, of each sample's.
-PROMPT_SHARE = 8
 CAPACITY = "64MiB"
 PROMPT = {"data_source": "math", "raw_prompt": [{"role": "user", "content": "7"}]}
 
@@ -84,15 +85,10 @@ def by_verl(groups: int, tokens: int, number: int) -> float:
 
 
 def put(bus: str, uids: list[str], tokens: int) -> None:
-    fields = {
-        "tokens": np.arange(tokens, dtype=np.int32),
-        "loss_mask": (np.arange(tokens) >= tokens // PROMPT_SHARE).astype(np.uint8),
-        "logprobs": np.full(tokens, -0.25, np.float32),
-    }
+    fields = sample_of(tokens)
     with shmbus.Producer(bus) as producer:
         for uid in uids:
-            for index in range(GROUP_SIZE):
-                producer.put(uid, group_size=GROUP_SIZE, index=index, score=index % 2, **fields)
+            put_group(producer, uid, fields)
 
 
 def by_bus(groups: int, tokens: int, number: int) -> float:
@@ -123,21 +119,17 @@ def by_bus(groups: int, tokens: int, number: int) -> float:
 
 
 def main() -> None:
-    groups = int(sys.argv[1]) if len(sys.argv) > 1 else 32
-    tokens = int(sys.argv[2]) if len(sys.argv) > 2 else 2048
+    groups, tokens = numbers(32, 2048)
     memory = 200 * 2**20
     ray.init(
         address="local", num_cpus=16, include_dashboard=False, log_to_driver=False,
         object_store_memory=memory,
     )  # fmt: skip
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-    rounds = [
-        (by_verl(groups, tokens, 2 * each), by_bus(groups, tokens, 2 * each + 1))
-        for each in range(ROUNDS)
-    ]
-    own, bus = (min(each[which] for each in rounds) for which in (0, 1))
-    print(json.dumps({"own_us": round(own, 1), "bus_us": round(bus, 1),
-                      "ratio": round(bus / own, 2), "rounds": rounds}))  # fmt: skip
+    report(
+        lambda number: by_verl(groups, tokens, number),
+        lambda number: by_bus(groups, tokens, number),
+    )
     tq.close()
     ray.shutdown()
 

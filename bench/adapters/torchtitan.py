@@ -1,6 +1,6 @@
 """Processor time of the trainer for each sample: torchtitan's own way beside the bus, in one run.
 
-    titan_cost.py [GROUPS] [TOKENS]
+    python -m bench.adapters.torchtitan [GROUPS] [TOKENS]
 
 Own: the generator's completions come as pickled messages, as between Monarch's actors, and the
 controller makes a TrainingSampleGroup of them by its TrainingSampleBuilder. A bus: another process
@@ -11,7 +11,6 @@ torchtitan's batcher in both cases, and not counted.
 from __future__ import annotations
 
 import importlib
-import json
 import multiprocessing
 import os
 import pickle
@@ -21,15 +20,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torchtitan
 
 import shmbus
+from bench.adapters import (
+    GROUP_SIZE,
+    PROMPT_SHARE,
+    numbers,
+    put_group,
+    report,
+    sample_of,
+)
 
-GROUP_SIZE = 8
-ROUNDS = 3
-#: Tokens of the prompt, of each sample's.
-PROMPT_SHARE = 8
 CAPACITY = "24MiB"
 
 
@@ -90,17 +92,10 @@ def by_torchtitan(groups: int, tokens: int) -> float:
 
 
 def put(bus: str, groups: int, tokens: int) -> None:
-    fields = {
-        "tokens": np.arange(tokens, dtype=np.int32),
-        "loss_mask": (np.arange(tokens) >= tokens // PROMPT_SHARE).astype(np.uint8),
-        "logprobs": np.full(tokens, -0.25, np.float32),
-    }
+    fields = sample_of(tokens)
     with shmbus.Producer(bus) as producer:
         for number in range(groups):
-            for index in range(GROUP_SIZE):
-                producer.put(
-                    f"g{number}", group_size=GROUP_SIZE, index=index, score=index % 2, **fields
-                )
+            put_group(producer, f"g{number}", fields)
 
 
 class EachGroup:
@@ -133,12 +128,8 @@ def by_bus(groups: int, tokens: int) -> float:
 
 
 def main() -> None:
-    groups = int(sys.argv[1]) if len(sys.argv) > 1 else 300
-    tokens = int(sys.argv[2]) if len(sys.argv) > 2 else 2048
-    rounds = [(by_torchtitan(groups, tokens), by_bus(groups, tokens)) for _ in range(ROUNDS)]
-    own, bus = (min(each[which] for each in rounds) for which in (0, 1))
-    print(json.dumps({"own_us": round(own, 1), "bus_us": round(bus, 1),
-                      "ratio": round(bus / own, 2), "rounds": rounds}))  # fmt: skip
+    groups, tokens = numbers(300, 2048)
+    report(lambda _: by_torchtitan(groups, tokens), lambda _: by_bus(groups, tokens))
 
 
 if __name__ == "__main__":

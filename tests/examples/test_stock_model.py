@@ -1,4 +1,4 @@
-"""Each example runs as its own file says, and does what it says."""
+"""A stock model of transformers learns over the bus, as the file of the example says."""
 
 from __future__ import annotations
 

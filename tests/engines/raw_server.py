@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shmbus.engines import VllmServer
 from shmbus.weights import WeightSubscriber
 
 #: What a route says instead of doing its work: pieces of the body, or None for its own answer.
@@ -22,7 +23,7 @@ Instead = Callable[[], list[bytes] | None]
 PIECE_S = 0.02
 
 
-class OddServer:
+class RawServer:
     """One rank, on a free port of the loopback, for an ``async with`` block."""
 
     def __init__(self, prefix: str = "") -> None:
@@ -38,7 +39,7 @@ class OddServer:
         self._loading: int | None = None
         self._serving: set[asyncio.Task[Any]] = set()
 
-    async def __aenter__(self) -> OddServer:
+    async def __aenter__(self) -> RawServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}{self.prefix}"
@@ -55,6 +56,10 @@ class OddServer:
         await asyncio.gather(*self._serving)
         if self.subscriber is not None:
             self.subscriber.close()
+
+    def server(self) -> VllmServer:
+        """How a fleet speaks to it."""
+        return VllmServer(self.url)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

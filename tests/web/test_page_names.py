@@ -26,7 +26,7 @@ def cells_of(page: Page) -> list[str]:
     )
 
 
-def test_an_round_beyond_a_browsers_numbers_has_its_history(
+def test_a_round_beyond_a_browsers_numbers_has_its_history(
     web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
 ) -> None:
     """TRL's and SkyRL's requests have such rounds: nanoseconds since 1970."""
