@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import msgspec
 import numpy as np
+import prime_rl_transport as prime_rl
 import torch
 from published_prime_rl import RoutedExperts, installed
 
 import shmbus
 from shmbus.channel import unlink_channel
-from trainer_adapter.adapters import prime_rl
 
 ROUNDS = 3
 MICRO_BATCHES = 8
