@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shmbus._format import several, show_count, show_duration, show_size
 from shmbus.inspect.rates import Watcher
-from shmbus.inspect.types import BusStatus, DaemonStatus, GroupStatus, LeaseStatus, ProducerStatus
+from shmbus.inspect.types import BusStatus, DaemonStatus, GroupCells, LeaseStatus, ProducerStatus
 from shmbus.pool.survey import describe_pool, read_pools
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -31,6 +31,8 @@ _HIGH = 0.7
 _TITLE_ROWS = 3
 _CHART_ROWS = 1
 _CHART_MORE_ROWS = 7
+#: Missing samples of a group that are named.
+_MISSING = 16
 #: Slot pools beside the bus that get a row each.
 _POOLS = 2
 
@@ -317,9 +319,9 @@ def _groups(status: BusStatus, rows: int) -> Panel:
     )
 
 
-def _group(group: GroupStatus) -> tuple[Text, ...]:
-    missing = ", ".join(map(str, group.missing))
-    more = group.size - group.present - len(group.missing)
+def _group(group: GroupCells) -> tuple[Text, ...]:
+    missing = ", ".join(map(str, group.missing[:_MISSING]))
+    more = group.size - group.present - min(_MISSING, len(group.missing))
     if more:
         missing += f" and {more} more"
     round = "" if group.round is None else f" round {group.round}"

@@ -19,8 +19,6 @@ from shmbus.inspect.tables import read_schema
 from shmbus.inspect.types import ProducerSlot
 from shmbus_ext import _core
 
-__all__ = ["Inspection", "RecordView", "RunView", "SlotView", "inspect"]
-
 _SLOT_STATES = {_core.SLOT_FREE: "free", _core.SLOT_ACTIVE: "active", _core.SLOT_CLOSED: "closed"}
 
 
