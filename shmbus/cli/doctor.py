@@ -37,8 +37,6 @@ from shmbus.inspect import leftovers
 from shmbus.pool.survey import read_pools
 from shmbus_ext import _core
 
-__all__ = ["Finding", "NOT_INSTALLED", "diagnose"]
-
 #: What is found of a package that is not there.
 NOT_INSTALLED: Final = "not installed"
 
@@ -484,6 +482,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus doctor --json | jq '.[] | select(.level != \"ok\")'",
         ],
         json=True,
+        bus=False,
     )
     parser.add_argument("--quick", action="store_true", help="do not try to import torch")
 

@@ -29,7 +29,6 @@ def add_parser(commands: Commands) -> None:
         examples=["shmbus snapshot run1 /data/run1-before-reboot"],
         json=True,
     )
-    take.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     take.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
     back = add_command(
         commands,
@@ -43,6 +42,7 @@ def add_parser(commands: Commands) -> None:
             "shmbus restore /data/run1-before-reboot run2 --capacity 1GiB",
         ],
         json=True,
+        bus=False,
     )
     back.add_argument("directory", metavar="DIR", help="the snapshot")
     back.add_argument(

@@ -25,8 +25,6 @@ from shmbus.http.access import Refusal
 from shmbus.segment.names import companion_name
 from shmbus.segment.own_file import open_own
 
-__all__ = ["BodyKey", "Journal", "JournalEntry"]
-
 _MAGIC: Final = b"SHMGATE3"
 _HEAD = struct.Struct("<8sQI")
 _PLACE = struct.Struct("<QII")

@@ -6,8 +6,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["Settings"]
-
 #: Seconds that a POST may wait for room. A client of Atropos gives a group up after three quick
 #: 5xx, and waits 300 s for an answer: the answer has to come before that, and late.
 HOLD_S: Final = 240.0

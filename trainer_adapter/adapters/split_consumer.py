@@ -12,8 +12,6 @@ from typing import Any, Final
 import shmbus
 from shmbus.segment.names import check_name
 
-__all__ = ["SplitConsumer", "check_options"]
-
 
 def check_options(bus: str, options: dict[str, Any]) -> None:
     """Refuse what is no bus, no option of a consumer, or the adapter's to choose."""

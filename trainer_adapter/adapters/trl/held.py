@@ -30,8 +30,6 @@ from trainer_adapter.adapters.trl.samples import (
 )
 from trainer_adapter.adapters.trl.stack import versions
 
-__all__ = ["HeldGroups", "check_options", "open_within"]
-
 
 def check_options(bus: str, options: dict[str, Any], advantages: Advantages = "grpo") -> None:
     """Refuse what is no bus, no option of a consumer, or TRL's to choose."""
