@@ -328,11 +328,7 @@ def _check_packages() -> Iterator[Finding]:
         yield Finding(package, "ok", version or NOT_INSTALLED, hint)
 
 
-_OPTIONAL: Final = (
-    ("rich", "ops"),
-    ("prometheus_client", "metrics"),
-    ("safetensors", "snapshot"),
-)
+_OPTIONAL: Final = (("rich", "ops"), ("prometheus_client", "metrics"), ("safetensors", "snapshot"))
 
 
 def _check_round_trip() -> Iterator[Finding]:
@@ -424,10 +420,7 @@ def _check_torch(ask: bool) -> Finding:
         return Finding("torch", "ok", version)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH],
-            capture_output=True,
-            text=True,
-            timeout=_TORCH_S,
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S
         )
     except subprocess.TimeoutExpired:
         hint = "a driver that hangs? try: python -c 'import torch'; --quick leaves this out"

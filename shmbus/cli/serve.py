@@ -97,11 +97,7 @@ def _create(name: str, settings: config.Settings) -> None:
     schema = settings.declared()
     try:
         creation.create_segment(
-            name,
-            settings.capacity,
-            settings.max_producers,
-            bounds=settings.bounds(),
-            schema=schema,
+            name, settings.capacity, settings.max_producers, bounds=settings.bounds(), schema=schema
         ).close()
     except errors.BusExistsError:
         if schema is not None:

@@ -52,10 +52,7 @@ def add_parser(commands: Commands) -> None:
         "--again", action="store_true", help="also a snapshot that was restored before"
     )
     back.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=_capacity,
-        help="bytes for records (default: as it was)",
+        "--capacity", metavar="SIZE", type=_capacity, help="bytes for records (default: as it was)"
     )
 
 
@@ -89,10 +86,7 @@ def run_restore(arguments: argparse.Namespace) -> int:
     """Restore, and print the content of the bus."""
     try:
         manifest = snapshot.restore(
-            arguments.directory,
-            arguments.name,
-            capacity=arguments.capacity,
-            again=arguments.again,
+            arguments.directory, arguments.name, capacity=arguments.capacity, again=arguments.again
         )
     except (TypeError, ValueError) as error:
         if isinstance(error, errors.ShmbusError):

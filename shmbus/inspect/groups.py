@@ -68,10 +68,7 @@ def read_groups(
             )
         found, omitted = OpenGroups(file, undelivered).cells(count)
         return Groups(
-            source="records",
-            groups=joined(file, found),
-            omitted=omitted,
-            problem=problem,
+            source="records", groups=joined(file, found), omitted=omitted, problem=problem
         )
 
 

@@ -254,12 +254,7 @@ def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:
 
 
 def _producers(
-    file: SegmentFile,
-    runs: list[Run],
-    waited_s: list[float],
-    checks: ProducerChecks,
-    *,
-    walk: bool,
+    file: SegmentFile, runs: list[Run], waited_s: list[float], checks: ProducerChecks, *, walk: bool
 ) -> list[ProducerStatus]:
     found = []
     held = _held_bytes(runs)

@@ -21,9 +21,10 @@ from typing import Any, Final, Literal
 
 import shmbus
 from shmbus._arguments import check_choice
+from trainer_adapter.adapters.split_consumer import check_options
 from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
 from trainer_adapter.adapters.trl.checkpoints import TrainedRows
-from trainer_adapter.adapters.trl.held import HeldGroups, check_options, open_within
+from trainer_adapter.adapters.trl.held import HeldGroups, open_within
 from trainer_adapter.adapters.trl.progress import RowMetrics
 from trainer_adapter.adapters.trl.samples import Advantages, Expected, ledger_metrics
 from trainer_adapter.adapters.trl.stack import needed
@@ -141,7 +142,10 @@ class ShmbusRolloutWorker:
     ) -> None:
         check_choice("acknowledge", acknowledge, ("version", "save"))
         check_choice("refused", refused, ("raise", "drop"))
-        check_options(bus, consumer_options, advantages)
+        if not callable(advantages):
+            check_choice("advantages", advantages, ("grpo", "dr_grpo", "rloo", "none"))
+        shared = "TRL's main process takes all rows and shares them out"
+        check_options(bus, consumer_options, dict.fromkeys(("rank", "world_size"), shared))
         self.bus: Final = bus
         self.rollout_buffer = RolloutBuffer(self)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
