@@ -18,8 +18,6 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
-__all__ = ["ProducerChecks", "is_stopped", "servers_left", "stopped_pids"]
-
 #: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
 _STOPPED: Final = frozenset("Tt")
 

@@ -40,20 +40,6 @@ from shmbus.inspect.types import (
 from shmbus.ledger import LanePauseStatus
 from shmbus_ext import _core
 
-__all__ = [
-    "HISTOGRAMS",
-    "read_claims",
-    "read_histograms",
-    "read_lane_pause",
-    "read_lead",
-    "read_relay",
-    "read_requests",
-    "read_schema",
-    "read_waited",
-    "read_wanted",
-    "with_begun",
-]
-
 #: Names of the core's figures, by their number.
 HISTOGRAMS: Final = ("lag", "age", "length", "score", "solved")
 assert len(HISTOGRAMS) == len(_core.FIGURE_BOUNDS)

@@ -28,8 +28,6 @@ from shmbus.inspect.types import (
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.segment.explain import DAEMON_LABEL
 
-__all__ = ["judge", "producer_name"]
-
 #: Seconds without any movement after which a bus with something to do stands still.
 STILL_S: Final = 60.0
 #: Seconds without a commit after which a producer that groups wait for is called silent.

@@ -9,7 +9,7 @@ from operators import cli
 
 import shmbus
 from shmbus.segment.names import bus_names, companion_name, parse_companion
-from trainer_adapter.demo.weights import WeightsChannel
+from trainer_adapter.demo.worker import WeightsChannel
 
 
 def found(name: str) -> list[dict[str, Any]]:

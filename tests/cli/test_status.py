@@ -72,8 +72,7 @@ def test_status_says_where_every_trajectory_is(bus_name: str, spawn: Spawner) ->
             (oldest,) = status["oldest_incomplete"]
             assert oldest["instance_id"] == "w-open"
             assert (oldest["present"], oldest["size"]) == (1, 4)
-            assert oldest["missing"] == [0, 2, 3]
-            assert oldest["producers"] == [1]
+            assert [(each["index"], each["producer"]) for each in oldest["cells"]] == [(1, 1)]
             text = cli("status", bus_name)
             assert text.status == 0
             for expected in ("balances, counted record by record", "w-open", "1 of 4", "alive"):

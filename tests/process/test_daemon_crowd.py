@@ -243,7 +243,7 @@ def some_request(draw: random.Random, kind: str) -> messages.Request:
     reason = draw.choice([0] * 60 + [1, _core.REASONS - 1, _core.REASONS, 255])
     says: list[Callable[[], messages.Request]] = [
         lambda: messages.GetLedger(id=number),
-        lambda: messages.GetStatus(id=number, oldest=draw.randrange(9)),
+        lambda: messages.GetStatus(id=number),
         lambda: messages.SetPolicyVersion(id=number, policy_version=number),
         lambda: messages.End(numbers=numbers, reason=reason),
         lambda: messages.GiveBack(numbers=numbers),

@@ -1,30 +1,106 @@
-"""A trainer's batches of Atropos' groups, from a bus in place of `GET /batch`.
+"""Atropos without HTTP: environments put their groups into the bus, trainers take batches from it.
+
+Everything that an environment sends goes through one method of BaseEnv; `ShmbusEnv` has it. The
+groups and batches are those of the HTTP gateway, so environments and trainers of both kinds share
+one bus.
 
 Invariants:
 
+- Importing this needs no atroposlib: the mix-in knows one name of BaseEnv, and no other.
+- What `_send_scored_data_to_api` was given is put whole, also where its task is cancelled.
 - A batch is leased until the next one is asked for, or `ack`.
 - A group that Atropos cannot have is dropped, and named in the log; those around it go on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import shmbus
 from shmbus._arguments import check_int, check_text, check_timeout
-from shmbus.peers.atropos import env_id_of, group_of, is_atropos
+from shmbus.peers.atropos import env_id_of, group_of, is_atropos, samples_of
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
 from trainer_adapter.adapters.ended_groups import still_leased
+from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
 
-__all__ = ["AtroposTrainer"]
+__all__ = ["AtroposTrainer", "ShmbusEnv"]
 
 logger = logging.getLogger(__name__)
+#: What is under way; a loop keeps no reference of its own.
+_putting: set[asyncio.Future[int]] = set()
+
+
+class ShmbusEnv:
+    """Sends the groups of an Atropos environment through a bus of this machine.
+
+    Name it before BaseEnv in the class statement. The bus is the class's `shmbus_bus`, or that of
+    the variable SHMBUS_BUS. Registration and throttling go on over HTTP: they ask the gateway of
+    the same bus.
+
+    Attributes
+    ----------
+    shmbus_bus : str or None
+        The bus.
+
+    Examples
+    --------
+    An environment that sends through the ring::
+
+        class MyEnv(ShmbusEnv, BaseEnv):
+            shmbus_bus = "run1"
+    """
+
+    shmbus_bus: ClassVar[str | None] = None
+    _shmbus_producer: shmbus.Producer | None = None
+    _shmbus_groups: int = 0
+
+    def _shmbus(self) -> shmbus.Producer:
+        if self._shmbus_producer is None:
+            name = self.shmbus_bus or os.environ.get(BUS_VARIABLE)
+            if not name:
+                raise ValueError(
+                    f"shmbus_bus: expected the name of a bus, got none; set it in "
+                    f"{type(self).__name__}, or the variable {BUS_VARIABLE}"
+                )
+            label = str(getattr(self, "name", None) or type(self).__name__)
+            self._shmbus_producer = shmbus.Producer(name, label=label)
+        return self._shmbus_producer
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Put one group or several, all checked before the first; waits while the bus is full."""
+        producer = self._shmbus()
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        put: list[dict[str, Any]] = []
+        for group in groups:
+            if not isinstance(group, dict):
+                raise TypeError(
+                    f"scored_data: expected a ScoredDataGroup, a dict, got {type(group).__name__}"
+                )
+            group["env_id"] = getattr(self, "env_id", None)
+            key = f"atropos-{producer.producer_id}-{self._shmbus_groups}"
+            self._shmbus_groups += 1
+            samples = samples_of(group, policy_version=producer.policy_version)
+            put += [
+                {**sample, "instance_id": key, "group_size": len(samples), "index": index}
+                for index, sample in enumerate(samples)
+            ]
+        # All in one call, which checks all before it puts the first.
+        putting = asyncio.ensure_future(producer.aput_many(put))
+        _putting.add(putting)
+        putting.add_done_callback(_putting.discard)
+        # An environment cancels its workers; half a group would wait in the bus for ever.
+        await asyncio.shield(putting)
+
+
 #: Groups that one take leases.
 _TAKE_GROUPS: Final = 256
 
@@ -162,9 +238,6 @@ class AtroposTrainer:
         OSError
             The gateway does not answer, or refuses.
         """
-        import json
-        import urllib.request
-
         if self._url is None:
             raise ValueError("url: expected that of the gateway, got none; give it to the trainer")
         content = {

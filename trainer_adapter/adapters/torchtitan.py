@@ -1,7 +1,16 @@
 """Groups of a bus as torchtitan's training samples, and the batches that its batcher makes of them.
 
-Invariant: a group is acknowledged only after `ShmbusBatches.ack`; what was collected for a batch
-that never was full stays leased.
+::
+
+    batches = ShmbusBatches("run1", Batcher.Config(...).build(...))     # torchtitan.experiments.rl
+    batch = batches.next(timeout=60.0); train(batch); batches.ack()
+
+Invariants:
+
+- torchtitan packs: what comes out is what its Batcher makes of its own TrainingSampleGroup.
+- A group is acknowledged only after `ShmbusBatches.ack`; what was collected for a batch that never
+  was full stays leased.
+- Importing this loads neither torch nor torchtitan.
 """
 
 from __future__ import annotations
