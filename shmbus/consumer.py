@@ -491,28 +491,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     async def atake(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
         """Take complete groups as `take` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        max_groups : int
-            As for `take`.
-        timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        list[Group]
-            Maybe empty. Each is leased to the caller until it is acknowledged or given back.
-
-        Raises
-        ------
-        TypeError, ValueError
-            `max_groups` is no int of 1 or more, or `timeout` is no time.
-        ProtocolError, StallError, BusBusyError, BusClosedError, BusRemovedError
-            As for `take`.
-        DaemonUnavailableError
-            The daemon has not answered for CLIENT_WAIT_S (30 s).
-        asyncio.CancelledError
-            The task was cancelled during the wait; no group is leased to it.
+        A task that is cancelled during the wait (CancelledError) has no group leased to it.
         """
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)

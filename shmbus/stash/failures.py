@@ -127,10 +127,7 @@ class FailedIndex(Generic[S]):
 
 
 class FailingGroup(Generic[S]):
-    """A group with a failed index. `size` is 0 while it is unknown.
-
-    `need` is 0 until a sample has said it: the report of a failure may not know.
-    """
+    """A group with a failed index. `size` is 0 while it is unknown."""
 
     __slots__ = (
         "born_s", "due_s", "failed", "key", "need", "overdue", "received", "size", "touched_s",
@@ -181,23 +178,7 @@ class FailingGroup(Generic[S]):
 
 
 class Failures(Generic[S]):
-    """All failing groups.
-
-    Parameters
-    ----------
-    retries : int
-        Requests for one sample.
-    retry_timeout_s : float
-        Seconds after which an unanswered request counts as a failed attempt, and that a group with
-        a finally failed sample waits for its others.
-    group_timeout_s : float, optional
-        Seconds that a group may stay incomplete before its missing samples count as failed.
-    backoff : tuple of float
-        Seconds before a failed sample is asked for again: first, and at most.
-    groups : dict
-        The groups by key, shared with the group table, which refuses their samples. None for a
-        group whose first failure the table has just met.
-    """
+    """All failing groups."""
 
     def __init__(
         self,

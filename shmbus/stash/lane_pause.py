@@ -32,13 +32,7 @@ def words_of(reason: str) -> str:
 
 
 class LanePause:
-    """Follows successes and failures of the samples that are asked for through the lane.
-
-    Parameters
-    ----------
-    backoff : tuple of float
-        Seconds between two probes: first, and at most.
-    """
+    """Follows successes and failures of the samples that are asked for through the lane."""
 
     def __init__(self, backoff: tuple[float, float]) -> None:
         self._backoff = backoff

@@ -123,8 +123,7 @@ PyObject *py_companion_open(PyTypeObject *type, const struct companion_kind *kin
     return self == NULL ? NULL : py_companion_result(self, kind->open(self, fd, read_only != 0));
 }
 
-PyObject *py_companion_close(CompanionObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_companion_close(CompanionObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!self->handle_closed) {
         self->handle_closed = true;
         if (self->users == 0) {

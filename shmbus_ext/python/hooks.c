@@ -26,8 +26,7 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
 /* The struct is taken for an array of its members. */
 _Static_assert(sizeof(struct hooks) == 18 * sizeof(PyObject *), "hooks are pointers alone");
 
-static PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs) {
-    (void)module;
+static PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
     static char *names[] = {"closed_error",    "too_large_error", "unscored_error", "full_error",
                             "busy_error",      "removed_error",   "layout_error",   "space_error",
                             "memory_error",    "encode_meta",     "decode_meta",    "encode_dtype",

@@ -18,8 +18,7 @@
 #include "python/segment/segment.h"
 #include "python/uninterrupted.h"
 
-static PyObject *py_crc32c(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer data;
     int reference = 0;
     if (!PyArg_ParseTuple(args, "y*|p", &data, &reference)) {
@@ -31,9 +30,7 @@ static PyObject *py_crc32c(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLong(crc);
 }
 
-static PyObject *py_monotonic_ns(PyObject *module, PyObject *ignored) {
-    (void)module;
-    (void)ignored;
+static PyObject *py_monotonic_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
 }
 

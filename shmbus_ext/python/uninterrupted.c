@@ -51,8 +51,7 @@ static PyObject *make_errand(PyObject *callable, PyObject *arguments) {
     return capsule;
 }
 
-static PyObject *run_errand(PyObject *capsule, PyObject *ignored) {
-    (void)ignored;
+static PyObject *run_errand(PyObject *capsule, PyObject *Py_UNUSED(ignored)) {
     struct errand *errand = PyCapsule_GetPointer(capsule, ERRAND);
     if (!atomic_exchange(&errand->claimed, true)) {
         errand->result = PyObject_Call(errand->callable, errand->arguments, NULL);
@@ -154,8 +153,7 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
 }
 
 /* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
-static PyObject *py_uninterrupted(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     if (PyTuple_GET_SIZE(args) == 0) {
         PyErr_SetString(PyExc_TypeError, "uninterrupted: expected a callable");
         return NULL;
@@ -184,8 +182,7 @@ bool py_uninterrupted_add_functions(PyObject *module) {
  * Invariant: the exception that comes out is the first one. */
 static PyObject *close_word;
 
-static PyObject *enter(PyObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *enter(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_NewRef(self);
 }
 

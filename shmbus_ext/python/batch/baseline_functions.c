@@ -30,8 +30,7 @@ static bool sizes_fit(const int64_t *sizes, uint64_t groups, uint64_t samples) {
 
 /* relative_scores(scores float64 [S], sizes int64 [G], (kind, bessel, eps)) -> float64 [S], or None
  * where scores or sizes do not fit. */
-static PyObject *py_relative_scores(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relative_scores(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *arrays[2], *tuple;
     struct baseline rule;
     const double *scores;

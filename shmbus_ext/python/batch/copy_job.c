@@ -226,8 +226,8 @@ void py_gather_threads_finish(PyObject *object) {
     }
 }
 
-static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)kwargs;
+static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args,
+                                       PyObject *Py_UNUSED(kwargs)) {
     unsigned int count;
     if (!PyArg_ParseTuple(args, "I", &count)) {
         return NULL;
@@ -245,8 +245,7 @@ static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args, PyObj
 }
 
 /* close(): ends the threads; whoever packs by them afterwards does so alone. */
-static PyObject *py_gather_threads_close(GatherThreadsObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_gather_threads_close(GatherThreadsObject *self, PyObject *Py_UNUSED(ignored)) {
     self->closed = true;
     end_if_unused(self);
     Py_RETURN_NONE;
@@ -268,8 +267,7 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-bool py_gather_threads_add_constants(PyObject *module) {
-    (void)module;
+bool py_gather_threads_add_constants(PyObject *Py_UNUSED(module)) {
     PyObject *most = PyLong_FromLong(MOST_THREADS);
     bool added = most != NULL &&
                  PyDict_SetItemString(GatherThreadsType.tp_dict, "MOST", most) == 0;

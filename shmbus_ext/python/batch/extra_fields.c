@@ -300,8 +300,7 @@ static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_int
 
 /* measure_extras(trajectories, lengths, specs) -> list of (dtype, row sizes, rows of each), after
  * all the checks that pack makes. */
-static PyObject *py_measure_extras(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *lengths, *specs, *result = NULL;
     if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &items, &PyList_Type, &lengths,
                           &PyTuple_Type, &specs)) {
@@ -371,8 +370,7 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
 /* plan_extras(trajectories, lengths, specs, places, memory int64 [n], shift, chunk_bytes) ->
  * (chunks, [(first chunk, chunks) of each field]): how a kernel copies each field to its place;
  * places: (byte where it begins, bytes of a word). */
-static PyObject *py_plan_extras(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_plan_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *lengths, *specs, *places, *memory, *launches = NULL;
     long long shift;
     unsigned long long chunk_bytes;

@@ -180,8 +180,7 @@ bool py_batch_fits(uint64_t tokens) {
 
 /* mapping_of(trajectory) -> (address, bytes, segment) of the mapping that it lies in. The segment
  * keeps it. */
-static PyObject *py_mapping_of(PyObject *module, PyObject *item) {
-    (void)module;
+static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
                             Py_TYPE(item)->tp_name);
@@ -237,8 +236,7 @@ static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *
 }
 
 /* mentioning(trajectories, words) -> positions of those whose encoded meta contains one of them. */
-static PyObject *py_mentioning(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *words;
     if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !py_check_words(words)) {
         return NULL;
@@ -283,8 +281,7 @@ bool py_check_array(PyObject *object, const char *name, int type, uint64_t lengt
 }
 
 /* find_not_finite(array float32 [n]) -> position of the first nan or infinity, or -1. */
-static PyObject *py_find_not_finite(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_find_not_finite(PyObject *Py_UNUSED(module), PyObject *object) {
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
         PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array)) {

@@ -404,8 +404,7 @@ static PyObject *plan_all(struct plan *self, PyObject *groups, PyObject *advanta
  * mentions, scores_fit, has_rows, has_spans, fields that a trajectory has, fields that one lacks): the table,
  * with all addresses shifted; where the memory is less than bytes, there are no launches, and what is in it is
  * arbitrary. */
-static PyObject *py_plan_gather(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *groups, *memory, *advantages, *flags;
     long long shift;
     unsigned int chunk_tokens;
@@ -458,8 +457,7 @@ bool py_gather_plan_add_functions(PyObject *module) {
 /* measure(trajectories, names) -> (tokens of each, fields that one has, fields that one lacks, names
  * of all fields of each schema that was met, whether all scores can be compared), after the checks
  * that pack makes. */
-static PyObject *py_measure(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *names[FIELDS];
     if (!PyArg_ParseTuple(args, "O!(OOOO)", &PyList_Type, &items, &names[0], &names[1], &names[2],
                           &names[3])) {
@@ -500,8 +498,7 @@ static PyObject *py_measure(PyObject *module, PyObject *args) {
 
 /* describe(trajectories) -> (scores float64 [S], policy_versions int64 [S], instance_ids,
  * newest_policy_versions int64 [S]). */
-static PyObject *py_describe(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_describe(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "describe: expected a list of trajectories");
         return NULL;

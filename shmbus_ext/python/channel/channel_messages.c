@@ -59,8 +59,7 @@ bool py_channel_end_memory(ChannelObject *self) {
 
 /* channel_begin(channel, bytes, meta_bytes): memory for the next message's payload; None while no
  * slot is free; a status where there is no memory, or the segment is damaged. */
-static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     unsigned long long bytes, meta_bytes;
     uint32_t slot = 0;
@@ -104,8 +103,7 @@ static PyObject *py_channel_begin(PyObject *module, PyObject *args) {
 }
 
 /* channel_send(channel, kind, meta, reason): publishes what channel_begin gave memory for. */
-static PyObject *py_channel_send(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_send(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     int kind;
     Py_buffer meta;
@@ -140,8 +138,7 @@ done:
 
 /* channel_receive(channel): (kind, step, memory, meta, reason) of the oldest message; None where
  * there is none; a status where what is there is damaged. */
-static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_receive(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     struct channel_row row;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
@@ -186,8 +183,7 @@ static PyObject *py_channel_receive(PyObject *module, PyObject *args) {
 }
 
 /* channel_ack(channel): the message that channel_receive gave; its views keep a copy. */
-static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_ack(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base) ||
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
@@ -205,8 +201,7 @@ static PyObject *py_channel_ack(PyObject *module, PyObject *args) {
 }
 
 /* channel_drop(channel): ends the current memory; a message that was received stays the oldest. */
-static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self)) {
         return NULL;
@@ -218,8 +213,7 @@ static PyObject *py_channel_drop(PyObject *module, PyObject *args) {
 }
 
 /* channel_counts(channel): (sent, acked, step_base, growths), or a status. */
-static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_counts(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     struct channel_counts counts;
     if (!PyArg_ParseTuple(args, "O!", &ChannelType, &self) || !py_companion_usable(&self->base)) {
@@ -236,8 +230,7 @@ static PyObject *py_channel_counts(PyObject *module, PyObject *args) {
 }
 
 /* channel_begin_at(channel, step): a status. */
-static PyObject *py_channel_begin_at(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args) {
     ChannelObject *self;
     long long step;
     if (!PyArg_ParseTuple(args, "O!L", &ChannelType, &self, &step) || !py_companion_usable(&self->base) ||

@@ -360,8 +360,7 @@ static int memory_get(ChannelMemoryObject *self, Py_buffer *view, int flags) {
     return rc;
 }
 
-static void memory_release(ChannelMemoryObject *self, Py_buffer *view) {
-    (void)view;
+static void memory_release(ChannelMemoryObject *self, Py_buffer *Py_UNUSED(view)) {
     self->exports--;
 }
 

@@ -174,8 +174,7 @@ static PyObject *joined(const struct piece *pieces, size_t count) {
 
 /* lift_numbers(text, {key: whether its numbers are floats}) -> (rest, {key: [array, ...]}), or None
  * where the text is not plain. */
-static PyObject *py_lift_numbers(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lift_numbers(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer data;
     PyObject *kinds, *result = NULL;
     struct wanted wanted[MOST_KEYS + 1];

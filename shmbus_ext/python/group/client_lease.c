@@ -132,14 +132,12 @@ static void pack_identity(const TrajectoryObject *t, char *to) {
 }
 
 /* places(trajectories) -> bytes, PLACE_BYTES each. */
-static PyObject *py_places(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_places(PyObject *Py_UNUSED(module), PyObject *items) {
     return pack_each(items, sizeof(struct wire_place), pack_place);
 }
 
 /* identities(trajectories) -> bytes: producer_id and sequence, two native u64 each. */
-static PyObject *py_identities(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_identities(PyObject *Py_UNUSED(module), PyObject *items) {
     return pack_each(items, 2 * sizeof(uint64_t), pack_identity);
 }
 

@@ -76,8 +76,7 @@ static SegmentObject *usable(PyObject *object) {
 }
 
 /* count_delivered(segment, entries): for the collector; each entry is under lease. */
-static PyObject *py_count_delivered(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_count_delivered(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *entries;
     SegmentObject *segment;
     if (!PyArg_ParseTuple(args, "OO!", &object, &PyList_Type, &entries) ||
@@ -89,8 +88,7 @@ static PyObject *py_count_delivered(PyObject *module, PyObject *args) {
 }
 
 /* note_useless(segment, groups): so many more, for the collector. */
-static PyObject *py_note_useless(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_note_useless(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     unsigned long long groups;
@@ -102,8 +100,7 @@ static PyObject *py_note_useless(PyObject *module, PyObject *args) {
 }
 
 /* groups_dropped(segment) -> int: since the bus was created. */
-static PyObject *py_groups_dropped(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_groups_dropped(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment = usable(object);
     return segment == NULL ? NULL
                            : PyLong_FromUnsignedLongLong(atomic_load_explicit(

@@ -262,8 +262,7 @@ PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *object) {
 }
 
 /* ready_samples() -> list: those of ready groups, in their order. */
-PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_group_lists_ready_samples(GroupListsObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New((Py_ssize_t)self->ready_samples);
     if (found == NULL) {
         return NULL;

@@ -120,8 +120,7 @@ static PyObject *visible(const GroupObject *self) {
     return self->trajectories != NULL ? self->trajectories : self->samples;
 }
 
-static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_trajectories(GroupObject *self, void *Py_UNUSED(ignored)) {
     self->seen = true;
     if (self->trajectories == NULL) {
         self->trajectories = PyList_GetSlice(self->samples, 0, PY_SSIZE_T_MAX);
@@ -129,14 +128,12 @@ static PyObject *py_group_trajectories(GroupObject *self, void *ignored) {
     return Py_XNewRef(self->trajectories);
 }
 
-static PyObject *py_group_instance_id(GroupObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_instance_id(GroupObject *self, void *Py_UNUSED(ignored)) {
     self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 0) : self->key);
 }
 
-static PyObject *py_group_round(GroupObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_round(GroupObject *self, void *Py_UNUSED(ignored)) {
     self->seen = true;
     return Py_NewRef(PyTuple_CheckExact(self->key) ? PyTuple_GET_ITEM(self->key, 1) : Py_None);
 }
@@ -262,8 +259,7 @@ PyObject *py_group_members(PyObject *groups, PyObject **sizes) {
 }
 
 /* members(groups) -> (trajectories, sizes int64 [G]): those of all groups, one behind the other. */
-static PyObject *py_members(PyObject *module, PyObject *groups) {
-    (void)module;
+static PyObject *py_members(PyObject *Py_UNUSED(module), PyObject *groups) {
     if (!PyList_Check(groups)) {
         return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
                             Py_TYPE(groups)->tp_name);

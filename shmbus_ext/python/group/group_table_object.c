@@ -238,8 +238,7 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
 }
 
 /* take_oldest() -> GroupEntry: the entry that was born first leaves as it is. */
-static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
     struct group_entry *entry = group_table_oldest(&self->c);
     if (entry == NULL) {
         PyErr_SetString(PyExc_IndexError, "take_oldest: the table is empty");
@@ -331,8 +330,7 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
 }
 
 /* samples() -> list: all that are in cells, by the age of their entries. */
-static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New((Py_ssize_t)self->cells);
     Py_ssize_t to = 0;
     uint64_t at = 0;
@@ -369,9 +367,8 @@ static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argumen
                          (unsigned long long)self->lists.leased_of[split].samples);
 }
 
-static PyObject *py_group_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)args;
-    (void)kwargs;
+static PyObject *py_group_table_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
+                                    PyObject *Py_UNUSED(kwargs)) {
     GroupTableObject *self = (GroupTableObject *)type->tp_alloc(type, 0);
     if (self != NULL) {
         py_group_lists_init(&self->lists);
@@ -425,8 +422,7 @@ static Py_ssize_t py_group_table_length(GroupTableObject *self) {
     return (Py_ssize_t)self->c.count;
 }
 
-static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *Py_UNUSED(ignored)) {
     const struct group_entry *entry = group_table_oldest(&self->c);
     if (entry == NULL) {
         Py_RETURN_NONE;
@@ -434,8 +430,7 @@ static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *ignore
     return PyFloat_FromDouble(entry->born_s);
 }
 
-static PyObject *py_group_table_memory(GroupTableObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_group_table_memory(GroupTableObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromSize_t(self->c.bytes);
 }
 

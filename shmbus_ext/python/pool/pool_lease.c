@@ -42,8 +42,7 @@ static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_sta
 }
 
 /* pool_lease(pool, after): a PoolLease of the newest version, or a status. */
-static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     unsigned long long after;
     if (!PyArg_ParseTuple(args, "O!K", &PoolType, &pool, &after) || !is_reader(pool)) {
@@ -56,8 +55,7 @@ static PyObject *py_pool_lease(PyObject *module, PyObject *args) {
 }
 
 /* pool_lease_version(pool, version): a PoolLease of that version, or a status. */
-static PyObject *py_pool_lease_version(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_lease_version(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     long long version;
     if (!PyArg_ParseTuple(args, "O!L", &PoolType, &pool, &version) || !is_reader(pool)) {
@@ -99,8 +97,7 @@ static int py_pool_lease_buffer(PoolLeaseObject *self, Py_buffer *view, int flag
 }
 
 /* meta(): a copy of it; None where it does not match its checksum. */
-static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_lease_meta(PoolLeaseObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_pool_lease_is_readable(self)) {
         return NULL;
     }
@@ -136,8 +133,7 @@ static PyObject *py_pool_lease_check(PoolLeaseObject *self, PyObject *args) {
     return PyLong_FromUnsignedLong(wrong);
 }
 
-static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *Py_UNUSED(ignored)) {
     size_t length = strnlen(self->row.text, sizeof self->row.text);
     return PyUnicode_DecodeUTF8(self->row.text, (Py_ssize_t)length, "replace");
 }

@@ -117,8 +117,7 @@ static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
 }
 
 /* True; False where all slots have their memory; raises where there is no memory. */
-static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_grow(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
     }
@@ -132,8 +131,7 @@ static PyObject *py_pool_grow(PoolObject *self, PyObject *ignored) {
     return PyBool_FromLong(status == SHARED_OK);
 }
 
-static PyObject *py_pool_newest(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_newest(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
     }
@@ -196,8 +194,7 @@ static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_pool_count_skipped(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_companion_usable(&self->base)) {
         return NULL;
     }
@@ -393,8 +390,7 @@ static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyOb
 }
 
 /* pool_rows(pool): the tables; rows of nobody are left out. */
-static PyObject *py_pool_rows(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_rows(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_companion_usable(&self->base)) {
         return NULL;

@@ -58,8 +58,7 @@ static PyObject *status_of(PoolObject *pool, enum shared_status status) {
 }
 
 /* pool_begin(pool, version, bytes, meta, text, ranks, patches): a PoolWrite, or a status. */
-static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     PyObject *meta;
     long long version;
@@ -109,8 +108,7 @@ static PyObject *py_pool_begin(PyObject *module, PyObject *args) {
 }
 
 /* pool_join(pool): a PoolWrite of the version that rank 0 writes, or a status. */
-static PyObject *py_pool_join(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_join(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     struct slot_row row;
     if (!PyArg_ParseTuple(args, "O!", &PoolType, &pool) || !py_companion_usable(&pool->base)) {
@@ -187,8 +185,7 @@ static int py_pool_write_buffer(PoolWriteObject *self, Py_buffer *view, int flag
     return 0;
 }
 
-static void py_pool_write_release(PoolWriteObject *self, Py_buffer *view) {
-    (void)view;
+static void py_pool_write_release(PoolWriteObject *self, Py_buffer *Py_UNUSED(view)) {
     py_pool_write_leave(self);
 }
 
@@ -281,8 +278,7 @@ PyTypeObject PoolWriteType = {
 /* ---- A set of weights is far larger than any cache: by ordinary stores each line that is written would
  * be fetched first, which is a third of the traffic. */
 /* pool_copy(target, source): two buffers of the same length that do not overlap. */
-static PyObject *py_pool_copy(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_copy(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer target, source;
     if (!PyArg_ParseTuple(args, "w*y*", &target, &source)) {
         return NULL;
@@ -311,8 +307,7 @@ static PyObject *py_pool_copy(PyObject *module, PyObject *args) {
  * Invariant: a place in a patch that Python hands back is checked like one that was never seen. */
 /* pool_patch_put(write, offset, rows, row_bytes, stride, width, source): how many elements of the
  * piece changed; None where it was written without a patch. */
-static PyObject *py_pool_patch_put(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_put(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     unsigned long long offset, rows, row_bytes, stride;
     unsigned int width;
@@ -355,8 +350,7 @@ done:
 }
 
 /* pool_patch_give_up(write): the version gets no patch. */
-static PyObject *py_pool_patch_give_up(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_give_up(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolWriteType, &self)) {
         return NULL;
@@ -368,8 +362,7 @@ static PyObject *py_pool_patch_give_up(PyObject *module, PyObject *args) {
 }
 
 /* pool_patch_is_made(write): whether a patch is being made, or was. */
-static PyObject *py_pool_patch_is_made(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolWriteObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolWriteType, &self)) {
         return NULL;
@@ -421,8 +414,7 @@ static bool add_runs(PyObject *list, const PoolLeaseObject *self, uint32_t rank)
 
 /* pool_patch_runs(lease): (base sequence, base version, runs), all of which were checked; None where
  * the version has no patch, False where it has one that is not what was made. */
-static PyObject *py_pool_patch_runs(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_runs(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     if (!PyArg_ParseTuple(args, "O!", &PoolLeaseType, &self) || !py_pool_lease_is_readable(self)) {
         return NULL;
@@ -468,8 +460,7 @@ static bool run_at(const PoolLeaseObject *self, uint32_t rank, uint64_t place,
 
 /* pool_patch_apply(lease, rank, place, target, offset): applies a run to a buffer that stands for
  * the version's bytes from `offset` on. Whether those were the base's; else some may be changed. */
-static PyObject *py_pool_patch_apply(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_patch_apply(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolLeaseObject *self;
     unsigned int rank;
     unsigned long long place, offset;
@@ -508,8 +499,7 @@ done:
 }
 
 /* pool_same(one, other): whether two buffers have the same bytes. */
-static PyObject *py_pool_same(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_pool_same(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer one, other;
     if (!PyArg_ParseTuple(args, "y*y*", &one, &other)) {
         return NULL;

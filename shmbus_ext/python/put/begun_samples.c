@@ -56,8 +56,7 @@ PyObject *py_writer_leave_begun(WriterObject *self, PyObject *args) {
 }
 
 /* begun_key(id, round, split number) -> int: what the table calls a group. */
-static PyObject *py_begun_key(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_begun_key(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *id;
     Py_ssize_t id_bytes;
     PyObject *round_object;
@@ -72,8 +71,7 @@ static PyObject *py_begun_key(PyObject *module, PyObject *args) {
 
 /* note_waited(segment, seconds): trainers have waited for groups so much longer; for the
  * collector. */
-static PyObject *py_note_waited(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     double seconds;
     SegmentObject *segment;

@@ -467,8 +467,7 @@ PyObject *py_writer_holds_request(WriterObject *self, PyObject *object) {
 }
 
 /* _recover_dead() -> int: gives back what dead workers had in hand; a system call for each slot. */
-PyObject *py_writer_recover_dead(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_writer_recover_dead(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;
     }

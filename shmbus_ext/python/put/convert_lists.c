@@ -378,8 +378,7 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
 }
 
 /* convert_field(name, value, dtype) -> array: of a list, a tuple, a number or an array. */
-static PyObject *py_convert_field(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *name, *value, *given;
     uint64_t sizes[SHMBUS_MAX_NDIM];
     if (!PyArg_ParseTuple(args, "UOO!", &name, &value, &PyArrayDescr_Type, &given)) {

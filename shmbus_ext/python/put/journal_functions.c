@@ -26,8 +26,7 @@ static bool take_segment(PyObject *object, SegmentObject **segment) {
 }
 
 /* relay_begin(segment) -> int | None: the incarnation of this sink; None where there is another. */
-static PyObject *py_relay_begin(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_begin(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
@@ -47,8 +46,7 @@ static PyObject *py_relay_begin(PyObject *module, PyObject *object) {
 }
 
 /* relay_end(segment): another process may be the sink. */
-static PyObject *py_relay_end(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_end(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
@@ -58,8 +56,7 @@ static PyObject *py_relay_end(PyObject *module, PyObject *object) {
 }
 
 /* relay_bind(writer): its lane is the one that the sink puts into. */
-static PyObject *py_relay_bind(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &WriterType)) {
         PyErr_SetString(PyExc_TypeError, "expected a Writer");
         return NULL;
@@ -109,8 +106,7 @@ static struct relay_origin *unpack_origins(const Py_buffer *packed) {
 
 /* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers. Origins are one
  * behind the other (ring/origin.h). None where the journal has no room for them. */
-static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer origins, entries;
     if (!PyArg_ParseTuple(args, "O!y*y*", &WriterType, &object, &origins, &entries)) {
@@ -139,8 +135,7 @@ static PyObject *py_relay_intend(PyObject *module, PyObject *args) {
 
 /* relay_drop(segment, origins, reason) -> bytes | None: the entries of records that are not put, and
  * have ended for that reason. */
-static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     Py_buffer origins;
@@ -168,8 +163,7 @@ static PyObject *py_relay_drop(PyObject *module, PyObject *args) {
 }
 
 /* relay_settle(writer, entries): those that were committed are settled. */
-static PyObject *py_relay_settle(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     Py_buffer entries;
     if (!PyArg_ParseTuple(args, "O!y*", &WriterType, &object, &entries)) {
@@ -186,8 +180,7 @@ static PyObject *py_relay_settle(PyObject *module, PyObject *args) {
 }
 
 /* relay_forget(segment, entries): their sources hold them no more, or nobody will put them. */
-static PyObject *py_relay_forget(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     Py_buffer entries;
@@ -204,8 +197,7 @@ static PyObject *py_relay_forget(PyObject *module, PyObject *args) {
 
 /* relay_notes(segment) -> list[(entry, origin, state, ended)]: all that is in force; `ended` is the
  * number of a reason, or -1. */
-static PyObject *py_relay_notes(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
@@ -244,8 +236,7 @@ static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reas
 }
 
 /* relay_ends(segment) -> dict[reason, entries]: settled entries whose records have ended, packed. */
-static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
@@ -285,8 +276,7 @@ static PyObject *py_relay_ends(PyObject *module, PyObject *object) {
 
 /* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
  * figures): what the journal says beside its entries. */
-static PyObject *py_relay_words(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_words(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &SegmentType)) {
         PyErr_SetString(PyExc_TypeError, "expected a Segment");
         return NULL;
@@ -321,8 +311,7 @@ static PyObject *py_relay_words(PyObject *module, PyObject *object) {
 }
 
 /* relay_note(segment, term, seen_ns, figures): for the sink's successor, and for messages. */
-static PyObject *py_relay_note(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *figures;
     SegmentObject *segment;
     long long term;
@@ -348,8 +337,7 @@ static PyObject *py_relay_note(PyObject *module, PyObject *args) {
 }
 
 /* relay_next_source(segment) -> int: greater than that of any earlier relay that read this bus. */
-static PyObject *py_relay_next_source(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_relay_next_source(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
@@ -360,8 +348,7 @@ static PyObject *py_relay_next_source(PyObject *module, PyObject *object) {
 }
 
 /* relay_journal_bytes(capacity) -> int: what the journal of a bus of so many bytes takes. */
-static PyObject *py_relay_journal_bytes(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_relay_journal_bytes(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long long capacity = PyLong_AsUnsignedLongLong(argument);
     if (capacity == (unsigned long long)-1 && PyErr_Occurred()) {
         return NULL;

@@ -221,9 +221,8 @@ static int py_reservation_index_of(ReservationObject *self, PyObject *name) {
 }
 
 /* Not an assignment of one's own array: what is to be committed is in the ring already. */
-static int py_reservation_assign(ReservationObject *self, PyObject *name, PyObject *value) {
-    (void)self;
-    (void)value;
+static int py_reservation_assign(ReservationObject *Py_UNUSED(self), PyObject *name,
+                                 PyObject *Py_UNUSED(value)) {
     PyErr_Format(PyExc_TypeError,
                  "a field of a reservation cannot be replaced; write into its view: slot[%R][:] = "
                  "...",
@@ -296,13 +295,11 @@ static PyObject *py_reservation_end(ReservationObject *self, bool commit) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_reservation_commit(ReservationObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_commit(ReservationObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_reservation_end(self, true);
 }
 
-static PyObject *py_reservation_abort(ReservationObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_abort(ReservationObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_reservation_end(self, false);
 }
 
@@ -331,25 +328,23 @@ static PyObject *py_reservation_exit(ReservationObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_reservation_enter(ReservationObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_enter(ReservationObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_reservation_usable(self) ? Py_NewRef((PyObject *)self) : NULL;
 }
 
-static PyObject *py_reservation_get_score(ReservationObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_get_score(ReservationObject *self, void *Py_UNUSED(ignored)) {
     return isnan(self->score) ? Py_NewRef(Py_None) : PyFloat_FromDouble(self->score);
 }
 
-static int py_reservation_set_score(ReservationObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_reservation_set_score(ReservationObject *self, PyObject *value,
+                                    void *Py_UNUSED(ignored)) {
     bool set = py_is_given(value, "score") && py_reservation_usable(self) &&
                py_parse_score(value, &self->score);
     return set ? 0 : -1;
 }
 
-static PyObject *py_reservation_get_policy_version(ReservationObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_get_policy_version(ReservationObject *self,
+                                                   void *Py_UNUSED(ignored)) {
     return self->version_span == 0
                ? PyLong_FromLongLong(self->policy_version)
                : Py_BuildValue("(LL)", (long long)self->policy_version,
@@ -357,15 +352,14 @@ static PyObject *py_reservation_get_policy_version(ReservationObject *self, void
 }
 
 static int py_reservation_set_policy_version(ReservationObject *self, PyObject *value,
-                                             void *ignored) {
-    (void)ignored;
+                                             void *Py_UNUSED(ignored)) {
     bool set = py_is_given(value, "policy_version") && py_reservation_usable(self) &&
                py_parse_policy_versions(value, &self->policy_version, &self->version_span);
     return set ? 0 : -1;
 }
 
-static int py_reservation_set_meta(ReservationObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_reservation_set_meta(ReservationObject *self, PyObject *value,
+                                   void *Py_UNUSED(ignored)) {
     if (!py_reservation_usable(self)) {
         return -1;
     }
@@ -417,8 +411,7 @@ static void py_reservation_dealloc(ReservationObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *py_reservation_get_ended(ReservationObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_reservation_get_ended(ReservationObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->ended);
 }
 

@@ -132,8 +132,7 @@ static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_
 }
 
 /* Announces the wish for space; try again after it, and then await_space with the ticket. */
-static PyObject *py_writer_want_space(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_writer_want_space(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_writer_usable(self)) {
         return NULL;
     }
@@ -184,8 +183,7 @@ static void py_writer_detach(WriterObject *self) {
     py_segment_release_handle(self->segment);
 }
 
-static PyObject *py_writer_close(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_writer_close(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     py_writer_detach(self);
     Py_RETURN_NONE;
 }
@@ -224,16 +222,14 @@ static PyObject *py_writer_declare(WriterObject *self, PyObject *schema) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_writer_counts(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_writer_counts(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_BuildValue("(KKKK)", (unsigned long long)(self->c.sequence - self->committed_base),
                          (unsigned long long)(self->c.aborted - self->aborted_base),
                          (unsigned long long)self->bytes,
                          (unsigned long long)self->full_waits);
 }
 
-static PyObject *py_writer_get_closed(WriterObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_writer_get_closed(WriterObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(!self->attached || self->segment->handle_closed ||
                            self->segment->generation != fork_generation);
 }
@@ -413,8 +409,7 @@ static bool follow(WriterObject *self, double timeout_s) {
     return moved > 0;
 }
 
-PyObject *py_writer_follow(WriterObject *self, PyObject *ignored) {
-    (void)ignored;
+PyObject *py_writer_follow(WriterObject *self, PyObject *Py_UNUSED(ignored)) {
     self->follow = follow;
     Py_RETURN_NONE;
 }

@@ -450,8 +450,7 @@ static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
 }
 
 /* (extents under a lease's lock, extents under a view's lock), for tests and messages. */
-static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
     unsigned int leases = 0, views = 0;
     for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
         leases += self->lease_counts[i] > 0;
@@ -470,8 +469,7 @@ static void py_borrower_detach(BorrowerObject *self) {
     }
 }
 
-static PyObject *py_borrower_close(BorrowerObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_borrower_close(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
     py_borrower_detach(self);
     Py_RETURN_NONE;
 }

@@ -169,8 +169,7 @@ static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
 /* end_groups(reader, table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
  * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
  * table and by its own account in one step, which nothing can interrupt. */
-static PyObject *py_end_groups(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_end_groups(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *reader, *table, *consumer, *groups, *state;
     int reason;
     if (!PyArg_ParseTuple(args, "O!O!OO!iU", &ReaderType, &reader, &GroupTableType, &table,
@@ -196,8 +195,7 @@ static PyObject *py_end_groups(PyObject *module, PyObject *args) {
 
 /* give_back_group(reader, table, consumer, group, state) -> bool: makes it the next to be leased, as
  * end_groups ends it; False of one that is not this consumer's, or not held. */
-static PyObject *py_give_back_group(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_give_back_group(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *reader, *table, *consumer, *group, *state;
     if (!PyArg_ParseTuple(args, "O!O!OOU", &ReaderType, &reader, &GroupTableType, &table,
                           &consumer, &group, &state) ||

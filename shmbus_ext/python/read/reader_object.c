@@ -284,8 +284,7 @@ static PyObject *py_reader_wait(ReaderObject *self, PyObject *argument) {
 }
 
 /* Wakes a thread of this process that sleeps in wait(). */
-static PyObject *py_reader_wake(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_wake(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (self->segment != NULL && self->segment->generation == fork_generation) {
         doorbell_ring(self->segment->c.header);
     }
@@ -425,8 +424,7 @@ static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     return PyLong_FromUnsignedLongLong(reader->runs_freed - freed);
 }
 
-static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_sweep(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -434,8 +432,7 @@ static PyObject *py_reader_sweep(ReaderObject *self, PyObject *ignored) {
     return PyLong_FromUnsignedLong(reader_sweep(&self->c));
 }
 
-static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_tidy(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -444,8 +441,7 @@ static PyObject *py_reader_tidy(ReaderObject *self, PyObject *ignored) {
 }
 
 /* count_unread() -> (committed, unread), both as of one instant. */
-static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -520,8 +516,7 @@ static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
 }
 
 /* Says that other processes may borrow what this reader reads, for as long as the bus exists. */
-static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -531,8 +526,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *ignored) {
 
 /* Says that payload is packed into batches, here or by a borrower: producers write it past their
  * caches from now on. */
-static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_note_packing(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -557,8 +551,7 @@ static void py_reader_detach(ReaderObject *self) {
     reader_detach(&self->c);
 }
 
-static PyObject *py_reader_close(ReaderObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_reader_close(ReaderObject *self, PyObject *Py_UNUSED(ignored)) {
     py_reader_detach(self);
     Py_RETURN_NONE;
 }

@@ -247,8 +247,7 @@ static bool take_dtype(DeclaredSchemaObject *self, uint32_t i) {
     return true;
 }
 
-static PyObject *py_declared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)kwargs;
+static PyObject *py_declared_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *encoded;
     if (!PyArg_ParseTuple(args, "S", &encoded)) {
         return NULL;
@@ -287,8 +286,7 @@ static void py_declared_dealloc(DeclaredSchemaObject *self) {
 }
 
 /* fields() -> [(name, dtype, shape or None for any, required)] */
-static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i < self->parsed.count; i++) {
         const struct declared_field *field = &self->parsed.fields[i];
@@ -337,8 +335,7 @@ PyTypeObject DeclaredSchemaType = {
 
 /* declared_bytes(part) -> bytes or None; ValueError where it is damaged. Of a Segment, or of the
  * part's bytes as they were read from its file. */
-static PyObject *py_declared_bytes(PyObject *module, PyObject *source) {
-    (void)module;
+static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source) {
     struct declared_part *part = NULL, *copy = NULL;
     if (PyObject_TypeCheck(source, &SegmentType)) {
         if (!py_segment_usable((SegmentObject *)source, "handle")) {

@@ -60,8 +60,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
 
 /* export_block(trajectories, into) -> int: how many bytes of `into` the block takes. All of one
  * bus. */
-static PyObject *py_export_block(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items;
     Py_buffer into;
     if (!PyArg_ParseTuple(args, "O!w*", &PyList_Type, &items, &into)) {
@@ -86,8 +85,7 @@ static PyObject *py_export_block(PyObject *module, PyObject *args) {
 }
 
 /* record_checks(trajectories) -> list[int]: the checksum of each one's head, as a block has it. */
-static PyObject *py_record_checks(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "record_checks: expected a list of trajectories");
         return NULL;
@@ -112,8 +110,7 @@ static PyObject *py_record_checks(PyObject *module, PyObject *items) {
 }
 
 /* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
-static PyObject *py_record_origins(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "record_origins: expected a list of trajectories");
         return NULL;
@@ -166,8 +163,7 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
 }
 
 /* lasting_origins(trajectories) -> list[tuple[bytes, ...]] */
-static PyObject *py_lasting_origins(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
         return NULL;
@@ -191,8 +187,7 @@ static PyObject *py_lasting_origins(PyObject *module, PyObject *items) {
 }
 
 /* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
-static PyObject *py_lineage(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &SegmentType)) {
         PyErr_SetString(PyExc_TypeError, "expected a Segment");
         return NULL;
@@ -218,8 +213,7 @@ static PyObject *py_lineage(PyObject *module, PyObject *object) {
 }
 
 /* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
-static PyObject *py_leased_in_part(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_leased_in_part(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &SegmentType)) {
         PyErr_SetString(PyExc_TypeError, "expected a Segment");
         return NULL;
@@ -233,23 +227,20 @@ static PyObject *py_leased_in_part(PyObject *module, PyObject *object) {
 }
 
 /* leased_state(sample) -> int: what it says of an earlier collector's lease; 0 for nothing. */
-static PyObject *py_leased_state(PyObject *module, PyObject *item) {
-    (void)module;
+static PyObject *py_leased_state(PyObject *Py_UNUSED(module), PyObject *item) {
     return PyLong_FromUnsignedLong(
         Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0);
 }
 
 /* leased_members(state) -> int: the members of that lease. */
-static PyObject *py_leased_members(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long state = PyLong_AsUnsignedLong(argument);
     return PyErr_Occurred() ? NULL
                             : PyLong_FromUnsignedLong(shmbus_leased_members((uint32_t)state));
 }
 
 /* forget_leased(samples): they are samples as any other from here on. */
-static PyObject *py_forget_leased(PyObject *module, PyObject *items) {
-    (void)module;
+static PyObject *py_forget_leased(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
         PyErr_SetString(PyExc_TypeError, "forget_leased: expected a list of samples");
         return NULL;

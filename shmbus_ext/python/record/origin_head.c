@@ -137,18 +137,15 @@ static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject
     return head;
 }
 
-static PyObject *py_origin_head_round(OriginHeadObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_origin_head_round(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None) : PyLong_FromLongLong(self->round);
 }
 
-static PyObject *py_origin_head_failed(OriginHeadObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_origin_head_failed(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->reason != Py_None);
 }
 
-static PyObject *py_origin_head_committed_ns(OriginHeadObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_origin_head_committed_ns(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(self->made_ns - self->clock_ns);
 }
 
@@ -288,15 +285,13 @@ static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
 }
 
 /* pack_heads(heads) -> bytes: to be unpacked elsewhere. */
-static PyObject *py_pack_heads(PyObject *module, PyObject *heads) {
-    (void)module;
+static PyObject *py_pack_heads(PyObject *Py_UNUSED(module), PyObject *heads) {
     return pack_all(heads, NULL);
 }
 
 /* read_heads(trajectories, reason_of) -> bytes: the heads of records that lie in the ring; of a
  * report that its sample failed, reason_of(trajectory) says why. */
-static PyObject *py_read_heads(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *reason_of;
     if (!PyArg_ParseTuple(args, "OO", &items, &reason_of)) {
         return NULL;
@@ -333,8 +328,7 @@ static PyObject *unpack_one(const char **at, const char *end) {
 }
 
 /* unpack_heads(bytes) -> list[OriginHead]. ValueError for bytes that are none. */
-static PyObject *py_unpack_heads(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *argument) {
     Py_buffer packed;
     if (PyObject_GetBuffer(argument, &packed, PyBUF_SIMPLE) < 0) {
         return NULL;

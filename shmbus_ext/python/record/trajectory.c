@@ -229,8 +229,7 @@ static PyObject *py_trajectory_iter(TrajectoryObject *self) {
     return PyObject_GetIter(self->schema->names);
 }
 
-static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_NewRef(self->schema->names);
 }
 
@@ -255,8 +254,7 @@ static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     return result;
 }
 
-static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_meta(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     if (self->meta == NULL) {
         if (self->meta_bytes == 0) {
             Py_RETURN_NONE;
@@ -275,27 +273,23 @@ static PyObject *py_trajectory_meta(TrajectoryObject *self, void *ignored) {
     return Py_XNewRef(self->meta);
 }
 
-static PyObject *py_trajectory_round(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_round(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     if (self->round == SHMBUS_NO_ROUND) {
         Py_RETURN_NONE;
     }
     return PyLong_FromLongLong(self->round);
 }
 
-static PyObject *py_trajectory_split(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_split(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return py_split_label(self->holder->segment, self->split);
 }
 
-static PyObject *py_trajectory_rows(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_rows(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return py_trajectory_readable(self) ? PyObject_CallOneArg(hooks.rows_of, (PyObject *)self)
                                         : NULL;
 }
 
-static PyObject *py_trajectory_newest(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_newest(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(self->policy_version + (long long)self->version_span);
 }
 
@@ -382,8 +376,7 @@ PyTypeObject TrajectoryType = {
 };
 
 /* ---- The score of a trajectory. */
-static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(py_trajectory_has_score(self));
 }
 
@@ -399,14 +392,13 @@ bool py_trajectory_require_score(const TrajectoryObject *self) {
     return false;
 }
 
-static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
 }
 
 /* Of this object alone: the record keeps what its producer said, for whoever reads it next. */
-static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_trajectory_set_score(TrajectoryObject *self, PyObject *value,
+                                   void *Py_UNUSED(ignored)) {
     if (!self->unscored) {
         PyErr_Format(PyExc_AttributeError,
                      "trajectory %R[%S]: score: expected one that its producer left open, by "
@@ -444,8 +436,7 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-bool py_score_add_attributes(PyObject *module) {
-    (void)module;
+bool py_score_add_attributes(PyObject *Py_UNUSED(module)) {
     for (PyGetSetDef *each = attributes; each->name != NULL; each++) {
         PyObject *descriptor = PyDescr_NewGetSet(&TrajectoryType, each);
         if (descriptor == NULL ||
@@ -492,13 +483,11 @@ static PyObject *make_item(TrajectoryObject *self, int field) {
     return item;
 }
 
-static PyObject *py_trajectory_items(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_items(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     return each_field(self, make_item);
 }
 
-static PyObject *py_trajectory_values(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_values(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     return each_field(self, py_trajectory_view);
 }
 
@@ -518,8 +507,7 @@ static PyObject *owned_fields(TrajectoryObject *self) {
 }
 
 /* The hook gets the arguments of TrajectoryCopy, its meta still encoded. */
-static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_copy(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_trajectory_readable(self)) {
         return NULL;
     }
@@ -558,8 +546,7 @@ static PyObject *py_trajectory_to_dict(TrajectoryObject *self, PyObject *ignored
     return dict;
 }
 
-static PyObject *py_trajectory_reduce(TrajectoryObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_trajectory_reduce(TrajectoryObject *self, PyObject *Py_UNUSED(ignored)) {
     return PyErr_Format(PyExc_TypeError,
                         "trajectory %R[%S] is under lease, and its arrays are views of the ring: "
                         "it cannot be pickled or sent to another process; pickle its .copy(), "
@@ -576,8 +563,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_copies_add_methods(PyObject *module) {
-    (void)module;
+bool py_copies_add_methods(PyObject *Py_UNUSED(module)) {
     for (PyMethodDef *method = methods; method->ml_name != NULL; method++) {
         PyObject *descriptor = PyDescr_NewMethod(&TrajectoryType, method);
         if (descriptor == NULL ||

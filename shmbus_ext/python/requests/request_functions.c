@@ -51,8 +51,7 @@ static bool later_fits(const SegmentObject *segment, PyObject *item) {
  * (id, round, split, group_size, need, level, prompt) of bytes and ints, up to
  * REQUEST_OFFERS_AT_ONCE of them. `number` is that of the last one. Where `done` is 0: 0 where the
  * lane is full, -1 where another feeder is at work, -2 where one of them never fits. */
-static PyObject *py_request_offer(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_offer(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *list;
     Py_ssize_t start;
     SegmentObject *segment;
@@ -96,8 +95,7 @@ static struct bell *bell_of(const SegmentObject *segment, int room) {
 }
 
 /* request_want(segment, room) -> ticket: announces a wait for room, or for a sample to make. */
-static PyObject *py_request_want(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_want(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     int room;
@@ -108,8 +106,7 @@ static PyObject *py_request_want(PyObject *module, PyObject *args) {
 }
 
 /* request_await(segment, room, ticket, timeout_s): sleeps until the bell is rung after it. */
-static PyObject *py_request_await(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_await(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     int room;
@@ -145,8 +142,7 @@ static bool take_row(PyObject *args, SegmentObject **segment, unsigned int *row,
 }
 
 /* request_close(segment, row, number): no more of its samples are handed out; for the collector. */
-static PyObject *py_request_close(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_close(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
     unsigned long long number;
@@ -158,8 +154,7 @@ static PyObject *py_request_close(PyObject *module, PyObject *args) {
 }
 
 /* request_end(segment, row, number): its group has ended; for the collector. */
-static PyObject *py_request_end(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_end(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
     unsigned long long number;
@@ -196,8 +191,7 @@ PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t num
 
 /* request_text(segment, row, number) -> (id, round, split, group_size, need, level, offered_ns,
  * prompt_at, data) or None where it has ended; the prompt is data[prompt_at:]. */
-static PyObject *py_request_text(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_text(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int row;
     unsigned long long number;
@@ -207,8 +201,7 @@ static PyObject *py_request_text(PyObject *module, PyObject *args) {
 
 /* request_rows(segment) -> list of (row, number, admitted, open, claimed, done), oldest first by
  * number where the caller sorts. */
-static PyObject *py_request_rows(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_request_rows(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!py_take_segment(object, &segment)) {
         return NULL;
@@ -236,8 +229,7 @@ static PyObject *py_request_rows(PyObject *module, PyObject *object) {
 
 /* request_find(segment, id, round, split) -> what request_text gives, of the oldest open request of
  * that group; None where there is none. */
-static PyObject *py_request_find(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *round_object;
     SegmentObject *segment;
     const char *id;
@@ -255,8 +247,7 @@ static PyObject *py_request_find(PyObject *module, PyObject *args) {
 
 /* request_since(segment, number) -> list of (row, number, id, round, label of the split) of open
  * requests after that one, in the order of the rows. */
-static PyObject *py_request_since(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_request_since(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     unsigned long long after;
@@ -287,8 +278,7 @@ static PyObject *py_request_since(PyObject *module, PyObject *args) {
 }
 
 /* request_number(segment) -> int: of the last request; 0 where the lane was never used. */
-static PyObject *py_request_number(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_request_number(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!py_take_segment(object, &segment)) {
         return NULL;
@@ -299,8 +289,7 @@ static PyObject *py_request_number(PyObject *module, PyObject *object) {
 
 /* request_totals(segment) -> (offered, open, claimed, done, given_up, groups, taken_ns, free_bytes,
  * bytes): samples, groups that have not ended, and room for prompts. */
-static PyObject *py_request_totals(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_request_totals(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!py_take_segment(object, &segment)) {
         return NULL;
@@ -318,8 +307,7 @@ static PyObject *py_request_totals(PyObject *module, PyObject *object) {
 }
 
 /* request_bytes(segment) -> int: all that the lane takes of the segment. */
-static PyObject *py_request_bytes(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_request_bytes(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!py_take_segment(object, &segment)) {
         return NULL;
@@ -330,8 +318,7 @@ static PyObject *py_request_bytes(PyObject *module, PyObject *object) {
 /* ---- The admission table for shmbus.stash.upkeep, the collector's side, and for what others say of it. */
 /* lead_state(segment) -> (limit, held, max_groups, max_versions, a_version): limit 0 for no bound,
  * max_groups 0 and max_versions -1 for none of that kind. */
-static PyObject *py_lead_state(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_lead_state(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!py_take_segment(object, &segment)) {
         return NULL;
@@ -358,8 +345,7 @@ static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
 }
 
 /* lead_leave(segment, id, round, split) -> bool: the group was delivered, or has ended otherwise. */
-static PyObject *py_lead_leave(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lead_leave(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint64_t key;
     return take_key(args, &segment, &key) ? PyBool_FromLong(lead_leave(&segment->c, key))
@@ -367,8 +353,7 @@ static PyObject *py_lead_leave(PyObject *module, PyObject *args) {
 }
 
 /* lead_knows(segment, id, round, split) -> bool: whether a sample of that group waits for no other. */
-static PyObject *py_lead_knows(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lead_knows(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint64_t key;
     return take_key(args, &segment, &key) ? PyBool_FromLong(lead_knows(&segment->c, key))
@@ -376,8 +361,7 @@ static PyObject *py_lead_knows(PyObject *module, PyObject *args) {
 }
 
 /* lead_key(segment, id, round, split) -> int: the word of that group's row once it is settled. */
-static PyObject *py_lead_key(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lead_key(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     uint64_t key;
     return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
@@ -385,8 +369,7 @@ static PyObject *py_lead_key(PyObject *module, PyObject *args) {
 
 /* lead_follow(segment, leased, ended): groups that are leased, and those that have ended since the
  * last call; for the collector. */
-static PyObject *py_lead_follow(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     unsigned long long leased, ended;
@@ -399,8 +382,7 @@ static PyObject *py_lead_follow(PyObject *module, PyObject *args) {
 }
 
 /* lead_settled(segment) -> {row: word} of groups whose first record is committed, or never will be. */
-static PyObject *py_lead_settled(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_lead_settled(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!py_take_segment(object, &segment)) {
         return NULL;
@@ -423,8 +405,7 @@ static PyObject *py_lead_settled(PyObject *module, PyObject *object) {
 }
 
 /* lead_free(segment, row, word): for the collector, of a row whose group is not on the bus. */
-static PyObject *py_lead_free(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lead_free(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     unsigned int row;
@@ -560,9 +541,7 @@ static PyObject *describe(const struct field_note *fields, size_t bytes) {
 }
 
 /* request_layout() -> {struct: {"names", "formats", "offsets", "itemsize"}}, as layout(). */
-static PyObject *py_request_layout(PyObject *module, PyObject *ignored) {
-    (void)module;
-    (void)ignored;
+static PyObject *py_request_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     for (size_t i = 0; i < sizeof structs / sizeof *structs && result != NULL; i++) {
         PyObject *entry = describe(structs[i].fields, structs[i].bytes);
@@ -576,8 +555,7 @@ static PyObject *py_request_layout(PyObject *module, PyObject *ignored) {
 
 /* request_divide(bytes) -> {"rows", "row_count", "cells", "units", "unit_count"}: offsets from the
  * lane's beginning, and counts; None where the bytes are too few. */
-static PyObject *py_request_divide(PyObject *module, PyObject *argument) {
-    (void)module;
+static PyObject *py_request_divide(PyObject *Py_UNUSED(module), PyObject *argument) {
     unsigned long long bytes = PyLong_AsUnsignedLongLong(argument);
     if (bytes == (unsigned long long)-1 && PyErr_Occurred()) {
         return NULL;

@@ -22,8 +22,7 @@ static PyObject *lock_answer(enum lock_status status) {
 }
 
 /* lock_held(fd, byte) -> bool: whether a living process holds it. Works on a read-only fd. */
-static PyObject *py_lock_held(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     long long byte;
     if (!PyArg_ParseTuple(args, "iL", &fd, &byte)) {
@@ -33,8 +32,7 @@ static PyObject *py_lock_held(PyObject *module, PyObject *args) {
 }
 
 /* any_lock_held(fd) -> bool: the same for every byte there is. */
-static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_any_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
@@ -43,8 +41,7 @@ static PyObject *py_any_lock_held(PyObject *module, PyObject *args) {
 }
 
 /* lock_all(fd) -> bool: whether this description now holds every lock there is. */
-static PyObject *py_lock_all(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_lock_all(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) {
         return NULL;
@@ -162,8 +159,7 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
  * keys: u64 pairs (producer, sequence) of the committed records that are numbered below; counts:
  * (reserved, committed, aborted, released, other). newest: when the last commit was, in ns. cut:
  * the walk met no record at end. */
-static PyObject *py_scan_run(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long below;
     if (!PyArg_ParseTuple(args, "iLKIIK", &run.fd, &run.position, &run.used, &run.place.extent,
@@ -263,8 +259,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
 }
 
 /* read_run(fd, position, used, extent, generation, start, limit, payload) -> (rows, end, cut) */
-static PyObject *py_read_run(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long start, limit;
     int payload;
@@ -507,9 +502,7 @@ static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,
     return added;
 }
 
-PyObject *py_layout(PyObject *module, PyObject *ignored) {
-    (void)module;
-    (void)ignored;
+PyObject *py_layout(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     for (size_t i = 0; i < sizeof structs / sizeof *structs && result != NULL; i++) {
         PyObject *names = PyList_New(0), *formats = PyList_New(0), *offsets = PyList_New(0);
@@ -536,8 +529,7 @@ PyObject *py_layout(PyObject *module, PyObject *ignored) {
 /* segment_plan(capacity, max_producers, extent_bytes) ->
  * (segment bytes, bytes of an extent, extents, producers that get one each), or None where no
  * segment can be laid out. */
-static PyObject *py_segment_plan(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_segment_plan(PyObject *Py_UNUSED(module), PyObject *args) {
     unsigned long long capacity, extent_bytes;
     unsigned int max_producers;
     struct segment_geometry plan;
@@ -554,8 +546,7 @@ static PyObject *py_segment_plan(PyObject *module, PyObject *args) {
 
 /* ---- next_round, for shmbus.Producer. */
 /* next_round(segment): a number that this bus has handed out to nobody else. */
-static PyObject *py_next_round(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_next_round(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &SegmentType)) {
         PyErr_SetString(PyExc_TypeError, "expected a Segment");
         return NULL;

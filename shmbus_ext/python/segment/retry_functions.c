@@ -29,8 +29,7 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
 
 /* retry_publish(segment, entry, number, id, round, split, group_size, need, index, attempt, reason):
  * for the collector. */
-static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     unsigned int entry;
@@ -66,8 +65,7 @@ static PyObject *py_retry_publish(PyObject *module, PyObject *args) {
 }
 
 /* retry_withdraw(segment, entry): for the collector; the request has ended. */
-static PyObject *py_retry_withdraw(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_retry_withdraw(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
     if (!take_entry(args, "OI", &segment, &entry, NULL, NULL)) {
@@ -90,8 +88,7 @@ static PyObject *describe_request(uint32_t entry, const struct retry_request *re
 
 /* retry_requests(segment) -> list of (entry, number, claimant, id, round, split, group_size, need,
  * index, attempt, reason, asked_ns); claimant is 0 or a producer's id plus 1. */
-static PyObject *py_retry_requests(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_retry_requests(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;
@@ -112,8 +109,7 @@ static PyObject *py_retry_requests(PyObject *module, PyObject *object) {
 }
 
 /* retry_claim(segment, entry, number, producer_id) -> bool */
-static PyObject *py_retry_claim(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
     unsigned long long number, producer_id;
@@ -124,8 +120,7 @@ static PyObject *py_retry_claim(PyObject *module, PyObject *args) {
 }
 
 /* retry_unclaim(segment, entry, producer_id) -> bool */
-static PyObject *py_retry_unclaim(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_retry_unclaim(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     unsigned int entry;
     unsigned long long producer_id;
@@ -136,8 +131,7 @@ static PyObject *py_retry_unclaim(PyObject *module, PyObject *args) {
 }
 
 /* retry_note(segment, open, groups_failed): for the collector; what others read first. */
-static PyObject *py_retry_note(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_retry_note(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     SegmentObject *segment;
     unsigned int open;
@@ -152,8 +146,7 @@ static PyObject *py_retry_note(PyObject *module, PyObject *args) {
 }
 
 /* retry_noted(segment) -> (open, groups_failed) */
-static PyObject *py_retry_noted(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_retry_noted(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
     if (!take_segment(object, &segment)) {
         return NULL;

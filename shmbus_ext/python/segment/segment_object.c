@@ -242,16 +242,14 @@ static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
     return (PyObject *)self;
 }
 
-static PyObject *py_segment_close(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     py_segment_release_handle(self);
     Py_RETURN_NONE;
 }
 
 /* Number of extents that each slot holds: {slot: extents}; the collector's slot is
  * max_producers. */
-static PyObject *py_segment_holders(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyDict_New();
     uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
     if (result == NULL || counts == NULL) {
@@ -290,8 +288,7 @@ static PyObject *label_text(const char *label) {
 }
 
 /* [(slot, state, producer_id, pid, label, committed, aborted)] of every slot ever used. */
-static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyList_New(0);
     for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
         struct producer_slot *slot = &self->c.slots[i];
@@ -314,8 +311,7 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *ignored) {
 }
 
 /* Whether a process holds the collector's lock now. */
-static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
@@ -324,8 +320,7 @@ static PyObject *py_segment_has_collector(SegmentObject *self, PyObject *ignored
 }
 
 /* {"pid", "label", "leased_groups", ...}: what the collector last said of itself. */
-static PyObject *py_segment_collector(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
         "{s:I,s:N,s:I,s:K,s:K,s:K,s:K}", "pid",
@@ -373,8 +368,7 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_segment_resume(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_resume(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (!py_segment_usable(self, "handle")) {
         return NULL;
     }
@@ -395,14 +389,12 @@ void py_segment_raise_removed(SegmentObject *self) {
 }
 
 /* note_removal() -> bool: whether the bus has lost its name; then whoever holds it is told. */
-static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_note_removal(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return py_segment_usable(self, "handle") ? PyBool_FromLong(removal_note(&self->c)) : NULL;
 }
 
 /* require_name(): BusRemovedError where the bus has no name any more. A system call. */
-static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_require_name(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     if (removal_note(&self->c)) {
         py_segment_raise_removed(self);
         return NULL;
@@ -411,8 +403,7 @@ static PyObject *py_segment_require_name(SegmentObject *self, PyObject *ignored)
 }
 
 /* (reason, policy_version, unix_ns) of the pause, or None. */
-static PyObject *py_segment_paused(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
     if (atomic_load_explicit(&h->paused, memory_order_acquire) != SHMBUS_PAUSED) {
         Py_RETURN_NONE;
@@ -436,8 +427,7 @@ static PyObject *py_segment_locks_held(SegmentObject *self, PyObject *args) {
     return py_locks_held(&self->c, kind);
 }
 
-static PyObject *py_segment_released(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_released(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyTuple_New(SHMBUS_REASONS);
     for (int i = 0; i < SHMBUS_REASONS && result != NULL; i++) {
         PyObject *count = PyLong_FromUnsignedLongLong(
@@ -451,25 +441,22 @@ static PyObject *py_segment_released(SegmentObject *self, PyObject *ignored) {
     return result;
 }
 
-static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_free_extents(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLong(extent_count_free(&self->c));
 }
 
-static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *ignored) {
-    (void)ignored;
+static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     return PyBool_FromLong(
         (long)atomic_load_explicit(&self->c.header->space_bell.wanted, memory_order_relaxed));
 }
 
-static PyObject *py_segment_get_policy_version(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_policy_version(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(
         atomic_load_explicit(&self->c.header->policy_version, memory_order_relaxed));
 }
 
-static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, void *ignored) {
-    (void)ignored;
+static int py_segment_set_policy_version(SegmentObject *self, PyObject *value,
+                                         void *Py_UNUSED(ignored)) {
     if (!py_is_given(value, "policy_version")) {
         return -1;
     }
@@ -489,24 +476,20 @@ static int py_segment_set_policy_version(SegmentObject *self, PyObject *value, v
     return 0;
 }
 
-static PyObject *py_segment_get_capacity(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_capacity(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLongLong(self->c.extent_bytes * self->c.extent_count);
 }
 
-static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromUnsignedLong(
         atomic_load_explicit(&self->c.header->attach_epoch, memory_order_acquire));
 }
 
-static PyObject *py_segment_get_removed(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_removed(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(removal_happened(&self->c));
 }
 
-static PyObject *py_segment_get_closed(SegmentObject *self, void *ignored) {
-    (void)ignored;
+static PyObject *py_segment_get_closed(SegmentObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->handle_closed || self->generation != fork_generation);
 }
 

@@ -136,8 +136,7 @@ static SegmentObject *take_segment(PyObject *object) {
 
 /* split_number(segment, label) -> int: which gets one if it has none, unless the segment is mapped
  * read-only; then KeyError. */
-static PyObject *py_split_number_call(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_split_number_call(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object, *label;
     if (!PyArg_ParseTuple(args, "OO", &object, &label)) {
         return NULL;
@@ -168,8 +167,7 @@ static PyObject *split_row(SegmentObject *segment, uint32_t number) {
 
 /* splits(segment) -> list of (number, label, acked, dropped, stashed, ready_groups, open_groups):
  * those that have a label. */
-static PyObject *py_splits(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment = take_segment(object);
     PyObject *found = segment == NULL ? NULL : PyList_New(0);
     for (uint32_t number = 0; found != NULL && number < SHMBUS_MAX_SPLITS; number++) {
@@ -187,8 +185,7 @@ static PyObject *py_splits(PyObject *module, PyObject *object) {
 }
 
 /* split_label(segment, number) -> str */
-static PyObject *py_split_label_call(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *py_split_label_call(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *object;
     unsigned int number;
     if (!PyArg_ParseTuple(args, "OI", &object, &number)) {
@@ -199,8 +196,7 @@ static PyObject *py_split_label_call(PyObject *module, PyObject *args) {
 }
 
 /* check_split(label): TypeError or ValueError of one that no split can have. */
-static PyObject *py_check_split(PyObject *module, PyObject *label) {
-    (void)module;
+static PyObject *py_check_split(PyObject *Py_UNUSED(module), PyObject *label) {
     if (!py_split_check(label)) {
         return NULL;
     }
