@@ -833,36 +833,20 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `Producer.put`.
-        group_size : int
-            Samples to make, 1 to 16384.
-        need : int, optional
-            How many of them make the group complete; all by default.
-        round : int, optional
-            Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
-        split : str, default "train"
-            What the group is for.
-        priority : int, default 0
-            0 to 7; workers take the highest first, and within it what was offered first.
-        meta : object, optional
-            Whatever msgspec can encode as MessagePack.
-        timeout : float, optional
-            Seconds to wait for room: None waits for ever, 0 does not wait.
+        instance_id, group_size, need, round, split, priority, meta, timeout : object
+            As for `Feeder.request`.
         **prompt : array
             The prompt, as for `Feeder.request`; by `prompt_schema`, where the Consumer has one.
 
         Returns
         -------
         int
-            The request's number: 1 for the first that was ever offered on the bus.
+            The request's number, as for `Feeder.request`.
 
         Raises
         ------
-        TypeError, ValueError, RecordTooLargeError
+        TypeError, ValueError, RecordTooLargeError, BusFullError
             As for `Feeder.request`.
-        BusFullError
-            There was no room within the timeout; the message says who serves the lane.
         BusClosedError, BusRemovedError, StallError
             As for `take`.
         """

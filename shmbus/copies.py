@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, ove
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shmbus import errors
 from shmbus.rows import Row, put_rows, rows_of
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["GroupCopy", "ReadGroup", "TrajectoryCopy"]
 

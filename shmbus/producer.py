@@ -350,21 +350,15 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
+        instance_id, split, need : object
+            As for `put`.
         samples : iterable of mapping
             The group, in the order of its indices: of each sample its score, its arrays, and what
             else of `put` belongs to a sample (meta, policy_version).
-        meta : object, optional
-            The meta of samples that have none of their own, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
+        meta, policy_version : object, optional
+            Of samples that have none of their own, as for `put`.
         round : int, optional
             Which round of the prompt this is; None takes `next_round()`.
-        policy_version : int or tuple of (int, int), optional
-            Of samples that have none of their own, as for `put`.
-        need : int, optional
-            Samples that complete the group, as for `put`.
         timeout : float, optional
             Seconds to wait for space for all of them: None waits for ever, 0 does not wait.
 
@@ -487,12 +481,8 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
-        group_size : int
-            Samples in a complete group, 1 to 16384.
-        index : int
-            Which sample of its group this is, 0 to group_size - 1.
+        instance_id, group_size, index, round, split, need, timeout : object
+            As for `put`.
         fields : mapping of str to (dtype, shape)
             The arrays; shape is an int or a tuple of int, and enough alone where a schema declares
             the dtype. Their content starts uninitialised.
@@ -501,18 +491,10 @@ class Producer(_core.Writer, ClosedByWith):
             The reward, finite; ``slot.score = ...`` sets it later. None, as for `put`.
         policy_version : int or tuple of (int, int), default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
-        round : int, optional
-            Which round of the prompt this is, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
-        need : int, optional
-            Samples that complete the group, as for `put`.
         meta : object, optional
             As for `put`; ``slot.meta = ...`` sets it later.
         meta_room : int, default 1024
             Bytes kept for a meta that is set later: 0 to 2 GiB.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Returns
         -------
@@ -622,14 +604,8 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
-        index : int
-            Which sample of its group, from 0.
-        round : int, optional
-            Which round of the prompt, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
+        instance_id, index, round, split : object
+            The sample, as for `put`.
 
         Returns
         -------
@@ -717,24 +693,14 @@ class Producer(_core.Writer, ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `put`.
-        index : int
-            Which sample of its group failed, from 0.
+        instance_id, index, need, split, round, timeout : object
+            As for `put`.
         reason : str
             What operators and the next producer of the sample are told; its first 500 characters.
         group_size : int, optional
             Samples in its group; None where this producer does not know.
-        need : int, optional
-            Samples that complete it, as for `put`.
-        split : str, optional
-            Who the group is for, as for `put`.
-        round : int, optional
-            Which round of the prompt this is, as for `put`.
         policy_version : int, default 0
             Version of the policy that was to sample it.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
 
         Raises
         ------

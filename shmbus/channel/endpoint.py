@@ -155,7 +155,7 @@ class Endpoint:
         found = self._handle.statement(SIDES.index(side))
         if isinstance(found, tuple):
             return found
-        if found == _core.CHANNEL_NOTHING:
+        if found == _core.SHARED_NOTHING:
             return 0, b""
         raise self._damaged()
 

@@ -35,7 +35,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 def _companion(bus: str, kind: str) -> Companion[_core.SlotPool]:
     return Companion(
         _core.SlotPool,
-        "POOL",
+        _core.POOL_LAYOUT_VERSION,
         kind,
         bus,
         title=f"pool {kind!r} of bus {bus!r}",

@@ -73,14 +73,10 @@ void py_restore_error(PyObject *error) {
 #endif
 }
 
-static PyMethodDef functions[] = {
-    {"install", (PyCFunction)(void (*)(void))py_install, METH_VARARGS | METH_KEYWORDS, NULL},
+PyMethodDef py_hooks_functions[] = {
+    METHOD("install", py_install, METH_VARARGS | METH_KEYWORDS, NULL),
     {NULL, NULL, 0, NULL},
 };
-
-bool py_hooks_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
 
 /* ---- What the kernel refused. */
 PyObject *py_raise_system(const char *kind, PyObject *name) {

@@ -165,14 +165,10 @@ static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_uninterrupted_functions[] = {
     {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_uninterrupted_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
 
 /* ---- What a `with` block closes, also where a signal's handler raises at its end.
  *
@@ -202,7 +198,7 @@ static PyObject *leave(PyObject *self, PyObject *const *args, Py_ssize_t count) 
 
 static PyMethodDef methods[] = {
     {"__enter__", enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL, NULL},
+    METHOD("__exit__", leave, METH_FASTCALL, NULL),
     {NULL, NULL, 0, NULL},
 };
 

@@ -153,7 +153,7 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
 
 bool py_copy_job_run(struct copy_job *job, struct threads *helpers) {
     threads_run(helpers, job->count, copy_piece, job);
-    return !atomic_load_explicit(&job->not_finite, memory_order_relaxed);
+    return !RELAXED(job->not_finite);
 }
 
 void py_copy_job_clear(struct copy_job *job) {
@@ -258,7 +258,7 @@ static void py_gather_threads_dealloc(GatherThreadsObject *self) {
 }
 
 static PyMethodDef methods[] = {
-    {"close", (PyCFunction)(void (*)(void))py_gather_threads_close, METH_NOARGS, NULL},
+    METHOD("close", py_gather_threads_close, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

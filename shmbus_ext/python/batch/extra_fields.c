@@ -24,7 +24,7 @@ static bool read_sizes(struct extra *extra, PyObject *sizes) {
 
 /* A row that no memory could have is as large as can be said: no array is large enough for it. */
 static void count_row_bytes(struct extra *extra) {
-    unsigned long long bytes = (unsigned long long)PyDataType_ELSIZE(extra->dtype);
+    unsigned long long bytes = U64(PyDataType_ELSIZE(extra->dtype));
     for (int d = 0; d < extra->ndim; d++) {
         if (__builtin_mul_overflow(bytes, extra->sizes[d], &bytes)) {
             bytes = UINT64_MAX;
@@ -125,12 +125,7 @@ static int row_from(const struct extra *extra) {
 static PyObject *tuple_of_sizes(const uint64_t *sizes, int ndim) {
     PyObject *tuple = PyTuple_New(ndim);
     for (int d = 0; tuple != NULL && d < ndim; d++) {
-        PyObject *size = PyLong_FromUnsignedLongLong(sizes[d]);
-        if (size == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, d, size);
-        }
+        py_tuple_set(&tuple, d, PyLong_FromUnsignedLongLong(sizes[d]));
     }
     return tuple;
 }
@@ -215,10 +210,9 @@ static bool find_one(struct extras *self, struct extra *extra, const TrajectoryO
         return rows_differ(t, extra, extra->dtype, sizes, extra->ndim);
     }
     if (extra->kind == EXTRA_TOKEN && source->rows != tokens) {
-        return extra_error(t, extra, "as many rows as tokens",
-                           PyUnicode_FromFormat("%llu, tokens has %llu",
-                                                (unsigned long long)source->rows,
-                                                (unsigned long long)tokens));
+        return extra_error(
+            t, extra, "as many rows as tokens",
+            PyUnicode_FromFormat("%llu, tokens has %llu", U64(source->rows), U64(tokens)));
     }
     extra->rows += source->rows;
     return true;
@@ -312,12 +306,7 @@ static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) 
         result = PyList_New(extras.count);
     }
     for (Py_ssize_t e = 0; result != NULL && e < extras.count; e++) {
-        PyObject *one = describe_extra(&extras, e, count);
-        if (one == NULL) {
-            Py_CLEAR(result);
-        } else {
-            PyList_SET_ITEM(result, e, one);
-        }
+        py_list_set(&result, e, describe_extra(&extras, e, count));
     }
     py_extras_clear(&extras);
     return result;
@@ -364,7 +353,7 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
         plan_copy(plan, extra, source, place, width);
         place += source->rows * extra->row_bytes;
     }
-    return Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)(plan->done - first));
+    return Py_BuildValue("KK", U64(first), U64(plan->done - first));
 }
 
 /* plan_extras(trajectories, lengths, specs, places, memory int64 [n], shift, chunk_bytes) ->
@@ -393,29 +382,25 @@ static PyObject *py_plan_extras(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     for (Py_ssize_t e = 0; launches != NULL && e < extras.count; e++) {
         unsigned long long place, width;
-        PyObject *one = PyArg_ParseTuple(PyTuple_GET_ITEM(places, e), "KK", &place, &width)
-                            ? plan_field(&plan, &extras, e, count, place, width)
-                            : NULL;
-        if (one == NULL) {
-            Py_CLEAR(launches);
-        } else {
-            PyList_SET_ITEM(launches, e, one);
-        }
+        py_list_set(&launches, e,
+                    PyArg_ParseTuple(PyTuple_GET_ITEM(places, e), "KK", &place, &width)
+                        ? plan_field(&plan, &extras, e, count, place, width)
+                        : NULL);
     }
     py_extras_clear(&extras);
-    return launches == NULL ? NULL : Py_BuildValue("KN", (unsigned long long)plan.done, launches);
+    return launches == NULL ? NULL : Py_BuildValue("KN", U64(plan.done), launches);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_extra_fields_functions[] = {
     {"measure_extras", py_measure_extras, METH_VARARGS, NULL},
     {"plan_extras", py_plan_extras, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_extra_fields_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "EXTRA_TOKEN", EXTRA_TOKEN) == 0 &&
-           PyModule_AddIntConstant(module, "EXTRA_RAGGED", EXTRA_RAGGED) == 0 &&
-           PyModule_AddIntConstant(module, "EXTRA_SEQUENCE", EXTRA_SEQUENCE) == 0 &&
-           PyModule_AddIntConstant(module, "COPY_WORDS", COPY_WORDS) == 0;
-}
+const struct named_value py_extra_fields_constants[] = {
+    {"EXTRA_TOKEN", EXTRA_TOKEN},
+    {"EXTRA_RAGGED", EXTRA_RAGGED},
+    {"EXTRA_SEQUENCE", EXTRA_SEQUENCE},
+    {"COPY_WORDS", COPY_WORDS},
+    {NULL, 0},
+};

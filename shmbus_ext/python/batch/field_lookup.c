@@ -11,8 +11,7 @@ bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expec
     if (got != NULL) {
         PyErr_Format(PyExc_ValueError,
                      "trajectory %R[%S] of producer %llu: field %R: expected %s, got %S",
-                     t->instance_id, t->index, (unsigned long long)t->producer_id, name, expected,
-                     got);
+                     t->instance_id, t->index, U64(t->producer_id), name, expected, got);
         Py_DECREF(got);
     }
     return false;
@@ -24,8 +23,7 @@ static bool check_range(const struct source *source, PyObject *name) {
     uint64_t at = gather_find_beyond_i64(ids, source->length);
     return at == source->length ||
            py_field_error(source->trajectory, name, "ids below 2**63",
-                       PyUnicode_FromFormat("%llu at token %llu", (unsigned long long)ids[at],
-                                            (unsigned long long)at));
+                          PyUnicode_FromFormat("%llu at token %llu", U64(ids[at]), U64(at)));
 }
 
 /* A nan is not 0, so it would count as a token to be trained. */
@@ -44,9 +42,7 @@ static bool check_mask(const struct source *source, PyObject *name) {
         return true;
     }
     PyObject *value = PyFloat_FromDouble(found);
-    PyObject *got = value == NULL ? NULL
-                                  : PyUnicode_FromFormat("%S at token %llu", value,
-                                                         (unsigned long long)at);
+    PyObject *got = value == NULL ? NULL : PyUnicode_FromFormat("%S at token %llu", value, U64(at));
     Py_XDECREF(value);
     return py_field_error(source->trajectory, name, "finite numbers", got);
 }
@@ -120,9 +116,9 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
 }
 
 bool py_length_error(const struct source *source, uint64_t length, PyObject *name) {
-    return py_field_error(source->trajectory, name, "as many elements as tokens",
-                       PyUnicode_FromFormat("%llu, tokens has %llu", (unsigned long long)length,
-                                            (unsigned long long)source->length));
+    return py_field_error(
+        source->trajectory, name, "as many elements as tokens",
+        PyUnicode_FromFormat("%llu, tokens has %llu", U64(length), U64(source->length)));
 }
 
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
@@ -173,7 +169,7 @@ bool py_batch_fits(uint64_t tokens) {
         PyErr_Format(PyExc_ValueError,
                      "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
                      "tokens_per_batch",
-                     (unsigned long long)tokens);
+                     U64(tokens));
     }
     return tokens <= INT32_MAX;
 }
@@ -186,8 +182,8 @@ static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
                             Py_TYPE(item)->tp_name);
     }
     SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
-    return Py_BuildValue("KKO", (unsigned long long)(uintptr_t)segment->c.base,
-                         (unsigned long long)segment->c.bytes, (PyObject *)segment);
+    return Py_BuildValue("KKO", U64((uintptr_t)segment->c.base), U64(segment->c.bytes),
+                         (PyObject *)segment);
 }
 
 /* ---- Which trajectories mention a word in their encoded meta, without decoding it: apart from the
@@ -271,7 +267,7 @@ bool py_check_array(PyObject *object, const char *name, int type, uint64_t lengt
         PyArray_Descr *dtype = PyArray_DescrFromType(type);
         PyErr_Format(PyExc_ValueError,
                      "%s: expected a contiguous%s array of dtype %R with %llu elements, got %R",
-                     name, writeable ? " writable" : "", dtype, (unsigned long long)length,
+                     name, writeable ? " writable" : "", dtype, U64(length),
                      PyArray_Check(object) ? (PyObject *)PyArray_DESCR(array) : object);
         Py_XDECREF(dtype);
         return false;
@@ -298,13 +294,9 @@ static PyObject *py_find_not_finite(PyObject *Py_UNUSED(module), PyObject *objec
     return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_arrays_functions[] = {
     {"mapping_of", py_mapping_of, METH_O, NULL},
     {"mentioning", py_mentioning, METH_VARARGS, NULL},
     {"find_not_finite", py_find_not_finite, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_arrays_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

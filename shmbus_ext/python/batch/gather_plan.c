@@ -278,9 +278,8 @@ static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint
     for (int f = FIELDS - 1; f >= 0; f--, word >>= 8) {
         kinds[f] = (word & 0xff) == 0xff ? -1 : (int)(word & 0xff);
     }
-    PyObject *launch =
-        Py_BuildValue("(KK(iiii))", (unsigned long long)first, (unsigned long long)chunks,
-                      kinds[0], kinds[1], kinds[2], kinds[3]);
+    PyObject *launch = Py_BuildValue("(KK(iiii))", U64(first), U64(chunks), kinds[0], kinds[1],
+                                     kinds[2], kinds[3]);
     bool added = launch != NULL && PyList_Append(launches, launch) == 0;
     Py_XDECREF(launch);
     return added;
@@ -430,7 +429,7 @@ static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
     return plan_all(&self, groups, advantages, flags);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_gather_plan_functions[] = {
     {"plan_gather", py_plan_gather, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -443,12 +442,13 @@ static PyObject *kind_names(void) {
 _Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEMENT_F64 == 10,
                "kind_names has them in this order");
 
-bool py_gather_plan_add_functions(PyObject *module) {
-    PyObject *names = kind_names();
-    bool added = names != NULL && PyModule_AddObjectRef(module, "ELEMENT_KINDS", names) == 0 &&
-                 PyModule_AddIntMacro(module, CHUNK_WORDS) == 0;
-    Py_XDECREF(names);
-    return added && PyModule_AddFunctions(module, functions) == 0;
+const struct named_value py_gather_plan_constants[] = {
+    {"CHUNK_WORDS", CHUNK_WORDS},
+    {NULL, 0},
+};
+
+bool py_gather_plan_add_objects(PyObject *module) {
+    return py_add_object(module, "ELEMENT_KINDS", kind_names());
 }
 
 /* ---- What trajectories have, before a batch is made of them: checked, counted, described.
@@ -476,12 +476,7 @@ static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
     bool scores_fit = true;
     for (Py_ssize_t i = 0; lengths != NULL && i < count; i++) {
         scores_fit &= baseline_scores_fit(&sources[i].trajectory->score, 1);
-        PyObject *length = PyLong_FromUnsignedLongLong(sources[i].length);
-        if (length == NULL) {
-            Py_CLEAR(lengths);
-        } else {
-            PyList_SET_ITEM(lengths, i, length);
-        }
+        py_list_set(&lengths, i, PyLong_FromUnsignedLongLong(sources[i].length));
     }
     PyMem_Free(sources);
     PyObject *result = lengths == NULL ? NULL
@@ -535,13 +530,13 @@ static PyObject *py_describe(PyObject *Py_UNUSED(module), PyObject *items) {
     return result;
 }
 
-static PyMethodDef measure_functions[] = {
+PyMethodDef py_measure_functions[] = {
     {"describe", py_describe, METH_O, NULL},
     {"measure", py_measure, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_measure_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, measure_functions) == 0 &&
-           PyModule_AddIntConstant(module, "HAS_LOGPROBS", 1 << FIELD_LOGPROBS) == 0;
-}
+const struct named_value py_measure_constants[] = {
+    {"HAS_LOGPROBS", 1 << FIELD_LOGPROBS},
+    {NULL, 0},
+};

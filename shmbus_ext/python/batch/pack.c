@@ -49,7 +49,7 @@ static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
         uint64_t room = py_array_elements(memory);
         if (room < bytes) {
             return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
-                                (unsigned long long)bytes, memory);
+                                U64(bytes), memory);
         }
         return py_check_array(memory, "memory", NPY_UINT8, room, true, &data) ? memory : NULL;
     }
@@ -367,12 +367,8 @@ static PyObject *py_pack(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pack_functions[] = {
     {"packed_bytes", py_packed_bytes, METH_VARARGS, NULL},
     {"pack", py_pack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pack_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

@@ -69,10 +69,11 @@ static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     if (bytes > self->c.max_bytes || meta_bytes > CHANNEL_MAX_META_BYTES ||
         channel_meta_at(bytes) + meta_bytes > self->c.slot_stride) {
-        return PyErr_Format(PyExc_ValueError,
-                            "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
-                            "%llu bytes",
-                            self->base.name, bytes, meta_bytes, (unsigned long long)self->c.max_bytes);
+        return PyErr_Format(
+            PyExc_ValueError,
+            "channel '%U': a message of %llu bytes and %llu of meta fits no slot of "
+            "%llu bytes",
+            self->base.name, bytes, meta_bytes, U64(self->c.max_bytes));
     }
     if (!py_channel_end_memory(self)) {
         return NULL;
@@ -223,10 +224,9 @@ static PyObject *py_channel_counts(PyObject *Py_UNUSED(module), PyObject *args) 
     if (status != SHARED_OK) {
         return PyLong_FromLong(status);
     }
-    uint64_t growths = atomic_load_explicit(&self->c.header->growths, memory_order_relaxed);
-    return Py_BuildValue("(KKLK)", (unsigned long long)counts.sent,
-                         (unsigned long long)counts.acked, (long long)counts.step_base,
-                         (unsigned long long)growths);
+    uint64_t growths = RELAXED(self->c.header->growths);
+    return Py_BuildValue("(KKLK)", U64(counts.sent), U64(counts.acked), (long long)counts.step_base,
+                         U64(growths));
 }
 
 /* channel_begin_at(channel, step): a status. */
@@ -242,7 +242,7 @@ static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args
                                           : PyLong_FromLong(status);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_channel_messages_functions[] = {
     {"channel_begin", py_channel_begin, METH_VARARGS, NULL},
     {"channel_send", py_channel_send, METH_VARARGS, NULL},
     {"channel_receive", py_channel_receive, METH_VARARGS, NULL},
@@ -252,7 +252,3 @@ static PyMethodDef functions[] = {
     {"channel_begin_at", py_channel_begin_at, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_channel_messages_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-#include "gateway/json_object.h"
+#include "gateway/json_text.h"
 
 /* Keys that one call may look for. */
 #define MOST_KEYS 16
@@ -200,11 +200,7 @@ static PyObject *py_lift_numbers(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_lift_functions[] = {
     {"lift_numbers", py_lift_numbers, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_lift_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

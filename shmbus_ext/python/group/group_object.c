@@ -78,13 +78,8 @@ static PyObject *py_group_make(PyObject *type, PyObject *args) {
     }
     PyObject *groups = PyList_New(PyList_GET_SIZE(leases));
     for (Py_ssize_t i = 0; groups != NULL && i < PyList_GET_SIZE(groups); i++) {
-        PyObject *group =
-            py_group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i));
-        if (group == NULL) {
-            Py_CLEAR(groups);
-        } else {
-            PyList_SET_ITEM(groups, i, group);
-        }
+        py_list_set(&groups, i,
+                    py_group_new((PyTypeObject *)type, consumer, PyList_GET_ITEM(leases, i)));
     }
     return groups;
 }
@@ -180,7 +175,7 @@ static void py_group_dealloc(GroupObject *self) {
 }
 
 static PyMethodDef group_methods[] = {
-    {"make", (PyCFunction)(void (*)(void))py_group_make, METH_VARARGS | METH_CLASS, DOC_GroupBase_make},
+    METHOD("make", py_group_make, METH_VARARGS | METH_CLASS, DOC_GroupBase_make),
     {NULL, NULL, 0, NULL},
 };
 
@@ -271,17 +266,17 @@ static PyObject *py_members(PyObject *Py_UNUSED(module), PyObject *groups) {
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_group_functions[] = {
     {"members", py_members, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-bool py_group_add_functions(PyObject *module) {
+bool py_group_add_objects(PyObject *Py_UNUSED(module)) {
     const struct word_note words[] = {
         {&word.key, "key"},
         {&word.samples, "samples"},
         {&word.size, "size"},
         {&word.leased, "leased"},
     };
-    return INTERN_WORDS(words) && PyModule_AddFunctions(module, functions) == 0;
+    return INTERN_WORDS(words);
 }

@@ -139,8 +139,8 @@ static PyObject *py_pool_lease_text(PoolLeaseObject *self, void *Py_UNUSED(ignor
 }
 
 static PyMethodDef lease_methods[] = {
-    {"meta", (PyCFunction)(void (*)(void))py_pool_lease_meta, METH_NOARGS, NULL},
-    {"check", (PyCFunction)(void (*)(void))py_pool_lease_check, METH_VARARGS, NULL},
+    METHOD("meta", py_pool_lease_meta, METH_NOARGS, NULL),
+    METHOD("check", py_pool_lease_check, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -174,12 +174,8 @@ PyTypeObject PoolLeaseType = {
     .tp_as_buffer = &lease_buffer,
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pool_lease_functions[] = {
     {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
     {"pool_lease_version", py_pool_lease_version, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pool_lease_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

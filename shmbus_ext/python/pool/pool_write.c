@@ -84,9 +84,8 @@ static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
         return PyErr_Format(PyExc_ValueError,
                             "pool '%U': expected at most %llu bytes, %llu of meta and 1 to %u "
                             "ranks, got %llu, %zd and %u; make a pool with larger slots",
-                            pool->base.name, (unsigned long long)pool->c.slot_bytes,
-                            (unsigned long long)pool->c.meta_bytes, POOL_MAX_RANKS, bytes,
-                            PyBytes_GET_SIZE(meta), facts.ranks);
+                            pool->base.name, U64(pool->c.slot_bytes), U64(pool->c.meta_bytes),
+                            POOL_MAX_RANKS, bytes, PyBytes_GET_SIZE(meta), facts.ranks);
     }
     PoolWriteObject *self = (PoolWriteObject *)py_pool_write_new(pool, 0, false, meta);
     if (self == NULL) {
@@ -247,8 +246,8 @@ static PyObject *py_pool_write_give_up(PoolWriteObject *self, PyObject *args) {
 }
 
 static PyMethodDef write_methods[] = {
-    {"finish", (PyCFunction)(void (*)(void))py_pool_write_finish, METH_VARARGS, NULL},
-    {"give_up", (PyCFunction)(void (*)(void))py_pool_write_give_up, METH_VARARGS, NULL},
+    METHOD("finish", py_pool_write_finish, METH_VARARGS, NULL),
+    METHOD("give_up", py_pool_write_give_up, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -371,11 +370,9 @@ static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *ar
 }
 
 static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_run *run) {
-    return Py_BuildValue("(IKKKKKIKK)", rank, (unsigned long long)place,
-                         (unsigned long long)run->offset, (unsigned long long)run->rows,
-                         (unsigned long long)run->row_bytes, (unsigned long long)run->stride,
-                         run->width, (unsigned long long)run->changes,
-                         (unsigned long long)run->bytes);
+    return Py_BuildValue("(IKKKKKIKK)", rank, U64(place), U64(run->offset), U64(run->rows),
+                         U64(run->row_bytes), U64(run->stride), run->width, U64(run->changes),
+                         U64(run->bytes));
 }
 
 /* Adds the runs of a rank's patch; false with or without an error set. */
@@ -432,8 +429,8 @@ static PyObject *py_pool_patch_runs(PyObject *Py_UNUSED(module), PyObject *args)
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
         }
     }
-    return Py_BuildValue("(KLN)", (unsigned long long)self->row.base_sequence,
-                         (long long)self->row.base_version, list);
+    return Py_BuildValue("(KLN)", U64(self->row.base_sequence), (long long)self->row.base_version,
+                         list);
 }
 
 /* The run at a place of a rank's patch, once more from the slot: memory that others share. */
@@ -515,7 +512,7 @@ static PyObject *py_pool_same(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(same);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_pool_patch_functions[] = {
     {"pool_begin", py_pool_begin, METH_VARARGS, NULL},
     {"pool_join", py_pool_join, METH_VARARGS, NULL},
     {"pool_copy", py_pool_copy, METH_VARARGS, NULL},
@@ -527,7 +524,3 @@ static PyMethodDef functions[] = {
     {"pool_same", py_pool_same, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_pool_patch_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

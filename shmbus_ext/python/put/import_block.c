@@ -30,8 +30,8 @@ static const char *const faults[] = {
 
 static void raise_fault(const struct block_report *report) {
     char text[200], which[40] = "";
-    PyOS_snprintf(text, sizeof text, faults[report->fault], (unsigned long long)report->got,
-                  (unsigned long long)report->expected);
+    PyOS_snprintf(text, sizeof text, faults[report->fault], U64(report->got),
+                  U64(report->expected));
     if (report->fault >= BLOCK_BAD_LENGTH) {
         PyOS_snprintf(which, sizeof which, "record %u: ", report->record);
     }
@@ -235,12 +235,8 @@ static PyObject *py_import_block(PyObject *Py_UNUSED(module), PyObject *args) {
     return done < 0 ? NULL : PyLong_FromSsize_t(done);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_import_functions[] = {
     {"check_block", py_check_block, METH_O, NULL},
     {"import_block", py_import_block, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_import_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

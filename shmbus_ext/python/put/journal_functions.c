@@ -8,27 +8,10 @@
 #include "ring/recovery.h"
 #include "ring/relay_journal.h"
 
-/* A segment that this process may write; false with an exception. */
-static bool take_segment(PyObject *object, SegmentObject **segment) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return false;
-    }
-    *segment = (SegmentObject *)object;
-    if (!py_segment_usable(*segment, "handle")) {
-        return false;
-    }
-    if ((*segment)->c.read_only) {
-        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", (*segment)->name);
-        return false;
-    }
-    return true;
-}
-
 /* relay_begin(segment) -> int | None: the incarnation of this sink; None where there is another. */
 static PyObject *py_relay_begin(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     enum relay_begun begun;
@@ -41,14 +24,13 @@ static PyObject *py_relay_begin(PyObject *Py_UNUSED(module), PyObject *object) {
     if (begun == RELAY_BUSY) {
         Py_RETURN_NONE;
     }
-    return PyLong_FromUnsignedLongLong(
-        atomic_load_explicit(&segment->c.relay->incarnation, memory_order_relaxed));
+    return PyLong_FromUnsignedLongLong(RELAXED(segment->c.relay->incarnation));
 }
 
 /* relay_end(segment): another process may be the sink. */
 static PyObject *py_relay_end(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     relay_end(&segment->c);
@@ -136,11 +118,10 @@ static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
 /* relay_drop(segment, origins, reason) -> bytes | None: the entries of records that are not put, and
  * have ended for that reason. */
 static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *object;
     SegmentObject *segment;
     Py_buffer origins;
     int reason;
-    if (!PyArg_ParseTuple(args, "Oy*i", &object, &origins, &reason)) {
+    if (!PyArg_ParseTuple(args, "O&y*i", py_take_writable, &segment, &origins, &reason)) {
         return NULL;
     }
     PyObject *result = NULL;
@@ -149,7 +130,7 @@ static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
     if (origins.len % (Py_ssize_t)RELAY_ORIGIN_BYTES != 0 || reason < 0 ||
         reason >= SHMBUS_REASONS) {
         PyErr_SetString(PyExc_ValueError, "relay_drop: expected origins of 32 bytes, and a reason");
-    } else if (take_segment(object, &segment) && (each = unpack_origins(&origins)) != NULL) {
+    } else if ((each = unpack_origins(&origins)) != NULL) {
         result = PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)sizeof(uint32_t));
     }
     if (result != NULL &&
@@ -181,13 +162,12 @@ static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
 
 /* relay_forget(segment, entries): their sources hold them no more, or nobody will put them. */
 static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *object;
     SegmentObject *segment;
     Py_buffer entries;
-    if (!PyArg_ParseTuple(args, "Oy*", &object, &entries)) {
+    if (!PyArg_ParseTuple(args, "O&y*", py_take_writable, &segment, &entries)) {
         return NULL;
     }
-    bool good = take_segment(object, &segment) && entries_hold(segment, &entries, false);
+    bool good = entries_hold(segment, &entries, false);
     if (good) {
         relay_forget(&segment->c, entries.buf, (uint32_t)((size_t)entries.len / sizeof(uint32_t)));
     }
@@ -199,7 +179,7 @@ static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
  * number of a reason, or -1. */
 static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     PyObject *notes = PyList_New(0);
@@ -210,13 +190,9 @@ static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *object) {
         }
         char origin[RELAY_ORIGIN_BYTES];
         origin_pack(origin, note.origin.identity, note.origin.producer_id, note.origin.sequence);
-        PyObject *item = Py_BuildValue("(Iy#ii)", i, origin, (Py_ssize_t)sizeof origin,
-                                       (int)note.state,
-                                       note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1);
-        if (item == NULL || PyList_Append(notes, item) < 0) {
-            Py_CLEAR(notes);
-        }
-        Py_XDECREF(item);
+        py_list_add(&notes,
+                    Py_BuildValue("(Iy#ii)", i, origin, (Py_ssize_t)sizeof origin, (int)note.state,
+                                  note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1));
     }
     return notes;
 }
@@ -238,7 +214,7 @@ static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reas
 /* relay_ends(segment) -> dict[reason, entries]: settled entries whose records have ended, packed. */
 static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     uint32_t n = 0, counts[SHMBUS_REASONS] = {0};
@@ -248,9 +224,8 @@ static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
     }
     for (uint32_t i = 0; i < segment->c.relay_entry_count; i++) {
         struct relay_note note;
-        if (atomic_load_explicit(&segment->c.relay_entries[i].ended, memory_order_relaxed) == 0 ||
-            !relay_read(&segment->c, i, &note) || note.state != RELAY_SETTLED ||
-            note.ended == 0 || note.ended > SHMBUS_REASONS) {
+        if (RELAXED(segment->c.relay_entries[i].ended) == 0 || !relay_read(&segment->c, i, &note) ||
+            note.state != RELAY_SETTLED || note.ended == 0 || note.ended > SHMBUS_REASONS) {
             continue;
         }
         pairs[n][0] = i;
@@ -277,47 +252,35 @@ static PyObject *py_relay_ends(PyObject *Py_UNUSED(module), PyObject *object) {
 /* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
  * figures): what the journal says beside its entries. */
 static PyObject *py_relay_words(PyObject *Py_UNUSED(module), PyObject *object) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
-        return NULL;
-    }
-    SegmentObject *segment = (SegmentObject *)object;
-    if (!py_segment_usable(segment, "handle")) {
+    SegmentObject *segment;
+    if (!py_take_segment(object, &segment)) {
         return NULL;
     }
     struct relay_journal *journal = segment->c.relay;
     PyObject *figures = PyTuple_New(SHMBUS_RELAY_FIGURES);
     for (int i = 0; figures != NULL && i < (int)SHMBUS_RELAY_FIGURES; i++) {
-        PyObject *figure = PyLong_FromUnsignedLongLong(
-            atomic_load_explicit(&journal->figures[i], memory_order_relaxed));
-        if (figure == NULL) {
-            Py_CLEAR(figures);
-        } else {
-            PyTuple_SET_ITEM(figures, i, figure);
-        }
+        py_tuple_set(&figures, i, PyLong_FromUnsignedLongLong(RELAXED(journal->figures[i])));
     }
     if (figures == NULL) {
         return NULL;
     }
-    return Py_BuildValue(
-        "(IKKKLKKN)", segment->c.relay_entry_count,
-        (unsigned long long)atomic_load_explicit(&journal->writer, memory_order_acquire),
-        (unsigned long long)atomic_load_explicit(&journal->incarnation, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&journal->source_incarnation,
-                                                 memory_order_relaxed),
-        (long long)atomic_load_explicit(&journal->term, memory_order_relaxed),
-        (unsigned long long)atomic_load_explicit(&journal->ended, memory_order_acquire),
-        (unsigned long long)atomic_load_explicit(&journal->seen_ns, memory_order_relaxed), figures);
+    return Py_BuildValue("(IKKKLKKN)", segment->c.relay_entry_count,
+                         U64(atomic_load_explicit(&journal->writer, memory_order_acquire)),
+                         U64(RELAXED(journal->incarnation)),
+                         U64(RELAXED(journal->source_incarnation)),
+                         (long long)RELAXED(journal->term),
+                         U64(atomic_load_explicit(&journal->ended, memory_order_acquire)),
+                         U64(RELAXED(journal->seen_ns)), figures);
 }
 
 /* relay_note(segment, term, seen_ns, figures): for the sink's successor, and for messages. */
 static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *object, *figures;
+    PyObject *figures;
     SegmentObject *segment;
     long long term;
     unsigned long long seen_ns;
-    if (!PyArg_ParseTuple(args, "OLKO!", &object, &term, &seen_ns, &PyTuple_Type, &figures) ||
-        !take_segment(object, &segment)) {
+    if (!PyArg_ParseTuple(args, "O&LKO!", py_take_writable, &segment, &term, &seen_ns,
+                          &PyTuple_Type, &figures)) {
         return NULL;
     }
     if (PyTuple_GET_SIZE(figures) > (Py_ssize_t)SHMBUS_RELAY_FIGURES) {
@@ -339,7 +302,7 @@ static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
 /* relay_next_source(segment) -> int: greater than that of any earlier relay that read this bus. */
 static PyObject *py_relay_next_source(PyObject *Py_UNUSED(module), PyObject *object) {
     SegmentObject *segment;
-    if (!take_segment(object, &segment)) {
+    if (!py_take_writable(object, &segment)) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(
@@ -357,7 +320,7 @@ static PyObject *py_relay_journal_bytes(PyObject *Py_UNUSED(module), PyObject *a
                                        relay_entries_of(capacity) * sizeof(struct relay_entry));
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_relay_functions[] = {
     {"relay_journal_bytes", py_relay_journal_bytes, METH_O, NULL},
     {"relay_begin", py_relay_begin, METH_O, NULL},
     {"relay_end", py_relay_end, METH_O, NULL},
@@ -374,9 +337,9 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_relay_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "RELAY_INTENDED", RELAY_INTENDED) == 0 &&
-           PyModule_AddIntConstant(module, "RELAY_OWED", RELAY_OWED) == 0 &&
-           PyModule_AddIntConstant(module, "RELAY_SETTLED", RELAY_SETTLED) == 0;
-}
+const struct named_value py_relay_constants[] = {
+    {"RELAY_INTENDED", RELAY_INTENDED},
+    {"RELAY_OWED", RELAY_OWED},
+    {"RELAY_SETTLED", RELAY_SETTLED},
+    {NULL, 0},
+};

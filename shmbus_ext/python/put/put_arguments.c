@@ -526,9 +526,7 @@ bool py_plan_fields_add_constants(PyObject *module) {
             Py_CLEAR(dtypes);
         }
     }
-    bool added = dtypes != NULL && PyModule_AddObjectRef(module, "STANDARD_DTYPES", dtypes) == 0;
-    Py_XDECREF(dtypes);
-    return added;
+    return py_add_object(module, "STANDARD_DTYPES", dtypes);
 }
 
 static PyObject *as_array(PyObject *name, PyObject *value, bool declared) {

@@ -289,8 +289,7 @@ static bool claim(WriterObject *self, struct whole_group *group, double timeout_
                      "bus '%U': a group that is put whole takes at most %llu bytes, this one needs "
                      "%llu; put its samples with put_many and a round from next_round(), or "
                      "create the bus with a larger capacity (a group may take a quarter of it)",
-                     self->segment->name, (unsigned long long)limit,
-                     (unsigned long long)group->bytes);
+                     self->segment->name, U64(limit), U64(group->bytes));
         return false;
     }
     struct wanted_room wanted = py_writer_wants(self, &group->samples[0]);

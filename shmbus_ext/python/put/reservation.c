@@ -416,14 +416,11 @@ static PyObject *py_reservation_get_ended(ReservationObject *self, void *Py_UNUS
 }
 
 static PyMethodDef reservation_methods[] = {
-    {"resize", (PyCFunction)(void (*)(void))py_reservation_resize, METH_VARARGS,
-     DOC_Reservation_resize},
-    {"commit", (PyCFunction)(void (*)(void))py_reservation_commit, METH_NOARGS,
-     DOC_Reservation_commit},
-    {"abort", (PyCFunction)(void (*)(void))py_reservation_abort, METH_NOARGS,
-     DOC_Reservation_abort},
-    {"__enter__", (PyCFunction)(void (*)(void))py_reservation_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))py_reservation_exit, METH_VARARGS, NULL},
+    METHOD("resize", py_reservation_resize, METH_VARARGS, DOC_Reservation_resize),
+    METHOD("commit", py_reservation_commit, METH_NOARGS, DOC_Reservation_commit),
+    METHOD("abort", py_reservation_abort, METH_NOARGS, DOC_Reservation_abort),
+    METHOD("__enter__", py_reservation_enter, METH_NOARGS, NULL),
+    METHOD("__exit__", py_reservation_exit, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

@@ -138,7 +138,7 @@ static bool copy_fields(const struct put_arguments *a, struct record_header *rec
         PyBuffer_Release(&data);
         if (!fits) {
             PyErr_Format(PyExc_ValueError, "field %u: expected %llu bytes", i,
-                         (unsigned long long)a->field_bytes[i]);
+                         U64(a->field_bytes[i]));
             return false;
         }
         shape += 1 + a->field_ndim[i];
@@ -363,7 +363,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
     seal_runs(self);
     atomic_store_explicit(&segment->header->policy_version, policy_version, memory_order_relaxed);
     rounds_resume(segment->header, next_round);
-    uint64_t own = atomic_load_explicit(&segment->header->next_producer_id, memory_order_relaxed);
+    uint64_t own = RELAXED(segment->header->next_producer_id);
     atomic_store_explicit(&segment->header->next_producer_id,
                           next_producer_id > own ? next_producer_id : own, memory_order_release);
     self->attached = false;
@@ -431,10 +431,10 @@ static void py_restorer_dealloc(RestorerObject *self) {
 }
 
 static PyMethodDef restorer_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))py_restorer_put, METH_VARARGS, NULL},
-    {"ancestors", (PyCFunction)(void (*)(void))py_restorer_ancestors, METH_O, NULL},
-    {"split", (PyCFunction)(void (*)(void))py_restorer_split, METH_VARARGS, NULL},
-    {"finish", (PyCFunction)(void (*)(void))py_restorer_finish, METH_VARARGS, NULL},
+    METHOD("put", py_restorer_put, METH_VARARGS, NULL),
+    METHOD("ancestors", py_restorer_ancestors, METH_O, NULL),
+    METHOD("split", py_restorer_split, METH_VARARGS, NULL),
+    METHOD("finish", py_restorer_finish, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

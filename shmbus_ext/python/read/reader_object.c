@@ -156,10 +156,7 @@ static PyObject *py_reader_poll(ReaderObject *self, PyObject *argument) {
         if (t == NULL) {
             break;
         }
-        if (PyList_Append(found, t) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_DECREF(t);
+        py_list_add(&found, t);
     }
     if (PyErr_Occurred()) {
         Py_CLEAR(found);
@@ -447,7 +444,7 @@ static PyObject *py_reader_count_unread(ReaderObject *self, PyObject *Py_UNUSED(
     }
     uint64_t committed;
     uint64_t unread = reader_count_unread(&self->c, &committed) + self->orphans;
-    return Py_BuildValue("(KK)", (unsigned long long)committed, (unsigned long long)unread);
+    return Py_BuildValue("(KK)", U64(committed), U64(unread));
 }
 
 /* What waits of each split that this reader has met. */
@@ -565,19 +562,19 @@ static void py_reader_dealloc(ReaderObject *self) {
 }
 
 static PyMethodDef reader_methods[] = {
-    {"poll", (PyCFunction)(void (*)(void))py_reader_poll, METH_O, NULL},
-    {"poll_into", (PyCFunction)(void (*)(void))py_reader_poll_into, METH_VARARGS, NULL},
-    {"wait", (PyCFunction)(void (*)(void))py_reader_wait, METH_O, NULL},
-    {"wake", (PyCFunction)(void (*)(void))py_reader_wake, METH_NOARGS, NULL},
-    {"release", (PyCFunction)(void (*)(void))py_reader_release, METH_VARARGS, NULL},
-    {"evacuate", (PyCFunction)(void (*)(void))py_reader_evacuate, METH_O, NULL},
-    {"sweep", (PyCFunction)(void (*)(void))py_reader_sweep, METH_NOARGS, NULL},
-    {"tidy", (PyCFunction)(void (*)(void))py_reader_tidy, METH_NOARGS, NULL},
-    {"count_unread", (PyCFunction)(void (*)(void))py_reader_count_unread, METH_NOARGS, NULL},
-    {"note", (PyCFunction)(void (*)(void))py_reader_note, METH_O, NULL},
-    {"lend", (PyCFunction)(void (*)(void))py_reader_lend, METH_NOARGS, NULL},
-    {"note_packing", (PyCFunction)(void (*)(void))py_reader_note_packing, METH_NOARGS, NULL},
-    {"close", (PyCFunction)(void (*)(void))py_reader_close, METH_NOARGS, NULL},
+    METHOD("poll", py_reader_poll, METH_O, NULL),
+    METHOD("poll_into", py_reader_poll_into, METH_VARARGS, NULL),
+    METHOD("wait", py_reader_wait, METH_O, NULL),
+    METHOD("wake", py_reader_wake, METH_NOARGS, NULL),
+    METHOD("release", py_reader_release, METH_VARARGS, NULL),
+    METHOD("evacuate", py_reader_evacuate, METH_O, NULL),
+    METHOD("sweep", py_reader_sweep, METH_NOARGS, NULL),
+    METHOD("tidy", py_reader_tidy, METH_NOARGS, NULL),
+    METHOD("count_unread", py_reader_count_unread, METH_NOARGS, NULL),
+    METHOD("note", py_reader_note, METH_O, NULL),
+    METHOD("lend", py_reader_lend, METH_NOARGS, NULL),
+    METHOD("note_packing", py_reader_note_packing, METH_NOARGS, NULL),
+    METHOD("close", py_reader_close, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -600,4 +597,72 @@ PyTypeObject ReaderType = {
     .tp_members = reader_members,
     .tp_init = (initproc)py_reader_init,
     .tp_new = PyType_GenericNew,
+};
+
+/* ---- What ends a lease: records are released in the ring, entries leave their table, and groups get
+ * their new state, all of it in one call.
+ *
+ * Invariant: between the first and the last of these steps no code of Python's runs, so no signal's
+ * handler does, and a lease that ends has ended for all three. */
+/* The entry of a group that this consumer holds under lease by this table, borrowed; NULL, without
+ * an exception, of anything else. */
+static GroupEntryObject *entry_of(PyObject *group, PyObject *consumer,
+                                  const GroupTableObject *table) {
+    PyObject *lease = py_group_lease(group, consumer);
+    return lease != NULL && py_group_lists_have_leased(&table->lists, lease)
+               ? (GroupEntryObject *)lease
+               : NULL;
+}
+
+/* end_groups(reader, table, consumer, groups, reason, state) -> int: ends the leases of groups from the first
+ * on, until one is not this consumer's, or not held. How many. Each is ended in the ring, in the
+ * table and by its own account in one step, which nothing can interrupt. */
+static PyObject *py_end_groups(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *reader, *table, *consumer, *groups, *state;
+    int reason;
+    if (!PyArg_ParseTuple(args, "O!O!OO!iU", &ReaderType, &reader, &GroupTableType, &table,
+                          &consumer, &PyList_Type, &groups, &reason, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
+        return NULL;
+    }
+    Py_ssize_t done = 0;
+    for (; done < PyList_GET_SIZE(groups); done++) {
+        PyObject *group = PyList_GET_ITEM(groups, done);
+        GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+        if (entry == NULL) {
+            break;
+        }
+        if (!py_reader_release_all((ReaderObject *)reader, entry->samples, reason)) {
+            return NULL;
+        }
+        py_group_entry_end(entry);
+        py_group_set_state(group, state);
+    }
+    return PyLong_FromSsize_t(done);
+}
+
+/* give_back_group(reader, table, consumer, group, state) -> bool: makes it the next to be leased, as
+ * end_groups ends it; False of one that is not this consumer's, or not held. */
+static PyObject *py_give_back_group(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *reader, *table, *consumer, *group, *state;
+    if (!PyArg_ParseTuple(args, "O!O!OOU", &ReaderType, &reader, &GroupTableType, &table, &consumer,
+                          &group, &state) ||
+        !py_reader_usable((ReaderObject *)reader)) {
+        return NULL;
+    }
+    GroupEntryObject *entry = entry_of(group, consumer, (GroupTableObject *)table);
+    if (entry == NULL) {
+        Py_RETURN_FALSE;
+    }
+    py_group_entry_give_back(entry);
+    py_group_set_state(group, state);
+    /* Also to who sleeps in take. */
+    doorbell_ring(((ReaderObject *)reader)->segment->c.header);
+    Py_RETURN_TRUE;
+}
+
+PyMethodDef py_end_lease_functions[] = {
+    {"end_groups", py_end_groups, METH_VARARGS, NULL},
+    {"give_back_group", py_give_back_group, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };

@@ -140,8 +140,8 @@ static void py_attempt_dealloc(AttemptObject *self) {
 }
 
 static PyMethodDef attempt_methods[] = {
-    {"__enter__", (PyCFunction)(void (*)(void))py_attempt_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))py_attempt_exit, METH_FASTCALL, NULL},
+    METHOD("__enter__", py_attempt_enter, METH_NOARGS, NULL),
+    METHOD("__exit__", py_attempt_exit, METH_FASTCALL, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -154,9 +154,9 @@ PyTypeObject LockAttemptType = {
 };
 
 static PyMethodDef recursive_lock_methods[] = {
-    {"__enter__", (PyCFunction)(void (*)(void))py_recursive_lock_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))py_recursive_lock_exit, METH_FASTCALL, NULL},
-    {"attempt", (PyCFunction)(void (*)(void))py_recursive_lock_attempt, METH_NOARGS, NULL},
+    METHOD("__enter__", py_recursive_lock_enter, METH_NOARGS, NULL),
+    METHOD("__exit__", py_recursive_lock_exit, METH_FASTCALL, NULL),
+    METHOD("attempt", py_recursive_lock_attempt, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 

@@ -91,16 +91,11 @@ static PyObject *shape_text(const DeclaredSchemaObject *self, uint32_t field) {
     PyObject *shape = PyTuple_New(declared->ndim);
     for (uint32_t d = 0; shape != NULL && d < declared->ndim; d++) {
         int64_t size = declared_schema_dimension(declared, d);
-        PyObject *item = size == SHMBUS_DIMENSION_FREE ? Py_NewRef(Py_None)
-                         : size >= 0
-                             ? PyLong_FromLongLong(size)
-                             : Py_NewRef(PyTuple_GET_ITEM(self->dimension_names,
-                                                          SHMBUS_DIMENSION_NAMED - size));
-        if (item == NULL) {
-            Py_CLEAR(shape);
-        } else {
-            PyTuple_SET_ITEM(shape, d, item);
-        }
+        py_tuple_set(&shape, d,
+                     size == SHMBUS_DIMENSION_FREE ? Py_NewRef(Py_None)
+                     : size >= 0                   ? PyLong_FromLongLong(size)
+                                 : Py_NewRef(PyTuple_GET_ITEM(self->dimension_names,
+                                                              SHMBUS_DIMENSION_NAMED - size)));
     }
     return shape;
 }
@@ -130,19 +125,13 @@ bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
     PyObject *wanted = shape_text(self, field);
     PyObject *got = PyTuple_New(ndim);
     for (int d = 0; got != NULL && d < ndim; d++) {
-        PyObject *size = PyLong_FromUnsignedLongLong(sizes[d]);
-        if (size == NULL) {
-            Py_CLEAR(got);
-        } else {
-            PyTuple_SET_ITEM(got, d, size);
-        }
+        py_tuple_set(&got, d, PyLong_FromUnsignedLongLong(sizes[d]));
     }
     if (wanted != NULL && got != NULL && name >= 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: expected the shape %R with %U = %llu, as %U has it, got %R",
                      PyTuple_GET_ITEM(self->names, field), wanted,
-                     PyTuple_GET_ITEM(self->dimension_names, name),
-                     (unsigned long long)bindings->sizes[name],
+                     PyTuple_GET_ITEM(self->dimension_names, name), U64(bindings->sizes[name]),
                      PyTuple_GET_ITEM(self->names, bindings->fields[name]), got);
     } else if (wanted != NULL && got != NULL) {
         PyErr_Format(PyExc_ValueError, "%U: expected the shape %R, got %R",
@@ -292,15 +281,11 @@ static PyObject *py_declared_list(DeclaredSchemaObject *self, PyObject *Py_UNUSE
         const struct declared_field *field = &self->parsed.fields[i];
         PyObject *shape = field->flags & SHMBUS_DECLARED_ANY_SHAPE ? Py_NewRef(Py_None)
                                                                    : shape_text(self, i);
-        PyObject *row = shape == NULL
-                            ? NULL
-                            : Py_BuildValue("(OONO)", PyTuple_GET_ITEM(self->names, i),
-                                            self->dtypes[i], shape,
-                                            self->required >> i & 1 ? Py_True : Py_False);
-        if (row == NULL || PyList_Append(found, row) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(row);
+        py_list_add(&found,
+                    shape == NULL
+                        ? NULL
+                        : Py_BuildValue("(OONO)", PyTuple_GET_ITEM(self->names, i), self->dtypes[i],
+                                        shape, self->required >> i & 1 ? Py_True : Py_False));
     }
     return found;
 }
@@ -312,8 +297,8 @@ static PyObject *py_declared_dtype(DeclaredSchemaObject *self, PyObject *name) {
 }
 
 static PyMethodDef declared_methods[] = {
-    {"fields", (PyCFunction)(void (*)(void))py_declared_list, METH_NOARGS, NULL},
-    {"dtype", (PyCFunction)(void (*)(void))py_declared_dtype, METH_O, NULL},
+    METHOD("fields", py_declared_list, METH_NOARGS, NULL),
+    METHOD("dtype", py_declared_dtype, METH_O, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -371,11 +356,7 @@ static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source
     return found;
 }
 
-static PyMethodDef functions[] = {
-    {"declared_bytes", (PyCFunction)(void (*)(void))py_declared_bytes, METH_O, NULL},
+PyMethodDef py_declared_functions[] = {
+    METHOD("declared_bytes", py_declared_bytes, METH_O, NULL),
     {NULL, NULL, 0, NULL},
 };
-
-bool py_declared_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}

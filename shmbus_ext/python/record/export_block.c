@@ -47,7 +47,7 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
             PyErr_Format(PyExc_ValueError,
                          "block: %zd records need more than the %llu bytes that there are; export "
                          "fewer of them",
-                         PyList_GET_SIZE(items), (unsigned long long)maker->room);
+                         PyList_GET_SIZE(items), U64(maker->room));
             return false;
         }
         if (!block_add(maker, py_trajectory_bytes(t), t->ref.bytes)) {
@@ -99,12 +99,7 @@ static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) 
             raise_changed(t);
             good = false;
         }
-        PyObject *number = good ? PyLong_FromUnsignedLong(check) : NULL;
-        if (number == NULL) {
-            Py_CLEAR(checks);
-        } else {
-            PyList_SET_ITEM(checks, i, number);
-        }
+        py_list_set(&checks, i, good ? PyLong_FromUnsignedLong(check) : NULL);
     }
     return checks;
 }
@@ -177,53 +172,39 @@ static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items
         } else if (py_segment_usable(((TrajectoryObject *)item)->holder->segment, "Consumer")) {
             found = lasting_of((TrajectoryObject *)item);
         }
-        if (found == NULL) {
-            Py_CLEAR(origins);
-        } else {
-            PyList_SET_ITEM(origins, i, found);
-        }
+        py_list_set(&origins, i, found);
     }
     return origins;
 }
 
 /* lineage(segment) -> list[bytes]: its identity, and those of the buses that it was restored from. */
 static PyObject *py_lineage(PyObject *Py_UNUSED(module), PyObject *object) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+    SegmentObject *segment;
+    if (!py_take_segment(object, &segment)) {
         return NULL;
     }
-    if (!py_segment_usable((SegmentObject *)object, "handle")) {
-        return NULL;
-    }
-    const struct bus_header *header = ((SegmentObject *)object)->c.header;
+    const struct bus_header *header = segment->c.header;
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; found != NULL && i <= SHMBUS_ANCESTORS; i++) {
         if (i > 0 && header->ancestors[i - 1].producers == 0) {
             continue;
         }
-        PyObject *identity = PyBytes_FromStringAndSize(
-            (const char *)(i == 0 ? header->identity : header->ancestors[i - 1].identity),
-            SHMBUS_IDENTITY_BYTES);
-        if (identity == NULL || PyList_Append(found, identity) < 0) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(identity);
+        py_list_add(&found, PyBytes_FromStringAndSize(
+                                (const char *)(i == 0 ? header->identity
+                                                      : header->ancestors[i - 1].identity),
+                                SHMBUS_IDENTITY_BYTES));
     }
     return found;
 }
 
 /* leased_in_part(segment) -> bool: whether a group was ever leased without all of its samples. */
 static PyObject *py_leased_in_part(PyObject *Py_UNUSED(module), PyObject *object) {
-    if (!PyObject_TypeCheck(object, &SegmentType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment");
+    SegmentObject *segment;
+    if (!py_take_segment(object, &segment)) {
         return NULL;
     }
-    if (!py_segment_usable((SegmentObject *)object, "handle")) {
-        return NULL;
-    }
-    const struct bus_header *header = ((SegmentObject *)object)->c.header;
-    return PyBool_FromLong(
-        (long)atomic_load_explicit(&header->leased_in_part, memory_order_relaxed));
+    const struct bus_header *header = segment->c.header;
+    return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }
 
 /* leased_state(sample) -> int: what it says of an earlier collector's lease; 0 for nothing. */
@@ -254,7 +235,7 @@ static PyObject *py_forget_leased(PyObject *Py_UNUSED(module), PyObject *items) 
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef py_export_functions[] = {
     {"lasting_origins", py_lasting_origins, METH_O, NULL},
     {"lineage", py_lineage, METH_O, NULL},
     {"leased_in_part", py_leased_in_part, METH_O, NULL},
@@ -267,8 +248,8 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-bool py_export_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0 &&
-           PyModule_AddIntConstant(module, "BLOCK_MAX_RECORDS", BLOCK_MAX_RECORDS) == 0 &&
-           PyModule_AddIntConstant(module, "BLOCK_HEADER_BYTES", sizeof(struct block_header)) == 0;
-}
+const struct named_value py_export_constants[] = {
+    {"BLOCK_MAX_RECORDS", BLOCK_MAX_RECORDS},
+    {"BLOCK_HEADER_BYTES", sizeof(struct block_header)},
+    {NULL, 0},
+};

@@ -138,7 +138,7 @@ static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject
 }
 
 static PyObject *py_origin_head_round(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
-    return self->round == SHMBUS_NO_ROUND ? Py_NewRef(Py_None) : PyLong_FromLongLong(self->round);
+    return py_round(self->round);
 }
 
 static PyObject *py_origin_head_failed(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
@@ -336,11 +336,7 @@ static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *argument
     PyObject *heads = PyList_New(0);
     const char *at = packed.buf, *end = at + packed.len;
     while (heads != NULL && at < end) {
-        PyObject *head = unpack_one(&at, end);
-        if (head == NULL || PyList_Append(heads, head) < 0) {
-            Py_CLEAR(heads);
-        }
-        Py_XDECREF(head);
+        py_list_add(&heads, unpack_one(&at, end));
     }
     PyBuffer_Release(&packed);
     return heads;
@@ -405,13 +401,9 @@ PyTypeObject OriginHeadType = {
     .tp_repr = (reprfunc)py_origin_head_repr,
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef py_origin_head_functions[] = {
     {"pack_heads", py_pack_heads, METH_O, NULL},
     {"read_heads", py_read_heads, METH_VARARGS, NULL},
     {"unpack_heads", py_unpack_heads, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_origin_head_add_functions(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) == 0;
-}
