@@ -18,6 +18,7 @@
 #endif
 #include <numpy/arrayobject.h>
 #include <structmember.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -59,6 +60,15 @@ static inline bool py_add_object(PyObject *module, const char *name, PyObject *o
 #define U64(value) ((unsigned long long)(value))
 /* A word of the segment for tables and messages, which order nothing by it. */
 #define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
+
+/* PyErr_Format for a function that answers false with an exception. */
+static inline bool py_refuse(PyObject *type, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    PyErr_FormatV(type, format, arguments);
+    va_end(arguments);
+    return false;
+}
 
 /* Puts an item, which it takes, behind those of a list; false with an exception, as for no item. */
 static inline bool py_append(PyObject *list, PyObject *item) {

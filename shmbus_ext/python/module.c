@@ -190,11 +190,11 @@ static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
         return true;
     }
-    PyErr_SetString(PyExc_ImportError,
-                    "shmbus: expected a process's main interpreter, got a subinterpreter; run what "
-                    "uses shmbus in a process of its own (multiprocessing, "
-                    "concurrent.futures.ProcessPoolExecutor), or in a thread of the main one");
-    return false;
+    return py_refuse(
+        PyExc_ImportError,
+        "shmbus: expected a process's main interpreter, got a subinterpreter; run what "
+        "uses shmbus in a process of its own (multiprocessing, "
+        "concurrent.futures.ProcessPoolExecutor), or in a thread of the main one");
 }
 
 static int execute(PyObject *module) {

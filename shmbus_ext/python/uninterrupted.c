@@ -155,8 +155,7 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
 /* uninterrupted(callable, *arguments): what it returns; no signal's handler runs meanwhile. */
 static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     if (PyTuple_GET_SIZE(args) == 0) {
-        PyErr_SetString(PyExc_TypeError, "uninterrupted: expected a callable");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "uninterrupted: expected a callable");
     }
     PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
     PyObject *result =

@@ -10,8 +10,8 @@ bool py_baseline_of_tuple(PyObject *tuple, struct baseline *rule) {
         return false;
     }
     if (kind < 0 || kind >= BASELINE_KINDS) {
-        PyErr_Format(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1, kind);
-        return false;
+        return py_refuse(PyExc_ValueError, "kind: expected 0 to %d, got %d", BASELINE_KINDS - 1,
+                         kind);
     }
     rule->kind = (enum baseline_kind)kind;
     rule->bessel = bessel != 0;

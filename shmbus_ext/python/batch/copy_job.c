@@ -190,9 +190,8 @@ static void end_if_unused(GatherThreadsObject *self) {
 
 bool py_gather_threads_check(PyObject *object) {
     if (object != Py_None && !Py_IS_TYPE(object, &GatherThreadsType)) {
-        PyErr_Format(PyExc_TypeError, "threads: expected GatherThreads or None, got %.100s",
-                     Py_TYPE(object)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "threads: expected GatherThreads or None, got %.100s",
+                         Py_TYPE(object)->tp_name);
     }
     return true;
 }
@@ -206,11 +205,10 @@ bool py_gather_threads_begin(PyObject *object, struct threads **threads) {
     if (self->threads == NULL && self->count > 1 && !self->closed) {
         self->threads = threads_start(self->count - 1);
         if (self->threads == NULL) {
-            PyErr_Format(PyExc_OSError,
-                         "pack_threads: %u threads could not be started: %s; ask for fewer, or "
-                         "for 1",
-                         self->count, strerror(errno));
-            return false;
+            return py_refuse(PyExc_OSError,
+                             "pack_threads: %u threads could not be started: %s; ask for fewer, or "
+                             "for 1",
+                             self->count, strerror(errno));
         }
     }
     self->users++;

@@ -9,9 +9,9 @@
 static bool read_sizes(struct extra *extra, PyObject *sizes) {
     extra->ndim = (int)PyTuple_GET_SIZE(sizes);
     if (extra->ndim > (int)SHMBUS_MAX_NDIM) {
-        PyErr_Format(PyExc_ValueError, "field %R: expected a row of at most %u dimensions, got %d",
-                     extra->name, SHMBUS_MAX_NDIM, extra->ndim);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "field %R: expected a row of at most %u dimensions, got %d", extra->name,
+                         SHMBUS_MAX_NDIM, extra->ndim);
     }
     for (int d = 0; d < extra->ndim; d++) {
         extra->sizes[d] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(sizes, d));
@@ -41,9 +41,8 @@ static bool read_spec(struct extra *extra, PyObject *spec) {
         return false;
     }
     if (kind < 0 || kind >= EXTRA_KINDS || (dtype != Py_None && !PyArray_DescrCheck(dtype))) {
-        PyErr_Format(PyExc_ValueError, "field %R: expected a kind and a dtype, got %d and %R",
-                     extra->name, kind, dtype);
-        return false;
+        return py_refuse(PyExc_ValueError, "field %R: expected a kind and a dtype, got %d and %R",
+                         extra->name, kind, dtype);
     }
     extra->kind = (enum extra_kind)kind;
     extra->optional = optional != 0;
@@ -89,13 +88,11 @@ void py_extras_clear(struct extras *self) {
 
 static bool read_output(struct extra *extra, PyObject *spec) {
     if (PyTuple_GET_SIZE(spec) != 6) {
-        PyErr_SetString(PyExc_TypeError, "extras: expected where each field goes");
-        return false;
+        return py_refuse(PyExc_TypeError, "extras: expected where each field goes");
     }
     if (extra->row_bytes > 0 && extra->rows > (uint64_t)INT64_MAX / extra->row_bytes) {
-        PyErr_Format(PyExc_ValueError, "field %R: its rows are more than memory can hold",
-                     extra->name);
-        return false;
+        return py_refuse(PyExc_ValueError, "field %R: its rows are more than memory can hold",
+                         extra->name);
     }
     return py_check_array(PyTuple_GET_ITEM(spec, 5), "extra", NPY_UINT8,
                           extra->rows * extra->row_bytes, true, &extra->out);
@@ -253,8 +250,7 @@ static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
         if (!Py_IS_TYPE(item, &TrajectoryType) || PyList_GET_SIZE(lengths) <= i) {
-            PyErr_SetString(PyExc_TypeError, "expected trajectories, each with its tokens");
-            return false;
+            return py_refuse(PyExc_TypeError, "expected trajectories, each with its tokens");
         }
         const uint64_t tokens = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(lengths, i));
         if (PyErr_Occurred() != NULL) {
@@ -345,8 +341,8 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
     const struct extra *extra = &extras->fields[e];
     const uint64_t first = plan->done;
     if (width == 0 || extra->row_bytes % width != 0 || place % width != 0) {
-        PyErr_SetString(PyExc_ValueError, "plan_extras: expected a width that divides each row");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "plan_extras: expected a width that divides each row");
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         const struct extra_source *source = &extras->sources[i * extras->count + e];

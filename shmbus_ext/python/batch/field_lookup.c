@@ -123,9 +123,8 @@ bool py_length_error(const struct source *source, uint64_t length, PyObject *nam
 
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
     }
     TrajectoryObject *t = (TrajectoryObject *)item;
     /* A dtype that is met for the first time is made by Python code, which may drop anything. */
@@ -281,9 +280,9 @@ static PyObject *py_find_not_finite(PyObject *Py_UNUSED(module), PyObject *objec
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
         PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "find_not_finite: expected a contiguous float32 array of one dimension");
-        return NULL;
+        return PyErr_Format(
+            PyExc_TypeError,
+            "find_not_finite: expected a contiguous float32 array of one dimension");
     }
     npy_intp n = PyArray_SIZE(array);
     const float *values = PyArray_DATA(array);

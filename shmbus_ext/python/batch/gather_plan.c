@@ -208,9 +208,8 @@ static bool compare(struct plan *self, PyObject *samples, Py_ssize_t size) {
     for (Py_ssize_t i = 0; i < size; i++) {
         PyObject *item = PyList_GET_ITEM(samples, i);
         if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-            return false;
+            return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
+                             Py_TYPE(item)->tp_name);
         }
         const TrajectoryObject *t = (const TrajectoryObject *)item;
         if (isnan(t->score) && !py_trajectory_require_score(t)) {
@@ -419,9 +418,9 @@ static PyObject *py_plan_gather(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     }
     if (chunk_tokens == 0 || (uintptr_t)self.memory % sizeof(int64_t) != 0) {
-        PyErr_SetString(PyExc_ValueError, "plan_gather: expected chunks of 1 token or more, and "
-                                          "memory on a word's border");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "plan_gather: expected chunks of 1 token or more, and "
+                            "memory on a word's border");
     }
     self.shift = shift;
     self.chunk_tokens = chunk_tokens;
@@ -495,8 +494,7 @@ static PyObject *py_measure(PyObject *Py_UNUSED(module), PyObject *args) {
  * newest_policy_versions int64 [S]). */
 static PyObject *py_describe(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "describe: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "describe: expected a list of trajectories");
     }
     npy_intp count = PyList_GET_SIZE(items);
     PyObject *scores = PyArray_SimpleNew(1, &count, NPY_FLOAT64);

@@ -191,8 +191,7 @@ static PyObject *py_channel_ack(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     }
     if (self->memory == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "channel_ack: no message was received");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "channel_ack: no message was received");
     }
     if (!py_channel_end_memory(self)) {
         return NULL;

@@ -15,15 +15,14 @@
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
     if (self->c.side < 0) {
         /* By a close() that was interrupted, as a rule. */
-        PyErr_Format(hooks.closed_error,
-                     "channel '%U': this handle is no side, or has left; open the channel again",
-                     self->base.name);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "channel '%U': this handle is no side, or has left; open the channel again",
+            self->base.name);
     }
     if (self->c.side != (int32_t)side) {
-        PyErr_Format(PyExc_RuntimeError, "channel '%U': this handle is not the %s", self->base.name,
-                     side == CHANNEL_SENDER ? "sender" : "receiver");
-        return false;
+        return py_refuse(PyExc_RuntimeError, "channel '%U': this handle is not the %s",
+                         self->base.name, side == CHANNEL_SENDER ? "sender" : "receiver");
     }
     return true;
 }
@@ -79,10 +78,10 @@ static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
         return NULL;
     }
     if (!channel_fits(slots, max_bytes)) {
-        PyErr_Format(PyExc_ValueError,
-                     "channel '%U': expected 1 to %u slots of 1 to %llu bytes, got %u of %llu",
-                     name, CHANNEL_MAX_SLOTS, U64(CHANNEL_MAX_BYTES), slots, max_bytes);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError,
+            "channel '%U': expected 1 to %u slots of 1 to %llu bytes, got %u of %llu", name,
+            CHANNEL_MAX_SLOTS, U64(CHANNEL_MAX_BYTES), slots, max_bytes);
     }
     CompanionObject *self = py_companion_alloc(type, &channel_kind, name);
     if (self == NULL) {
@@ -99,8 +98,7 @@ static PyObject *py_channel_open(PyTypeObject *type, PyObject *args) {
 
 static bool is_side(unsigned int side) {
     if (side >= CHANNEL_SIDES) {
-        PyErr_Format(PyExc_ValueError, "side: expected 0 or 1, got %u", side);
-        return false;
+        return py_refuse(PyExc_ValueError, "side: expected 0 or 1, got %u", side);
     }
     return true;
 }

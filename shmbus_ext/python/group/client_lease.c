@@ -100,8 +100,7 @@ PyTypeObject ClientLeaseType = {
 static PyObject *pack_each(PyObject *items, size_t each,
                            void (*pack)(const TrajectoryObject *t, char *to)) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a list of trajectories");
     }
     Py_ssize_t count = PyList_GET_SIZE(items);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);

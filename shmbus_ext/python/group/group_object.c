@@ -217,9 +217,8 @@ PyTypeObject GroupBaseType = {
 
 PyObject *py_group_samples(PyObject *group) {
     if (!PyObject_TypeCheck(group, &GroupBaseType)) {
-        PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
-                     Py_TYPE(group)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
+                            Py_TYPE(group)->tp_name);
     }
     return visible((const GroupObject *)group);
 }

@@ -201,8 +201,8 @@ bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *ob
 
 static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *object) {
     if (!py_group_lists_have_leased(self, object)) {
-        PyErr_Format(PyExc_ValueError, "expected an entry under lease here, got %R", object);
-        return NULL;
+        return (GroupEntryObject *)PyErr_Format(
+            PyExc_ValueError, "expected an entry under lease here, got %R", object);
     }
     return (GroupEntryObject *)object;
 }
@@ -211,9 +211,8 @@ static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *
 static PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     if (!Py_IS_TYPE(object, &GroupEntryType) ||
         ((GroupEntryObject *)object)->place != ENTRY_NOWHERE) {
-        PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R",
-                     object);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R",
+                            object);
     }
     py_group_lists_push_ready(self, (GroupEntryObject *)object);
     Py_RETURN_NONE;
@@ -221,9 +220,8 @@ static PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
 
 static bool is_split(unsigned int split) {
     if (split >= SHMBUS_MAX_SPLITS) {
-        PyErr_Format(PyExc_ValueError, "split: expected less than %u, got %u", SHMBUS_MAX_SPLITS,
-                     split);
-        return false;
+        return py_refuse(PyExc_ValueError, "split: expected less than %u, got %u",
+                         SHMBUS_MAX_SPLITS, split);
     }
     return true;
 }
@@ -272,8 +270,8 @@ static PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *objec
     GroupEntryObject *entry = (GroupEntryObject *)object;
     if (!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self ||
         entry->place != ENTRY_READY) {
-        PyErr_Format(PyExc_ValueError, "expected an entry that is ready here, got %R", object);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "expected an entry that is ready here, got %R",
+                            object);
     }
     py_group_entry_end(entry);
     Py_RETURN_NONE;
@@ -358,9 +356,8 @@ static bool hash_key(struct group_key *key, PyObject *id, long long round, uint3
     Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
     Py_hash_t hash = PyObject_Hash(id);
     if (length > UINT16_MAX) {
-        PyErr_Format(PyExc_ValueError, "key: expected at most %d bytes, got %zd", UINT16_MAX,
-                     length);
-        return false;
+        return py_refuse(PyExc_ValueError, "key: expected at most %d bytes, got %zd", UINT16_MAX,
+                         length);
     }
     key->bytes = PyUnicode_DATA(id);
     key->length = (uint16_t)length;
@@ -392,10 +389,10 @@ static bool py_key_read(struct group_key *at, PyObject *key) {
         return false;
     }
     if (!PyUnicode_Check(id) || split >= SHMBUS_MAX_SPLITS) {
-        PyErr_Format(PyExc_TypeError,
-                     "key: expected a str, (str, int) or (str, int or None, int below %u), got %R",
-                     SHMBUS_MAX_SPLITS, key);
-        return false;
+        return py_refuse(
+            PyExc_TypeError,
+            "key: expected a str, (str, int) or (str, int or None, int below %u), got %R",
+            SHMBUS_MAX_SPLITS, key);
     }
     return hash_key(at, id, round, (uint32_t)split);
 }
@@ -728,8 +725,7 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
 static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
     struct group_entry *entry = group_table_oldest(&self->c);
     if (entry == NULL) {
-        PyErr_SetString(PyExc_IndexError, "take_oldest: the table is empty");
-        return NULL;
+        return PyErr_Format(PyExc_IndexError, "take_oldest: the table is empty");
     }
     struct group_key at;
     PyObject *key = py_key_of(first_sample(entry));
@@ -762,8 +758,7 @@ static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
     }
     const Py_ssize_t count = PyList_GET_SIZE(samples);
     if (count == 0) {
-        PyErr_SetString(PyExc_ValueError, "gather: expected samples, got none");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "gather: expected samples, got none");
     }
     uint64_t nbytes = 0;
     if (!py_arrival_read(&first, PyList_GET_ITEM(samples, 0), false) ||
@@ -841,9 +836,8 @@ static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argumen
         return NULL;
     }
     if (split >= SHMBUS_MAX_SPLITS) {
-        PyErr_Format(PyExc_ValueError, "split: expected less than %u, got %lu", SHMBUS_MAX_SPLITS,
-                     split);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "split: expected less than %u, got %lu",
+                            SHMBUS_MAX_SPLITS, split);
     }
     const struct open_count *open = &self->open[split];
     const struct entry_list *ready = &self->lists.ready[split];

@@ -13,8 +13,8 @@ static bool is_reader(PoolObject *pool) {
         return false;
     }
     if (pool->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", pool->base.name);
-        return false;
+        return py_refuse(PyExc_RuntimeError, "pool '%U': this handle is no reader",
+                         pool->base.name);
     }
     return true;
 }
@@ -79,10 +79,9 @@ static void py_pool_lease_dealloc(PoolLeaseObject *self) {
 
 bool py_pool_lease_is_readable(const PoolLeaseObject *self) {
     if (!py_companion_is_own(&self->pool->base)) {
-        PyErr_SetString(PyExc_BufferError,
-                        "this lease was taken before a fork: its memory is not mapped in the "
-                        "child; open the pool there");
-        return false;
+        return py_refuse(PyExc_BufferError,
+                         "this lease was taken before a fork: its memory is not mapped in the "
+                         "child; open the pool there");
     }
     return true;
 }

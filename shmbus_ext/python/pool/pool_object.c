@@ -46,14 +46,14 @@ static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
     plan.block_bytes = block_bytes;
     plan.patch_bytes = patch_bytes;
     if (!pool_plan(&plan)) {
-        PyErr_Format(PyExc_ValueError,
-                     "pool '%U': no pool can be laid out for slots=%u of max_slots=%u (1 to %u), "
-                     "slot_bytes=%llu, meta_bytes=%llu (to %llu), block_bytes=%llu (a power of two "
-                     "from %llu to %llu), patch_bytes=%llu",
-                     name, plan.slots, plan.max_slots, POOL_MAX_SLOTS, slot_bytes, meta_bytes,
-                     U64(POOL_MAX_META_BYTES), block_bytes, U64(POOL_MIN_BLOCK),
-                     U64(POOL_MAX_BLOCK), patch_bytes);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError,
+            "pool '%U': no pool can be laid out for slots=%u of max_slots=%u (1 to %u), "
+            "slot_bytes=%llu, meta_bytes=%llu (to %llu), block_bytes=%llu (a power of two "
+            "from %llu to %llu), patch_bytes=%llu",
+            name, plan.slots, plan.max_slots, POOL_MAX_SLOTS, slot_bytes, meta_bytes,
+            U64(POOL_MAX_META_BYTES), block_bytes, U64(POOL_MIN_BLOCK), U64(POOL_MAX_BLOCK),
+            patch_bytes);
     }
     PoolObject *self = (PoolObject *)py_companion_alloc(type, &pool_kind, name);
     if (self == NULL) {
@@ -72,10 +72,10 @@ static PyObject *py_pool_open(PyTypeObject *type, PyObject *args) {
 
 static bool has_no_role(PoolObject *self) {
     if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "pool '%U': a handle has one role, and this one has it: open another handle",
-                     self->base.name);
-        return false;
+        return py_refuse(
+            PyExc_RuntimeError,
+            "pool '%U': a handle has one role, and this one has it: open another handle",
+            self->base.name);
     }
     return true;
 }
@@ -139,8 +139,7 @@ static PyObject *py_pool_newest(PoolObject *self, PyObject *Py_UNUSED(ignored)) 
 
 static bool parse_bell(PoolObject *self, unsigned int which) {
     if (which >= POOL_BELLS) {
-        PyErr_Format(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
-        return false;
+        return py_refuse(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
     }
     return py_companion_usable(&self->base);
 }

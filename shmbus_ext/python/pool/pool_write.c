@@ -154,8 +154,7 @@ static void py_pool_write_dealloc(PoolWriteObject *self) {
 
 bool py_pool_write_is_open(const PoolWriteObject *self) {
     if (self->ended || self->given_up || !py_companion_is_own(&self->pool->base)) {
-        PyErr_SetString(PyExc_BufferError, "this version is not being written any more");
-        return false;
+        return py_refuse(PyExc_BufferError, "this version is not being written any more");
     }
     return true;
 }
@@ -190,11 +189,11 @@ static void py_pool_write_release(PoolWriteObject *self, Py_buffer *Py_UNUSED(vi
 
 static bool has_no_buffers(const PoolWriteObject *self) {
     if (self->buffers > 0) {
-        PyErr_Format(PyExc_BufferError,
-                     "%zd buffers of this version are still out: delete the arrays, and release "
-                     "the memoryviews, before it is finished",
-                     self->buffers);
-        return false;
+        return py_refuse(
+            PyExc_BufferError,
+            "%zd buffers of this version are still out: delete the arrays, and release "
+            "the memoryviews, before it is finished",
+            self->buffers);
     }
     return true;
 }

@@ -33,8 +33,7 @@
 
 bool py_writer_usable(WriterObject *self) {
     if (!self->attached || self->closing) {
-        PyErr_SetString(hooks.closed_error, "this Producer is closed; make a new one");
-        return false;
+        return py_refuse(hooks.closed_error, "this Producer is closed; make a new one");
     }
     return py_segment_usable(self->segment, "Producer");
 }
@@ -426,8 +425,7 @@ PyObject *py_writer_take_requests(WriterObject *self, PyObject *args) {
 bool py_take_claim(const WriterObject *self, PyObject *object, struct request_claim *claim) {
     unsigned long long number, word;
     if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "expected the claim of a request");
-        return false;
+        return py_refuse(PyExc_TypeError, "expected the claim of a request");
     }
     if (!PyArg_ParseTuple(object, "KKIII", &number, &word, &claim->row, &claim->cell,
                           &claim->index)) {
@@ -436,8 +434,7 @@ bool py_take_claim(const WriterObject *self, PyObject *object, struct request_cl
     const struct request_parts *parts = &self->segment->c.requests;
     if (claim->row >= parts->row_count ||
         claim->cell >= parts->block_count * SHMBUS_REQUEST_CELLS_A_BLOCK) {
-        PyErr_SetString(PyExc_IndexError, "claim: the request lane of this bus has no such cell");
-        return false;
+        return py_refuse(PyExc_IndexError, "claim: the request lane of this bus has no such cell");
     }
     claim->number = number;
     claim->word = word;

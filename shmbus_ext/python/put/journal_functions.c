@@ -40,8 +40,7 @@ static PyObject *py_relay_end(PyObject *Py_UNUSED(module), PyObject *object) {
 /* relay_bind(writer): its lane is the one that the sink puts into. */
 static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
     if (!PyObject_TypeCheck(object, &WriterType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Writer");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a Writer");
     }
     WriterObject *writer = (WriterObject *)object;
     if (!py_writer_usable(writer)) {
@@ -54,16 +53,14 @@ static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
 /* Whether the packed entries are numbers of this journal, or RELAY_NEW where that may be. */
 static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, bool new_too) {
     if (packed->len % (Py_ssize_t)sizeof(uint32_t) != 0) {
-        PyErr_SetString(PyExc_ValueError, "entries: expected 4 bytes each");
-        return false;
+        return py_refuse(PyExc_ValueError, "entries: expected 4 bytes each");
     }
     for (Py_ssize_t i = 0; i < packed->len; i += (Py_ssize_t)sizeof(uint32_t)) {
         uint32_t entry;
         memcpy(&entry, (const uint8_t *)packed->buf + i, sizeof entry);
         if (entry >= segment->c.relay_entry_count && !(new_too && entry == RELAY_NEW)) {
-            PyErr_Format(PyExc_ValueError, "entry: expected less than %u, got %u",
-                         segment->c.relay_entry_count, entry);
-            return false;
+            return py_refuse(PyExc_ValueError, "entry: expected less than %u, got %u",
+                             segment->c.relay_entry_count, entry);
         }
     }
     return true;
@@ -284,8 +281,8 @@ static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     }
     if (PyTuple_GET_SIZE(figures) > (Py_ssize_t)SHMBUS_RELAY_FIGURES) {
-        PyErr_SetString(PyExc_ValueError, "figures: there are more than the journal has room for");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "figures: there are more than the journal has room for");
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(figures); i++) {
         unsigned long long figure = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(figures, i));

@@ -68,9 +68,8 @@ static void py_reservation_finish(ReservationObject *self, bool commit) {
 
 static bool py_reservation_usable(ReservationObject *self) {
     if (self->ended) {
-        PyErr_SetString(hooks.closed_error,
-                        "this reservation has been committed or aborted; reserve a new one");
-        return false;
+        return py_refuse(hooks.closed_error,
+                         "this reservation has been committed or aborted; reserve a new one");
     }
     return py_writer_usable(self->writer);
 }
@@ -265,10 +264,9 @@ static PyObject *py_reservation_resize(ReservationObject *self, PyObject *args) 
     }
     PyArrayObject *array = self->arrays[field];
     if (PyArray_NDIM(array) < 1 || length < 0 || length > PyArray_DIM(array, 0)) {
-        PyErr_Format(PyExc_ValueError, "%U: expected 0 to %zd elements, got %R", name,
-                     PyArray_NDIM(array) < 1 ? (Py_ssize_t)0 : (Py_ssize_t)PyArray_DIM(array, 0),
-                     given);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError, "%U: expected 0 to %zd elements, got %R", name,
+            PyArray_NDIM(array) < 1 ? (Py_ssize_t)0 : (Py_ssize_t)PyArray_DIM(array, 0), given);
     }
     uint64_t *shape = (uint64_t *)(void *)((uint8_t *)self->at.record + sizeof *self->at.record) +
                       self->shape_at[field];
@@ -542,9 +540,8 @@ bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, Py
     }
     if (count > (Py_ssize_t)SHMBUS_MAX_FIELDS || PyTuple_GET_SIZE(fields->dtypes) != count ||
         PyTuple_GET_SIZE(fields->shapes) != count) {
-        PyErr_Format(PyExc_ValueError, "fields: expected at most %u, got %zd", SHMBUS_MAX_FIELDS,
-                     count);
-        return false;
+        return py_refuse(PyExc_ValueError, "fields: expected at most %u, got %zd",
+                         SHMBUS_MAX_FIELDS, count);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         names[i] = PyTuple_GET_ITEM(fields->names, i);
@@ -570,8 +567,7 @@ bool py_plan_reservation(WriterObject *self, struct put_arguments *arguments, Py
     }
     spec->meta_bytes = meta_room > spec->meta_bytes ? meta_room : spec->meta_bytes;
     if (!record_plan(spec)) {
-        PyErr_SetString(hooks.too_large_error, "the reservation is larger than any record");
-        return false;
+        return py_refuse(hooks.too_large_error, "the reservation is larger than any record");
     }
     return true;
 }

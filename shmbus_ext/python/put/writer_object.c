@@ -57,11 +57,11 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
 static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py_ssize_t count,
                       PyObject *kwnames) {
     if (count > 1) {
-        PyErr_Format(PyExc_TypeError,
-                     "expected one positional argument, instance_id, got %zd; give the others by "
-                     "name",
-                     count);
-        return false;
+        return py_refuse(
+            PyExc_TypeError,
+            "expected one positional argument, instance_id, got %zd; give the others by "
+            "name",
+            count);
     }
     if (count == 1 && !py_arguments_take_id(arguments, args[0])) {
         return false;
@@ -121,8 +121,8 @@ static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_
                                   PyObject *kwnames) {
     struct request_claim claim;
     if (count < 2) {
-        PyErr_SetString(PyExc_TypeError, "_answer: expected a claim, failed, and put's arguments");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "_answer: expected a claim, failed, and put's arguments");
     }
     if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim)) {
         return NULL;
@@ -214,8 +214,7 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
 /* _declare(schema or None): what is put from now on is checked by it. */
 static PyObject *py_writer_declare(WriterObject *self, PyObject *schema) {
     if (schema != Py_None && !PyObject_TypeCheck(schema, &DeclaredSchemaType)) {
-        PyErr_SetString(PyExc_TypeError, "expected a DeclaredSchema or None");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a DeclaredSchema or None");
     }
     Py_XSETREF(self->declared,
                schema == Py_None ? NULL : (DeclaredSchemaObject *)Py_NewRef(schema));

@@ -39,8 +39,7 @@ typedef struct {
 /* Whether it can be used in this process; false with an exception. */
 static bool py_borrower_usable(BorrowerObject *self) {
     if (!self->attached) {
-        PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
-        return false;
+        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
     }
     return py_segment_usable(self->segment, "Consumer");
 }
@@ -262,9 +261,8 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
         return NULL;
     }
     if (client >= SHMBUS_MAX_CLIENTS) {
-        PyErr_Format(PyExc_ValueError, "client: expected 0 to %u, got %lu", SHMBUS_MAX_CLIENTS - 1,
-                     client);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "client: expected 0 to %u, got %lu",
+                            SHMBUS_MAX_CLIENTS - 1, client);
     }
     if (!py_borrower_move_locks(self, (uint32_t)client)) {
         return NULL;
@@ -442,8 +440,7 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
         return NULL;
     }
     if (!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType)) {
-        PyErr_SetString(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
     }
     PyObject *groups = PyList_New(0);
     long long step = 0;
@@ -478,9 +475,8 @@ static bool own_lease(const BorrowerObject *self, PyObject *item) {
 
 static bool require_lease(const BorrowerObject *self, PyObject *item) {
     if (!own_lease(self, item)) {
-        PyErr_Format(PyExc_TypeError, "expected a lease of this Consumer, got %s",
-                     Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected a lease of this Consumer, got %s",
+                         Py_TYPE(item)->tp_name);
     }
     return true;
 }
@@ -586,8 +582,7 @@ static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *arg
 /* give_back_ready(all) -> list of int: the same for all that are ready. */
 static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
     if (!PyDict_Check(all)) {
-        PyErr_SetString(PyExc_TypeError, "give_back_ready: expected a dict of leases");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "give_back_ready: expected a dict of leases");
     }
     PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
     ClientLeaseObject *lease;
@@ -634,8 +629,7 @@ static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
 /* forget(leases): the daemon has confirmed their end, or they are lost, or given back. */
 static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
     if (!PyList_Check(leases)) {
-        PyErr_SetString(PyExc_TypeError, "forget: expected a list of leases");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "forget: expected a list of leases");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
         if (!require_lease(self, PyList_GET_ITEM(leases, i))) {

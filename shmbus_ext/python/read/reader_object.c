@@ -49,8 +49,7 @@ bool py_reader_is_open(const ReaderObject *self) {
 
 bool py_reader_usable(ReaderObject *self) {
     if (!self->attached) {
-        PyErr_SetString(hooks.closed_error, "this Consumer is closed; make a new one");
-        return false;
+        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
     }
     return py_segment_usable(self->segment, "Consumer");
 }
@@ -66,12 +65,12 @@ bool py_reader_can_read(ReaderObject *self) {
         return false;
     }
     if (self->orphans > 0 || self->cut_short) {
-        PyErr_Format(hooks.closed_error,
-                     "bus %R: this Consumer reads no more, since a call failed half way (out of "
-                     "memory?) with samples in its hands; acknowledge the groups that you hold, "
-                     "close it and make a new one: it gets all others",
-                     self->segment->name);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "bus %R: this Consumer reads no more, since a call failed half way (out of "
+            "memory?) with samples in its hands; acknowledge the groups that you hold, "
+            "close it and make a new one: it gets all others",
+            self->segment->name);
     }
     return true;
 }
@@ -291,18 +290,17 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *Py_UNUSED(ignored)
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType) ||
         ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return NULL;
+        return (TrajectoryObject *)PyErr_Format(
+            PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
+            Py_TYPE(item)->tp_name);
     }
     return (TrajectoryObject *)item;
 }
 
 static bool is_reason(int reason) {
     if (reason < 0 || reason >= SHMBUS_REASONS) {
-        PyErr_Format(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
-                     SHMBUS_REASONS - 1, reason);
-        return false;
+        return py_refuse(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
+                         SHMBUS_REASONS - 1, reason);
     }
     return true;
 }
@@ -315,9 +313,8 @@ static bool can_release(ReaderObject *self, PyObject *items) {
             return false;
         }
         if (t->released) {
-            PyErr_Format(PyExc_ValueError, "trajectory %R[%S] was released before",
-                         t->instance_id, t->index);
-            return false;
+            return py_refuse(PyExc_ValueError, "trajectory %R[%S] was released before",
+                             t->instance_id, t->index);
         }
     }
     return true;
@@ -367,9 +364,8 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
         return NULL;
     }
     if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
-                     SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
+                            SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
     }
     if (!py_reader_release_all(self, items, reason)) {
         return NULL;
@@ -381,8 +377,7 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
  * half a run alive, all of it in this list, none of it under a view. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "evacuate: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "evacuate: expected a list of trajectories");
     }
     if (!py_reader_usable(self)) {
         return NULL;
@@ -501,9 +496,8 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
 /* note(table): what others can read of this consumer. */
 static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
     if (!Py_IS_TYPE(argument, &GroupTableType)) {
-        PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
-                     Py_TYPE(argument)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
+                            Py_TYPE(argument)->tp_name);
     }
     if (!py_reader_usable(self)) {
         return NULL;

@@ -51,12 +51,11 @@ enum stored_kind py_stored_kind(PyArray_Descr *dtype) {
 /* ---- checks ---- */
 
 bool py_declared_refuse_missing(const DeclaredSchemaObject *self, uint64_t missing) {
-    PyErr_Format(PyExc_TypeError,
-                 "missing the field %R, which the schema requires; give it, or declare it as "
-                 "\"%U?\" if samples may lack it",
-                 PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)),
-                 PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)));
-    return false;
+    return py_refuse(PyExc_TypeError,
+                     "missing the field %R, which the schema requires; give it, or declare it as "
+                     "\"%U?\" if samples may lack it",
+                     PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)),
+                     PyTuple_GET_ITEM(self->names, __builtin_ctzll(missing)));
 }
 
 static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
@@ -333,8 +332,7 @@ static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source
             memcpy(copy, PyBytes_AS_STRING(source), sizeof *copy);
         }
     } else {
-        PyErr_SetString(PyExc_TypeError, "expected a Segment, or the bytes of a declared part");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a Segment, or the bytes of a declared part");
     }
     uint8_t *text = part == NULL ? NULL : PyMem_Malloc(SHMBUS_DECLARED_BYTES);
     PyObject *found = NULL;

@@ -13,9 +13,8 @@
 /* A trajectory that can be read; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                     Py_TYPE(item)->tp_name);
-        return NULL;
+        return (TrajectoryObject *)PyErr_Format(
+            PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
     }
     TrajectoryObject *t = (TrajectoryObject *)item;
     return py_trajectory_readable(t) ? t : NULL;
@@ -37,18 +36,18 @@ static bool add_all(struct block_maker *maker, PyObject *items) {
         struct record_header head;
         memcpy(&head, py_trajectory_bytes(t), sizeof head);
         if (head.split != SHMBUS_SPLIT_TRAIN) {
-            PyErr_Format(PyExc_ValueError,
-                         "trajectory %R[%S] is of split number %u of bus '%U'; a block carries what "
-                         "is trained on: leave it on its own bus, or release it",
-                         t->instance_id, t->index, head.split, t->holder->segment->name);
-            return false;
+            return py_refuse(
+                PyExc_ValueError,
+                "trajectory %R[%S] is of split number %u of bus '%U'; a block carries what "
+                "is trained on: leave it on its own bus, or release it",
+                t->instance_id, t->index, head.split, t->holder->segment->name);
         }
         if (maker->room - maker->used < t->ref.bytes) {
-            PyErr_Format(PyExc_ValueError,
-                         "block: %zd records need more than the %llu bytes that there are; export "
-                         "fewer of them",
-                         PyList_GET_SIZE(items), U64(maker->room));
-            return false;
+            return py_refuse(
+                PyExc_ValueError,
+                "block: %zd records need more than the %llu bytes that there are; export "
+                "fewer of them",
+                PyList_GET_SIZE(items), U64(maker->room));
         }
         if (!block_add(maker, py_trajectory_bytes(t), t->ref.bytes)) {
             raise_changed(t);
@@ -87,8 +86,7 @@ static PyObject *py_export_block(PyObject *Py_UNUSED(module), PyObject *args) {
 /* record_checks(trajectories) -> list[int]: the checksum of each one's head, as a block has it. */
 static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "record_checks: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "record_checks: expected a list of trajectories");
     }
     PyObject *checks = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; checks != NULL && i < PyList_GET_SIZE(checks); i++) {
@@ -107,8 +105,7 @@ static PyObject *py_record_checks(PyObject *Py_UNUSED(module), PyObject *items) 
 /* record_origins(trajectories) -> list[bytes]: what each is known by among all buses. */
 static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "record_origins: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "record_origins: expected a list of trajectories");
     }
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
@@ -160,8 +157,7 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
 /* lasting_origins(trajectories) -> list[tuple[bytes, ...]] */
 static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
     }
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
@@ -223,8 +219,7 @@ static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argume
 /* forget_leased(samples): they are samples as any other from here on. */
 static PyObject *py_forget_leased(PyObject *Py_UNUSED(module), PyObject *items) {
     if (!PyList_Check(items)) {
-        PyErr_SetString(PyExc_TypeError, "forget_leased: expected a list of samples");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "forget_leased: expected a list of samples");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);

@@ -199,8 +199,7 @@ static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject
 
 static bool append_head(struct sink *to, PyObject *item) {
     if (!Py_IS_TYPE(item, &OriginHeadType)) {
-        PyErr_Format(PyExc_TypeError, "expected heads, got %.100s", Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected heads, got %.100s", Py_TYPE(item)->tp_name);
     }
     const OriginHeadObject *head = (OriginHeadObject *)item;
     struct head_row row = {
@@ -220,8 +219,8 @@ static bool append_head(struct sink *to, PyObject *item) {
 
 static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
+                         Py_TYPE(item)->tp_name);
     }
     const TrajectoryObject *t = (TrajectoryObject *)item;
     struct head_row row = {
@@ -238,11 +237,10 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
         return false;
     }
     if (!block_head_check(py_trajectory_bytes(t), t->ref.bytes, &row.check)) {
-        PyErr_Format(PyExc_ValueError,
-                     "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
-                     "`shmbus inspect` shows where it is damaged",
-                     t->instance_id, t->index, t->holder->segment->name);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "trajectory %R[%S]: its record in bus '%U' has changed since it was read; "
+                         "`shmbus inspect` shows where it is damaged",
+                         t->instance_id, t->index, t->holder->segment->name);
     }
     if (row.group_size == 0) {
         row.need = 0;
@@ -321,10 +319,10 @@ static PyObject *unpack_one(const char **at, const char *end) {
             return make_head(&row, origin, text, why);
         }
     }
-    PyErr_SetString(PyExc_ValueError,
-                    "heads: expected them one behind the other, got bytes that say what no record "
-                    "can; run the same shmbus on both nodes");
-    return NULL;
+    return PyErr_Format(
+        PyExc_ValueError,
+        "heads: expected them one behind the other, got bytes that say what no record "
+        "can; run the same shmbus on both nodes");
 }
 
 /* unpack_heads(bytes) -> list[OriginHead]. ValueError for bytes that are none. */

@@ -150,18 +150,18 @@ static void py_trajectory_dealloc(TrajectoryObject *self) {
 
 bool py_trajectory_readable(const TrajectoryObject *self) {
     if (self->released) {
-        PyErr_Format(hooks.closed_error,
-                     "trajectory %R[%S] was acknowledged or dropped, and its space given back to "
-                     "the ring; take its arrays before that (they stay valid), or copy them",
-                     self->instance_id, self->index);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "trajectory %R[%S] was acknowledged or dropped, and its space given back to "
+            "the ring; take its arrays before that (they stay valid), or copy them",
+            self->instance_id, self->index);
     }
     if (!self->holder->attached) {
-        PyErr_Format(hooks.closed_error,
-                     "trajectory %R[%S]: its Consumer is closed; take its arrays before that (they "
-                     "stay valid)",
-                     self->instance_id, self->index);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "trajectory %R[%S]: its Consumer is closed; take its arrays before that (they "
+            "stay valid)",
+            self->instance_id, self->index);
     }
     return py_segment_usable(self->holder->segment, "Consumer");
 }
@@ -198,9 +198,8 @@ PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
 static PyObject *py_trajectory_get(TrajectoryObject *self, PyObject *name) {
     int field = py_schema_find(self->schema, name);
     if (field < 0) {
-        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
-                     self->schema->names);
-        return NULL;
+        return PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                            self->schema->names);
     }
     return py_trajectory_readable(self) ? py_trajectory_view(self, field) : NULL;
 }
@@ -237,9 +236,8 @@ static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(
 static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     int field = py_schema_find(self->schema, name);
     if (field < 0) {
-        PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
-                     self->schema->names);
-        return NULL;
+        return PyErr_Format(PyExc_KeyError, "%R: this trajectory has the fields %R", name,
+                            self->schema->names);
     }
     const uint64_t *shape = self->shape + self->schema->shape_at[field];
     PyObject *result = PyTuple_New(self->schema->ndim[field]);
@@ -311,12 +309,12 @@ bool py_trajectory_require_score(const TrajectoryObject *self) {
     if (py_trajectory_has_score(self)) {
         return true;
     }
-    PyErr_Format(hooks.unscored_error,
-                 "trajectory %R[%S] of producer %llu: expected a score, got none yet: it was put "
-                 "with score=None; set trajectory.score, or give OnlineDataHandler a score_group, "
-                 "before it is trained on",
-                 self->instance_id, self->index, U64(self->producer_id));
-    return false;
+    return py_refuse(
+        hooks.unscored_error,
+        "trajectory %R[%S] of producer %llu: expected a score, got none yet: it was put "
+        "with score=None; set trajectory.score, or give OnlineDataHandler a score_group, "
+        "before it is trained on",
+        self->instance_id, self->index, U64(self->producer_id));
 }
 
 static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *Py_UNUSED(ignored)) {

@@ -16,8 +16,7 @@ static bool parse_offer(PyObject *item, struct request_offer *offer) {
     Py_ssize_t id_bytes, prompt_bytes;
     const char *id, *prompt;
     if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "expected an offer as a tuple");
-        return false;
+        return py_refuse(PyExc_TypeError, "expected an offer as a tuple");
     }
     if (!PyArg_ParseTuple(item, "y#O&IIIIy#", &id, &id_bytes, py_take_round, &offer->round,
                           &offer->split, &offer->group_size, &offer->need, &offer->level, &prompt,
@@ -28,8 +27,7 @@ static bool parse_offer(PyObject *item, struct request_offer *offer) {
         offer->split >= SHMBUS_MAX_SPLITS ||
         offer->group_size < 1 || offer->group_size > SHMBUS_MAX_GROUP_SIZE || offer->need < 1 ||
         offer->need > offer->group_size || offer->level >= SHMBUS_REQUEST_LEVELS) {
-        PyErr_SetString(PyExc_ValueError, "this request does not fit into a row");
-        return false;
+        return py_refuse(PyExc_ValueError, "this request does not fit into a row");
     }
     offer->id = id;
     offer->prompt = prompt;
@@ -70,8 +68,7 @@ static PyObject *py_request_offer(PyObject *Py_UNUSED(module), PyObject *args) {
         }
     }
     if (segment->c.read_only || count == 0) {
-        PyErr_SetString(PyExc_ValueError, "expected offers, and a segment that can be written");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "expected offers, and a segment that can be written");
     }
     uint64_t number = 0;
     /* Under the interpreter lock: two threads of one handle share its file lock. */
@@ -126,8 +123,7 @@ static bool take_row(PyObject *args, SegmentObject **segment, unsigned int *row,
         return false;
     }
     if (*row >= (*segment)->c.requests.row_count) {
-        PyErr_SetString(PyExc_IndexError, "row: the request lane has no such row");
-        return false;
+        return py_refuse(PyExc_IndexError, "row: the request lane has no such row");
     }
     return true;
 }
@@ -384,8 +380,7 @@ static PyObject *py_lead_free(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     }
     if (row >= SHMBUS_LEAD_ROWS) {
-        PyErr_SetString(PyExc_IndexError, "row: the admission table has no such row");
-        return NULL;
+        return PyErr_Format(PyExc_IndexError, "row: the admission table has no such row");
     }
     lead_free(&segment->c, row, word);
     Py_RETURN_NONE;

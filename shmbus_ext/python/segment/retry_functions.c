@@ -10,8 +10,7 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
         return false;
     }
     if (*entry >= SHMBUS_RETRY_ENTRIES) {
-        PyErr_SetString(PyExc_IndexError, "entry: the retry table has no such entry");
-        return false;
+        return py_refuse(PyExc_IndexError, "entry: the retry table has no such entry");
     }
     return true;
 }
@@ -37,8 +36,7 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
         reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES ||
         request.split >= SHMBUS_MAX_SPLITS || request.need > request.group_size ||
         request.group_size > SHMBUS_MAX_GROUP_SIZE) {
-        PyErr_SetString(PyExc_ValueError, "this request does not fit into an entry");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "this request does not fit into an entry");
     }
     request.number = number;
     request.round = round;

@@ -67,16 +67,15 @@ bool py_segment_init_fork(void) {
 
 bool py_segment_usable(SegmentObject *self, const char *what) {
     if (self->generation != fork_generation) {
-        PyErr_Format(hooks.closed_error,
-                     "bus '%U': this %s was made in process %d, before a fork; make a new one in "
-                     "this process",
-                     self->name, what, self->pid);
-        return false;
+        return py_refuse(
+            hooks.closed_error,
+            "bus '%U': this %s was made in process %d, before a fork; make a new one in "
+            "this process",
+            self->name, what, self->pid);
     }
     if (self->handle_closed) {
-        PyErr_Format(hooks.closed_error, "bus '%U': this %s is closed; make a new one", self->name,
-                     what);
-        return false;
+        return py_refuse(hooks.closed_error, "bus '%U': this %s is closed; make a new one",
+                         self->name, what);
     }
     return true;
 }
@@ -190,13 +189,12 @@ static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     if (declared_bytes > (Py_ssize_t)SHMBUS_DECLARED_BYTES ||
         !segment_plan(capacity, max_producers, extent_bytes, &plan) ||
         (request_bytes > 0 && !segment_plan_requests(&plan, request_bytes))) {
-        PyErr_Format(PyExc_ValueError,
-                     "bus '%U': no segment can be laid out for capacity=%llu bytes, "
-                     "max_producers=%u (1 to %u), extent_bytes=%llu (a multiple of %u, at most the "
-                     "capacity)",
-                     name, capacity, max_producers, SHMBUS_MAX_PRODUCERS, extent_bytes,
-                     SHMBUS_PAGE);
-        return NULL;
+        return PyErr_Format(
+            PyExc_ValueError,
+            "bus '%U': no segment can be laid out for capacity=%llu bytes, "
+            "max_producers=%u (1 to %u), extent_bytes=%llu (a multiple of %u, at most the "
+            "capacity)",
+            name, capacity, max_producers, SHMBUS_MAX_PRODUCERS, extent_bytes, SHMBUS_PAGE);
     }
     plan.max_lead = max_lead;
     plan.max_lead_versions = max_versions;
@@ -336,9 +334,9 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
         return NULL;
     }
     if (self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES) {
-        PyErr_Format(PyExc_ValueError, "bus '%U': the reason of a pause takes at most %u bytes",
-                     self->name, SHMBUS_PAUSE_REASON_BYTES - 1);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "bus '%U': the reason of a pause takes at most %u bytes", self->name,
+                            SHMBUS_PAUSE_REASON_BYTES - 1);
     }
     struct bus_header *h = self->c.header;
     if (removal_happened(&self->c)) {

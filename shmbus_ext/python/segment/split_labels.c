@@ -8,24 +8,22 @@
 
 bool py_split_check(PyObject *label) {
     if (!PyUnicode_Check(label)) {
-        PyErr_Format(PyExc_TypeError, "split: expected a str, got %.100s",
-                     Py_TYPE(label)->tp_name);
-        return false;
+        return py_refuse(PyExc_TypeError, "split: expected a str, got %.100s",
+                         Py_TYPE(label)->tp_name);
     }
     Py_ssize_t bytes;
     const char *text = PyUnicode_AsUTF8AndSize(label, &bytes);
     if (text == NULL) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "split: expected text that UTF-8 can encode, got %A", label);
-        return false;
+        return py_refuse(PyExc_ValueError, "split: expected text that UTF-8 can encode, got %A",
+                         label);
     }
     if (bytes < 1 || bytes > (Py_ssize_t)SHMBUS_SPLIT_LABEL_BYTES ||
         memchr(text, 0, (size_t)bytes) != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "split: expected 1 to %u bytes of UTF-8 without NUL, such as 'train' or "
-                     "'eval', got %R",
-                     SHMBUS_SPLIT_LABEL_BYTES, label);
-        return false;
+        return py_refuse(PyExc_ValueError,
+                         "split: expected 1 to %u bytes of UTF-8 without NUL, such as 'train' or "
+                         "'eval', got %R",
+                         SHMBUS_SPLIT_LABEL_BYTES, label);
     }
     return true;
 }
