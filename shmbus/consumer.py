@@ -491,28 +491,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     async def atake(self, max_groups: int = 64, timeout: float | None = 0.1) -> list[Group]:
         """Take complete groups as `take` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        max_groups : int
-            As for `take`.
-        timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        list[Group]
-            Maybe empty. Each is leased to the caller until it is acknowledged or given back.
-
-        Raises
-        ------
-        TypeError, ValueError
-            `max_groups` is no int of 1 or more, or `timeout` is no time.
-        ProtocolError, StallError, BusBusyError, BusClosedError, BusRemovedError
-            As for `take`.
-        DaemonUnavailableError
-            The daemon has not answered for CLIENT_WAIT_S (30 s).
-        asyncio.CancelledError
-            The task was cancelled during the wait; no group is leased to it.
+        A task that is cancelled during the wait (CancelledError) has no group leased to it.
         """
         max_groups = clamp_request("max_groups", max_groups)
         check_timeout(timeout)
@@ -854,36 +833,20 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key, as for `Producer.put`.
-        group_size : int
-            Samples to make, 1 to 16384.
-        need : int, optional
-            How many of them make the group complete; all by default.
-        round : int, optional
-            Which repetition of the prompt this is, 0 or more. Give it where prompts come again.
-        split : str, default "train"
-            What the group is for.
-        priority : int, default 0
-            0 to 7; workers take the highest first, and within it what was offered first.
-        meta : object, optional
-            Whatever msgspec can encode as MessagePack.
-        timeout : float, optional
-            Seconds to wait for room: None waits for ever, 0 does not wait.
+        instance_id, group_size, need, round, split, priority, meta, timeout : object
+            As for `Feeder.request`.
         **prompt : array
             The prompt, as for `Feeder.request`; by `prompt_schema`, where the Consumer has one.
 
         Returns
         -------
         int
-            The request's number: 1 for the first that was ever offered on the bus.
+            The request's number, as for `Feeder.request`.
 
         Raises
         ------
-        TypeError, ValueError, RecordTooLargeError
+        TypeError, ValueError, RecordTooLargeError, BusFullError
             As for `Feeder.request`.
-        BusFullError
-            There was no room within the timeout; the message says who serves the lane.
         BusClosedError, BusRemovedError, StallError
             As for `take`.
         """

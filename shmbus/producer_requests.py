@@ -244,47 +244,17 @@ class ProducerRequests:
     @overload
     async def anext(self, timeout: float) -> Request | None: ...
     async def anext(self, timeout: float | None = None) -> Request | None:
-        """Take the next sample to make, as `next`, without blocking the event loop.
+        """Take the next sample to make as `next` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        Request or None
-            None where nothing came in time.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was taken.
+        A task that is cancelled during the wait (CancelledError) has taken nothing.
         """
         found = await self.anext_many(1, timeout)
         return found[0] if found else None
 
     async def anext_many(self, limit: int, timeout: float | None = None) -> list[Request]:
-        """Take several samples to make, as `next_many`, without blocking the event loop.
+        """Take several samples to make as `next_many` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        limit, timeout
-            As for `next_many`.
-
-        Returns
-        -------
-        list of Request
-            As for `next_many`.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next_many`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was taken.
+        A task that is cancelled during the wait (CancelledError) has taken nothing.
         """
         check_timeout(timeout)
         limit = clamp_request("limit", limit)
@@ -613,30 +583,10 @@ class ProducerRequests:
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> bool:
-        """Put the sample that a request asked for, without blocking the event loop.
+        """Put the sample as `answer` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        request : Request
-            What `next` gave.
-        score, policy_version, meta, rows, **arrays
-            As for `answer`. The arrays must not change before this returns.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        bool
-            As for `answer`.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            As for `answer`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `answer`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was put.
+        The arrays must not change before this returns. A task that is cancelled during the wait
+        (CancelledError) has put nothing.
         """
         given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
         put = functools.partial(self.answer, request, meta=meta, rows=rows, timeout=0, **given)
@@ -650,28 +600,9 @@ class ProducerRequests:
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> bool:
-        """Report that the sample of a request failed, without blocking the event loop.
+        """Report a failure as `fail` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        request, reason, policy_version
-            As for `fail`.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        bool
-            As for `fail`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `fail`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `fail`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was reported.
+        A task that is cancelled during the wait (CancelledError) has reported nothing.
         """
         fail = functools.partial(
             self.fail, request, reason, policy_version=policy_version, timeout=0

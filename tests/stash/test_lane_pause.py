@@ -11,7 +11,7 @@ from test_failing_groups import Sample
 
 from shmbus import limits
 from shmbus._backoff import backoff_s
-from shmbus.stash.lane_pause import LanePause
+from shmbus.stash.failures import LanePause
 from shmbus.stash.stash import Stash, StashPolicy
 
 REFUSED = "ConnectionRefusedError(111, 'port 8000')"

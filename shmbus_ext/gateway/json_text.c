@@ -7,7 +7,7 @@
  * Source: D. Lemire, "Number parsing at a gigabyte per second", 2021, and its implementation in
  * fast_float. Invariant: where that method cannot decide a rounding, or a power of ten is beyond the
  * table, the number is not plain. */
-#include "gateway/json_numbers.h"
+#include "gateway/json_text.h"
 
 #include <string.h>
 
@@ -401,3 +401,82 @@ static inline bool read_separator(struct json_text *text, size_t i, size_t lengt
     }
 LIST_READER(json_read_int64s, int64_t, quick_int64s, int64_of)
 LIST_READER(json_read_doubles, double, quick_doubles, double_of)
+
+/* ---- The members of an object. Invariant: brackets within strings count none. */
+
+/* Passes the rest of a string, whose opening quote was passed. */
+static bool pass_string(struct json_text *text) {
+    const char *begin = text->at;
+    for (;;) {
+        const char *quote = memchr(text->at, '"', (size_t)(text->end - text->at));
+        if (quote == NULL) {
+            return false;
+        }
+        const char *slash = quote;
+        while (slash > begin && slash[-1] == '\\') {
+            slash--;
+        }
+        text->at = quote + 1;
+        if ((quote - slash) % 2 == 0) {
+            return true;
+        }
+    }
+}
+
+bool json_pass_key(struct json_text *text, const char **key, size_t *key_bytes) {
+    json_skip_space(text);
+    if (!json_passes(text, '"')) {
+        return false;
+    }
+    *key = text->at;
+    if (!pass_string(text)) {
+        return false;
+    }
+    *key_bytes = (size_t)(text->at - *key) - 1;
+    json_skip_space(text);
+    if (memchr(*key, '\\', *key_bytes) != NULL || !json_passes(text, ':')) {
+        return false;
+    }
+    json_skip_space(text);
+    return true;
+}
+
+bool json_pass_value(struct json_text *text) {
+    size_t depth = 0;
+    while (text->at < text->end) {
+        switch (*text->at) {
+        case '"':
+            text->at++;
+            if (!pass_string(text)) {
+                return false;
+            }
+            if (depth == 0) {
+                return true;
+            }
+            continue;
+        case '[':
+        case '{':
+            depth++;
+            break;
+        case ']':
+        case '}':
+            if (depth == 0) {
+                return true; /* of what is around it */
+            }
+            if (--depth == 0) {
+                text->at++;
+                return true;
+            }
+            break;
+        case ',':
+            if (depth == 0) {
+                return true;
+            }
+            break;
+        default:
+            break;
+        }
+        text->at++;
+    }
+    return depth == 0;
+}

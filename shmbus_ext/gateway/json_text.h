@@ -5,8 +5,8 @@
  *
  * Invariants: no byte outside of the text is read, no number outside of the room written. A double
  * is the one nearest to the text, ties to even, as float() has it. */
-#ifndef SHMBUS_GATEWAY_JSON_NUMBERS_H
-#define SHMBUS_GATEWAY_JSON_NUMBERS_H
+#ifndef SHMBUS_GATEWAY_JSON_TEXT_H
+#define SHMBUS_GATEWAY_JSON_TEXT_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -41,5 +41,13 @@ size_t json_list_length(struct json_text text);
  * False at the first that is not plain, whose index is then in `bad`. */
 bool json_read_int64s(struct json_text *text, int64_t *out, size_t length, size_t *bad);
 bool json_read_doubles(struct json_text *text, double *out, size_t length, size_t *bad);
+
+/* ---- The members of an object, one after the other: where each key and each value lies. Values are
+ * passed by their brackets and quotes, and not checked: whoever uses the text has it checked by a
+ * parser. */
+/* Passes a key and its colon, up to its value. False where none is there, or one with an escape. */
+bool json_pass_key(struct json_text *text, const char **key, size_t *key_bytes);
+/* Passes a value of any kind; false where it does not end. */
+bool json_pass_value(struct json_text *text);
 
 #endif
