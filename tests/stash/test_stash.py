@@ -206,7 +206,12 @@ def test_a_group_ends_when_its_deadline_is_there_and_not_before(policy: str) -> 
 
 
 @pytest.mark.parametrize(
-    "policy", [{}, {"group_timeout_s": 1.0}, {"on_timeout": "drop"}, {"on_timeout": "partial"}]
+    "policy",
+    [
+        {"group_timeout_s": None},
+        {"group_timeout_s": 1.0, "on_timeout": "wait"},
+        {"group_timeout_s": None, "on_timeout": "partial"},
+    ],
 )
 def test_without_a_timeout_or_a_policy_for_it_groups_wait_for_ever(policy: dict[str, Any]) -> None:
     stash = stash_with(**policy)
