@@ -275,6 +275,14 @@ def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefe
 # --- by default
 
 
+DIES = """
+import os, signal, sys, numpy as np, shmbus
+producer = shmbus.Producer(sys.argv[1], label="worker-7")
+producer.put("q1", group_size=2, index=0, tokens=np.zeros(4, np.int32))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default bounds, a thousandth of them, and no end where a living worker may be at work."""
@@ -287,15 +295,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_whose_workers_have_all_died_ends_with_who_was_last_and_what_is_missing(
     served: str, spawn: Spawner
 ) -> None:
-    worker = spawn(
-        """
-        import os, signal, sys, numpy as np, shmbus
-        producer = shmbus.Producer(sys.argv[1], label="worker-7")
-        producer.put("q1", group_size=2, index=0, tokens=np.zeros(4, np.int32))
-        os.kill(os.getpid(), signal.SIGKILL)
-        """,
-        served,
-    )
+    worker = spawn.script(DIES, served)
     worker.wait()
     with OnlineDataHandler(served, groups_per_batch=1) as handler:
         with pytest.raises(StallError, match=r"(?s)nothing has moved.*q1.*1 of 2") as caught:
