@@ -95,9 +95,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
     name : str
         The bus.
     group_timeout : float, optional
-        Seconds that a group may stay incomplete; None for no limit.
+        Seconds that a group may stay incomplete, from its first sample on; None for no limit.
     on_timeout : "wait" | "drop" | "partial"
-        What happens to a group after that: it is kept, discarded, or delivered as it is.
+        What happens to a group after that: it is kept, discarded and counted as "timeout", or
+        delivered as it is. With `sample_retries` its missing samples are requested first.
     max_policy_lag : int, optional
         Groups whose oldest sample is more versions than this behind `policy_version` are dropped.
     skip_zero_variance : bool
@@ -138,8 +139,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         `stall_timeout` seconds while `take` or `take_shard` waits, in one call or in several: a
         warning of the logger ``shmbus.stall``; a StallError; a call with the StallReport, whose
         exceptions end the wait; or nothing.
-    stall_timeout : float
-        Those seconds.
+    stall_timeout : float, optional
+        Those seconds. None is 60; and "raise" is a warning then until nobody can end the wait: no
+        living worker has been attached for STALL_DEAD_S (600 s), or none that is has committed
+        anything for STALL_SLOW_S (1,800 s). A paused bus is waited for without end.
     wait : float, optional
         Seconds to wait for the bus where there is none yet, and for its daemon where one is needed:
         None waits for ever, 0 does not wait for a bus.
@@ -182,8 +185,8 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         self,
         name: str,
         *,
-        group_timeout: float | None = None,
-        on_timeout: Literal["wait", "drop", "partial"] = "wait",
+        group_timeout: float | None = limits.GROUP_TIMEOUT_S,
+        on_timeout: Literal["wait", "drop", "partial"] = "drop",
         max_policy_lag: int | None = None,
         skip_zero_variance: bool = False,
         duplicate: Literal["drop", "error"] = "drop",
@@ -198,8 +201,8 @@ class Consumer(_core.ConsumerBase[Group], ClosedByWith):
         world_size: int = 1,
         daemon: bool | None = None,
         split: str = TRAIN,
-        on_stall: OnStall = "log",
-        stall_timeout: float = limits.STALL_TIMEOUT_S,
+        on_stall: OnStall = "raise",
+        stall_timeout: float | None = None,
         wait: float | None = 0.0,
         prompt_schema: Schema | None = None,
     ) -> None:
@@ -1095,7 +1098,7 @@ def seconds_left(deadline: float | None) -> float | None:
 def _rebuild(
     cls: type[Consumer],
     options: AttachOptions,
-    stall: tuple[OnStall, float],
+    stall: tuple[OnStall, float | None],
     prompt_schema: dict[str, Any] | None = None,
 ) -> Consumer:
     self = cls.__new__(cls)

@@ -98,8 +98,8 @@ class Feeder:
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
         `request` waits for room, as for `Consumer`.
-    stall_timeout : float
-        Those seconds.
+    stall_timeout : float, optional
+        Those seconds; None is 60.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class Feeder:
         *,
         schema: Schema | None = None,
         on_stall: OnStall = "log",
-        stall_timeout: float = limits.STALL_TIMEOUT_S,
+        stall_timeout: float | None = None,
     ) -> None:
         self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)

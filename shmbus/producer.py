@@ -100,7 +100,7 @@ class ProducerOptions(TypedDict, total=False):
     checksum: bool
     label: str | None
     on_stall: OnStall
-    stall_timeout: float
+    stall_timeout: float | None
     attach: Attach
     schema: Schema | None
 
@@ -127,8 +127,8 @@ class Producer(_core.Writer, ClosedByWith):
     on_stall : "log" | "raise" | callable | None
         What happens each time that nothing has moved on the bus for `stall_timeout` seconds while
         `put`, `put_many`, `reserve`, `aput` or `wait_ready` waits for space, as for `Consumer`.
-    stall_timeout : float
-        Those seconds.
+    stall_timeout : float, optional
+        Those seconds; None is 60.
     attach : "same" | "successor"
         What happens once the bus was removed: every put raises BusRemovedError; or `put`,
         `put_many`, `reserve`, `fail` and `aput` wait, up to their timeout, for a new bus of that
@@ -162,7 +162,7 @@ class Producer(_core.Writer, ClosedByWith):
         checksum: bool = False,
         label: str | None = None,
         on_stall: OnStall = "log",
-        stall_timeout: float = limits.STALL_TIMEOUT_S,
+        stall_timeout: float | None = None,
         attach: Attach = "same",
         wait: float | None = 0.0,
         schema: Schema | None = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import sys
@@ -44,8 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_lead_versions: int | None = None
     request_capacity: str | int | None = None
     schema: str | dict[str, Any] | None = None
-    group_timeout: float | None = None
-    on_timeout: Literal["wait", "drop", "partial"] = "wait"
+    group_timeout: float = limits.GROUP_TIMEOUT_S
+    on_timeout: Literal["wait", "drop", "partial"] = "drop"
     max_policy_lag: int | None = None
     skip_zero_variance: bool = False
     duplicate: Literal["drop", "error"] = "drop"
@@ -83,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the settings of the stash."""
         size = self.max_stash_bytes
         return StashPolicy(
-            group_timeout_s=self.group_timeout,
+            group_timeout_s=None if math.isinf(self.group_timeout) else self.group_timeout,
             on_timeout=self.on_timeout,
             max_policy_lag=self.max_policy_lag,
             skip_zero_variance=self.skip_zero_variance,
@@ -106,7 +107,7 @@ _HELP = {
     "request_capacity": "bytes for requests, if the bus is created",
     "schema": 'fields of samples as JSON, such as \'{"tokens": "int32"}\', if the bus is created; '
     "one that is there must have them",
-    "group_timeout": "seconds that a group may stay incomplete",
+    "group_timeout": "seconds that a group may stay incomplete; inf for no limit",
     "on_timeout": "what happens to it then",
     "max_policy_lag": "versions that a group's oldest sample may be behind",
     "skip_zero_variance": "drop complete groups whose scores are all equal",

@@ -8,13 +8,14 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from conftest import Daemon, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Producer, StallError, StallReport
+from shmbus import Bus, Consumer, Producer, StallError, StallReport, limits
 from trainer_adapter import OnlineDataHandler
 
 Served = Callable[..., Daemon]
@@ -45,7 +46,7 @@ def test_a_consumer_that_waits_in_vain_says_who_is_missing(
     with Producer(served, label="worker-3") as producer:
         put(producer, "gsm8k-17", 0, 1, 3)
         with (
-            Consumer(served, stall_timeout=PERIOD_S) as consumer,
+            Consumer(served, on_stall="log", stall_timeout=PERIOD_S) as consumer,
             caplog.at_level(logging.WARNING, "shmbus.stall"),
         ):
             wait_until(lambda: consumer.take(timeout=2 * PERIOD_S) or caplog.records)
@@ -201,3 +202,65 @@ def test_a_handler_that_waits_in_vain_raises_as_it_was_told(bus_name: str, prefe
         pytest.raises(shmbus.StallError, match="nothing has moved"),
     ):
         next(iter(handler))
+
+
+# --- by default
+
+
+DIES = """
+import os, signal, sys, numpy as np, shmbus
+producer = shmbus.Producer(sys.argv[1], label="worker-7")
+producer.put("q1", group_size=2, index=0, tokens=np.zeros(4, np.int32))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default bounds, a thousandth of them, and no end where a living worker may be at work."""
+    monkeypatch.setattr(limits, "STALL_REPORT_S", PERIOD_S)
+    monkeypatch.setattr(limits, "STALL_DEAD_S", 2 * PERIOD_S)
+    monkeypatch.setattr(limits, "STALL_SLOW_S", 3600.0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_trainer_whose_workers_have_all_died_ends_with_who_was_last_and_what_is_missing(
+    served: str, spawn: Spawner
+) -> None:
+    worker = spawn.script(DIES, served)
+    worker.wait()
+    with OnlineDataHandler(served, groups_per_batch=1) as handler:
+        with pytest.raises(StallError, match=r"(?s)nothing has moved.*q1.*1 of 2") as caught:
+            handler.next_batch()
+        assert "worker-7" in str(caught.value)
+        with Producer(served) as successor:
+            put(successor, "q1", 1, size=2)
+            assert handler.next_batch(timeout=20.0).num_sequences == 2
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("state", ["a worker at work", "a pause"])
+def test_a_healthy_slow_run_is_told_and_not_ended(
+    served: str, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Consumer(served) as consumer, caplog.at_level(logging.WARNING, "shmbus.stall"):
+        with ExitStack() as stack:
+            if state == "a pause":
+                Bus.open(served).pause("evaluation")
+            else:
+                put(stack.enter_context(Producer(served)), "q1", 0, size=2)
+            told = len(caplog.records)
+            wait_until(lambda: consumer.take(timeout=0.05) or len(caplog.records) >= told + 4)
+        if state == "a pause":
+            Bus.open(served).resume()
+        with pytest.raises(StallError):
+            consumer.take(timeout=None)  # nobody is left who could go on
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_chose_the_log_waits_on(served: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        Consumer(served, on_stall="log") as consumer,
+        caplog.at_level(logging.WARNING, "shmbus.stall"),
+    ):
+        wait_until(lambda: consumer.take(timeout=0.05) or len(caplog.records) >= 4)

@@ -15,7 +15,7 @@ import pytest
 from conftest import Spawner, wait_until
 
 import shmbus
-from shmbus import Bus, Consumer, Group, Producer
+from shmbus import Bus, Consumer, Group, Producer, limits
 
 
 @pytest.fixture
@@ -500,3 +500,19 @@ def test_closing_from_another_thread_ends_what_waits(bus: Bus, how: str) -> None
     for use in (consumer.take, consumer.stats, lambda: consumer.policy_version):
         with pytest.raises(shmbus.BusClosedError, match="closed; make a new one"):
             use()
+
+
+def test_a_group_that_lies_whole_in_the_ring_is_in_time_however_long_the_trainer_thought(
+    bus: Bus,
+) -> None:
+    """More than one portion of records lies before its other samples."""
+    with Producer(bus.name) as producer, Consumer(bus.name, group_timeout=0.2) as consumer:
+        producer.put("slow", group_size=2, index=0, tokens=np.zeros(4, np.int32))
+        assert consumer.take(timeout=0) == []
+        for number in range(3 * limits.POLL_RECORDS):
+            producer.put(f"open-{number}", group_size=2, index=0, tokens=np.zeros(4, np.int32))
+        producer.put("slow", group_size=2, index=1, tokens=np.zeros(4, np.int32))
+        time.sleep(0.3)  # a step of the trainer
+        (group,) = consumer.take(timeout=10)
+        assert group.instance_id == "slow"
+        group.ack()
