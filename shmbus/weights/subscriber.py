@@ -40,7 +40,14 @@ from shmbus.weights.errors import (
     ManifestError,
     PatchBaseError,
 )
-from shmbus.weights.loading import Loading, Targets, named_of, paired, targets_of
+from shmbus.weights.loading import (
+    LoadCache,
+    Loading,
+    Targets,
+    named_of,
+    paired,
+    targets_of,
+)
 from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.patch_apply import LoadedModel, apply_changes, compare, plain_model
 from shmbus.weights.patches import VersionChanges
@@ -438,6 +445,26 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             cast=cast,
             slices=slices,
         )
+
+    def prepare(self, device: torch.device) -> None:
+        """Have copies to a device be as fast as they can, before any is made.
+
+        Parameters
+        ----------
+        device : torch.device
+            Where they go. For a CUDA device the slot's memory is registered, once.
+        """
+        self._open().prepare([device])
+
+    def lasting(self) -> tuple[LoadCache, dict[str, torch.Tensor]] | None:
+        """Return what stands for this memory, and views that keep no lease; None where none lasts.
+
+        The next version in the same slot has the same ones, so that what was found out of them
+        holds. They are read while these weights are open only.
+        """
+        carried = self._open()
+        cache = carried.cache
+        return None if cache is None else (cache, carried.borrow())
 
     def report_loading(self) -> None:
         """Say that something else has begun to load this version.
