@@ -7,7 +7,7 @@ vocabulary, experts in one stack. `load_weights` takes a checkpoint's tensors in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     vocab: int = 130
     experts: int = 0
     dtype: torch.dtype = torch.bfloat16
+    tied: bool = False
 
 
 def checkpoint(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -52,7 +53,8 @@ def checkpoint(shape: Shape) -> dict[str, tuple[int, ...]]:
         if shape.experts:
             found[f"{at}.mlp.gate.weight"] = (shape.experts, shape.hidden)
     found["model.norm.weight"] = (shape.hidden,)
-    found["lm_head.weight"] = (shape.vocab, shape.hidden)
+    if not shape.tied:
+        found["lm_head.weight"] = (shape.vocab, shape.hidden)
     return found
 
 
@@ -89,9 +91,11 @@ class FusedModel(torch.nn.Module):
             FusedLayer(shape, ranks, device) for _ in range(shape.layers)
         )
         rows = -(-shape.vocab // (self.PADDED * ranks)) * self.PADDED
-        for name, sizes in (("embed", (rows, shape.hidden)), ("norm", (shape.hidden,)),
-                            ("head", (rows, shape.hidden))):  # fmt: skip
-            made = torch.zeros(sizes, dtype=shape.dtype, device=device)
+        sizes = {"embed": (rows, shape.hidden), "norm": (shape.hidden,)}
+        if not shape.tied:
+            sizes["head"] = rows, shape.hidden
+        for name, size in sizes.items():
+            made = torch.zeros(size, dtype=shape.dtype, device=device)
             self.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -103,11 +107,11 @@ class FusedModel(torch.nn.Module):
             elif parts[1] == "embed_tokens":
                 self.fill_rows(self.embed, tensor)
             elif parts[1] == "norm":
-                self.norm.data.copy_(tensor)
+                self.get_parameter("norm").data.copy_(tensor)
             else:
                 self.fill_layer(self.layers[int(parts[2])], parts[3:], tensor)
 
-    def fill_rows(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    def fill_rows(self, parameter: Any, tensor: torch.Tensor) -> None:
         """Take this rank's rows of a vocabulary, and pad them."""
         rows = parameter.shape[0]
         first = min(self.rank * rows, len(tensor))
@@ -120,7 +124,7 @@ class FusedModel(torch.nn.Module):
         size = tensor.shape[dim] // self.ranks
         return tensor.narrow(dim, self.rank * size, size)
 
-    def fill_layer(self, layer: torch.nn.Module, parts: list[str], tensor: torch.Tensor) -> None:
+    def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         """Take this rank's part of a layer's tensor."""
         kind = parts[-2]
         if kind in ("q_proj", "k_proj", "v_proj"):

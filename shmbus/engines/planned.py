@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -55,9 +56,12 @@ class PlannedLoader:
         plan = self._usable(weights)
         if plan is not None:
             self._copies(weights, plan)
+        else:
+            with LoadRecorder(self._model, weights.manifest):
+                torch.empty(0)  # whatever torch imports for it, which takes seconds, it does now
 
-    def load(self, weights: Weights) -> None:
-        """Bring the model to a version; every byte is there when this returns."""
+    def load(self, weights: Weights) -> Literal["loader", "plan"]:
+        """Bring the model to a version; every byte is there when this returns how it came."""
         weights.prepare(self._device)
         plan = self._usable(weights)
         if plan is None:
@@ -69,6 +73,12 @@ class PlannedLoader:
         if self._device.type != "cpu":
             # The copies are done before the slot may be written again.
             torch.get_device_module(self._device).synchronize(self._device)
+        return "loader" if plan is None else "plan"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a version's copies move, as far as a plan stands for the loader."""
+        return 0 if self._plan is None else self._plan.nbytes
 
     def _usable(self, weights: Weights) -> LoadPlan | None:
         plan = self._plan

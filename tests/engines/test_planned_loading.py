@@ -120,7 +120,7 @@ class Scaled(FusedModel):
         for layer in self.layers:
             layer.register_buffer("scale", torch.zeros(()))
 
-    def fill_layer(self, layer: torch.nn.Module, parts: list[str], tensor: torch.Tensor) -> None:
+    def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         super().fill_layer(layer, parts, tensor)
         if parts[-2] == "down_proj":
             layer.scale.copy_(tensor.float().abs().max())
@@ -129,7 +129,7 @@ class Scaled(FusedModel):
 class Unseen(FusedModel):
     """Reads norms by numpy, which torch does not see."""
 
-    def fill_layer(self, layer: torch.nn.Module, parts: list[str], tensor: torch.Tensor) -> None:
+    def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         if "norm" in parts[-2]:
             tensor = torch.from_numpy(tensor.view(torch.int16).numpy().copy()).view(tensor.dtype)
         super().fill_layer(layer, parts, tensor)
@@ -138,7 +138,7 @@ class Unseen(FusedModel):
 class Added(FusedModel):
     """Changes what it has copied."""
 
-    def fill_layer(self, layer: torch.nn.Module, parts: list[str], tensor: torch.Tensor) -> None:
+    def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         super().fill_layer(layer, parts, tensor)
         if parts[-2] == "o_proj":
             layer.o.data.mul_(2)
