@@ -2,8 +2,9 @@
 
 A trainer on the first device, and the two ranks of a tensor-parallel stand-in of an engine
 (`bench.fused_engine`), one on each of two devices, or both on one. A row's value is the pause: from
-the moment in which both ranks are told to load until the last one says that it has. Publishing goes
-before it, while an engine generates; what it took is in the JSON. *NCCL* is what others do: all of
+the moment in which both ranks are told to prepare, and then to load, until the last one says that it
+has. An engine's rank does either in the thread that generates. Publishing goes before it; what each
+took is in the JSON. *NCCL* is what others do: all of
 the model packed into buckets of 1 GiB and broadcast while the engine is paused; on two devices it
 has the trainer and one rank, since NCCL takes a device once. After the last version of each way the
 ranks' weights are compared, bit for bit, with what the engine's loader makes of that version.
@@ -387,12 +388,14 @@ class Bench:
     def update(self, share: float, verb: str = "load", *, ahead: bool = True) -> dict[str, Any]:
         """Bring one version to both ranks."""
         _, published = self.trainer.do("publish", share)
+        began = time.perf_counter()
         if ahead:
             self.both("prepare")
-        began = time.perf_counter()
+        prepared = time.perf_counter() - began
         loads = self.both(verb)
         return {
             "pause_s": time.perf_counter() - began,
+            "prepare_s": prepared,
             "publish_s": published,
             "how": [how for how, _, _ in loads],
             "load_s": [took for _, took, _ in loads],
@@ -409,6 +412,7 @@ class Bench:
             "bytes_a_rank": last["bytes_a_rank"],
             "how": last["how"],
             "publish_s": [each.get("publish_s") for each in updates],
+            "prepare_s": [each.get("prepare_s") for each in updates],
             "load_s": [each["load_s"] for each in updates],
             "peak_bytes_beside_the_model": [
                 party.do("peak") for party in (self.trainer, *self.ranks)

@@ -15,9 +15,12 @@ from typing import Literal
 import torch
 
 from shmbus.tensors.copy_plan import CopyPlan
+from shmbus.tensors.copy_table import Pair
 from shmbus.weights import Weights
 from shmbus.weights.load_plan import LoadPlan, LoadRecorder
 from shmbus.weights.loading import LoadCache
+from shmbus.weights.plan_patch import PlanPatch
+from shmbus.weights.subscriber import Place
 
 __all__ = ["EngineLoad", "PlannedLoader"]
 
@@ -27,6 +30,9 @@ logger = logging.getLogger("shmbus.engines")
 EngineLoad = Callable[
     [Iterator[tuple[str, torch.Tensor]], Sequence[torch.nn.Module] | None], object
 ]
+
+#: By the engine's loader, by what that did once, by what changed.
+How = Literal["loader", "plan", "patch"]
 
 #: Tensors that a message names.
 SHOWN = 8
@@ -46,7 +52,10 @@ class PlannedLoader:
         self._model, self._device, self._load = model, device, load
         self._may_plan = may_plan
         self._plan: LoadPlan | None = None
-        self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan]] = (
+        #: The version that the model has, whole; and what a patch would write, of which version.
+        self._has: Place | None = None
+        self._patch: tuple[Place, PlanPatch | None] | None = None
+        self._ready: weakref.WeakKeyDictionary[LoadCache, tuple[LoadPlan, CopyPlan, list[Pair]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -56,24 +65,33 @@ class PlannedLoader:
         plan = self._usable(weights)
         if plan is not None:
             self._copies(weights, plan)
+            self._patch_of(weights, plan)
         else:
             with LoadRecorder(self._model, weights.manifest):
                 torch.empty(0)  # whatever torch imports for it, which takes seconds, it does now
 
-    def load(self, weights: Weights) -> Literal["loader", "plan"]:
+    def load(self, weights: Weights) -> How:
         """Bring the model to a version; every byte is there when this returns how it came."""
         weights.prepare(self._device)
         plan = self._usable(weights)
+        patch = None if plan is None else self._patch_of(weights, plan)
+        how: How = "plan" if patch is None else "patch"
+        self._has = self._patch = None  # until it is whole again
         if plan is None:
+            how = "loader"
             self._record(weights)
         else:
-            self._copies(weights, plan).copy()
-            if plan.refused:
+            if patch is None:
+                self._copies(weights, plan)[0].copy()
+            else:
+                patch.apply()
+            if plan.refused and (patch is None or patch.needs_loader):
                 self._load(_tensors(weights, self._device, plan.refused), plan.modules)
         if self._device.type != "cpu":
             # The copies are done before the slot may be written again.
             torch.get_device_module(self._device).synchronize(self._device)
-        return "loader" if plan is None else "plan"
+        self._has = weights.place
+        return how
 
     @property
     def nbytes(self) -> int:
@@ -86,15 +104,29 @@ class PlannedLoader:
             return None
         return plan if plan.still(self._model, weights.manifest) else None
 
-    def _copies(self, weights: Weights, plan: LoadPlan) -> CopyPlan:
+    def _patch_of(self, weights: Weights, plan: LoadPlan) -> PlanPatch | None:
+        """Return what to write where the model has a version from which a patch leads here."""
+        if self._patch is not None and self._patch[0] == weights.place:
+            return self._patch[1]
+        found = weights.changes()
+        made = None
+        if found is not None and self._has is not None:
+            changes, base = found
+            if self._has == weights.place._replace(sequence=changes.base_sequence):
+                made = PlanPatch.of(plan, changes, self._copies(weights, plan)[1], base)
+        self._patch = weights.place, made
+        return made
+
+    def _copies(self, weights: Weights, plan: LoadPlan) -> tuple[CopyPlan, list[Pair]]:
         """Return the plan's copies out of a version's slot, sorted once for each slot."""
         lasting = weights.lasting()
         assert lasting is not None
         cache, tensors = lasting
         known = self._ready.get(cache)
         if known is None or known[0] is not plan:
-            known = self._ready[cache] = plan, CopyPlan(plan.pairs(tensors))
-        return known[1]
+            pairs = plan.pairs(tensors)
+            known = self._ready[cache] = plan, CopyPlan(pairs), pairs
+        return known[1:]
 
     def _record(self, weights: Weights) -> None:
         lasting = weights.lasting()

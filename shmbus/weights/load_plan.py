@@ -32,7 +32,7 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights.manifest import Manifest
 
-__all__ = ["LoadPlan", "LoadRecorder", "Recorded"]
+__all__ = ["LoadPlan", "LoadRecorder", "Recorded", "bits"]
 
 #: torch has no types for it.
 StorageWeakRef: Any = _StorageWeakRef
@@ -458,20 +458,21 @@ class LoadPlan:
     def differing(self, pairs: list[Pair]) -> set[str]:
         """Make the copies anew over what the loader left; tensors of which another came out."""
         wrong: set[str] = set()
-        names = list(self._names())
+        names = list(self.names())
         for first, last in _lots([target.nbytes for target, _ in pairs]):
             lot = pairs[first:last]
             before = [target.clone() for target, _ in lot]
             for target, _ in lot:
-                _bits(target).bitwise_not_()  # what is not copied is wrong then
+                bits(target).bitwise_not_()  # what is not copied is wrong then
             CopyPlan(lot).copy()
             for (target, _), was, name in zip(lot, before, names[first:last], strict=True):
-                if not torch.equal(_bits(was), _bits(target)):
+                if not torch.equal(bits(was), bits(target)):
                     wrong.add(name)
                     target.copy_(was)
         return wrong
 
-    def _names(self) -> Iterator[str]:
+    def names(self) -> Iterator[str]:
+        """Yield each copy's tensor."""
         places = sorted((place.offset, place.size, place.name) for place in self.manifest.tensors)
         starts = [offset for offset, _, _ in places]
         for each in self.copies:
@@ -496,7 +497,7 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
     return dtype == other or (both_float and torch.promote_types(dtype, other) == dtype)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """View elements as whole numbers of the same size, which are equal where their bits are."""
     return tensor.view(_WHOLE[tensor.element_size()])
 

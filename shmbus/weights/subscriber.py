@@ -56,7 +56,7 @@ from shmbus.weights.probe import choose
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Verify", "WeightSubscriber", "Weights"]
+__all__ = ["Place", "Verify", "WeightSubscriber", "Weights"]
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -65,7 +65,7 @@ Verify: TypeAlias = Literal["off", "sample", "all"]
 MET: Final = 64
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a version is in the order of publications."""
 
     origin: object
@@ -74,10 +74,10 @@ class _Place(NamedTuple):
 
 def _is_newer(
     version: int,
-    place: _Place,
+    place: Place,
     newer_than: int,
-    known: _Place | None,
-    before: tuple[int, _Place] | None,
+    known: Place | None,
+    before: tuple[int, Place] | None,
 ) -> bool:
     """Whether the newest version follows one that has a number."""
     if known is not None:
@@ -148,7 +148,7 @@ class WeightSubscriber:
         self._verify: Final[Verify] = verify
         self._loaded = LoadedModel() if patches else None
         #: The place of each of the last versions that this subscriber got, by number.
-        self._met: dict[int, _Place] = {}
+        self._met: dict[int, Place] = {}
         self._closed = False
         self._reader: ReaderCarrier = carrier_class(self.carrier.name).reader(
             ReaderOptions(bus, torch.device(device), label, directory)
@@ -214,7 +214,7 @@ class WeightSubscriber:
         deadline = None if timeout is None else time.monotonic() + timeout
         after = 0
         known = None if newer_than is None else self._met.get(newer_than)
-        before: tuple[int, _Place] | None = None
+        before: tuple[int, Place] | None = None
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with self._open(after, left) as found:
@@ -336,7 +336,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._tensors: dict[str, torch.Tensor] | None = None
         self.version = version.version
         self.sequence = version.sequence
-        self.place = _Place(version.origin, version.sequence)
+        self.place = Place(version.origin, version.sequence)
         self.text: Final = version.text
         self.manifest = version.manifest
 
@@ -465,6 +465,12 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         carried = self._open()
         cache = carried.cache
         return None if cache is None else (cache, carried.borrow())
+
+    def changes(self) -> tuple[VersionChanges, torch.Tensor | None] | None:
+        """Return what changed since the version before, and the bytes of that, as far as there."""
+        carried = self._open()
+        patch = carried.patch()
+        return None if patch is None else (patch, carried.base(patch))
 
     def report_loading(self) -> None:
         """Say that something else has begun to load this version.

@@ -29,9 +29,11 @@ class Trainer(torch.nn.Module):
         self.step()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, share: float = 1.0) -> None:
         for each in self.parameters():
-            each.copy_(torch.randn(each.shape, generator=self.generator))
+            new = torch.randn(each.shape, generator=self.generator).to(each.dtype)
+            stays = torch.rand(each.shape, generator=self.generator) >= share
+            each.copy_(torch.where(stays, each, new))
 
     def source(self) -> ModuleSource:
         return ModuleSource(self, rename=lambda name: name.replace("/", "."))
@@ -43,17 +45,20 @@ def bus(bus_name: str) -> str:
 
 
 @contextlib.contextmanager
-def published(bus: str, trainer: Trainer) -> Iterator[Callable[[], Any]]:
+def published(
+    bus: str, trainer: Trainer, *, share: float = 1.0, patches: bool = False
+) -> Iterator[Callable[[], Any]]:
     """Publish a step's weights, and lease them."""
     with contextlib.ExitStack() as stack:
-        publisher = stack.enter_context(WeightPublisher(bus, trainer.source()))
+        made = WeightPublisher(bus, trainer.source(), patches=patches)
+        publisher = stack.enter_context(made)
         subscriber = stack.enter_context(WeightSubscriber(bus))
         number = 0
 
         def following() -> Any:
             nonlocal number
             number += 1
-            trainer.step()
+            trainer.step(share)
             publisher.publish(version=number)
             return subscriber.latest(timeout=10)
 
@@ -220,3 +225,57 @@ def test_modules_that_may_not_be_planned_are_loaded_each_time(bus: str, seed: in
                 loader.load(weights)
             require_loaded(model, trainer)
     assert load.given[1] == [name for name in trainer.names if "layers.1." in name]
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.03])
+def test_a_patch_brings_what_changed_and_nothing_else(
+    bus: str, seed: int, rank: int, ranks: int, share: float
+) -> None:
+    shape = Shape(experts=2)
+    trainer, model = Trainer(shape, seed), FusedModel(shape, rank, ranks)
+    loader = PlannedLoader(model, CPU, load := Counted(model))
+    how = []
+    with published(bus, trainer, share=share, patches=True) as following:
+        for number in range(5):
+            with following() as weights:
+                if number % 2:
+                    loader.prepare(weights)
+                how.append(loader.load(weights))
+            require_loaded(model, trainer)
+    assert how == ["loader", "patch", "patch", "patch", "patch"]
+    assert len(load.given) == 1
+
+
+def test_a_model_that_something_else_wrote_gets_all_of_a_version(bus: str, seed: int) -> None:
+    trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), 1, 2)
+    loader = PlannedLoader(model, CPU, Counted(model))
+    with published(bus, trainer, share=0.05, patches=True) as following:
+        with following() as weights:
+            loader.load(weights)
+        with torch.no_grad():
+            model.layers[0].o.add_(1)
+        with following() as weights:
+            loader.prepare(weights)
+            assert loader.load(weights) == "plan"
+        require_loaded(model, trainer)
+        with following() as weights:
+            assert loader.load(weights) == "patch"
+        require_loaded(model, trainer)
+        following().close()  # one that this model never gets
+        with following() as weights:
+            assert loader.load(weights) == "plan"
+        require_loaded(model, trainer)
+
+
+def test_what_is_cast_or_computed_is_whole_beside_a_patch(bus: str, seed: int) -> None:
+    shape = Shape()
+    for kind in (Cast, Scaled):
+        trainer, model = Trainer(shape, seed), kind(shape, 0, 2)
+        loader = PlannedLoader(model, CPU, Counted(model))
+        with published(bus, trainer, share=0.01, patches=True) as following:
+            for _ in range(3):
+                with following() as weights:
+                    how = loader.load(weights)
+                require_loaded(model, trainer)
+        assert how == "patch"
