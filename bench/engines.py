@@ -2,12 +2,12 @@
 
 A trainer on the first device, and the two ranks of a tensor-parallel stand-in of an engine
 (`bench.fused_engine`), one on each of two devices, or both on one. A row's value is the pause: from
-the moment in which both ranks are told to prepare, and then to load, until the last one says that it
-has. An engine's rank does either in the thread that generates. Publishing goes before it; what each
-took is in the JSON. *NCCL* is what others do: all of
-the model packed into buckets of 1 GiB and broadcast while the engine is paused; on two devices it
-has the trainer and one rank, since NCCL takes a device once. After the last version of each way the
-ranks' weights are compared, bit for bit, with what the engine's loader makes of that version.
+the moment in which both ranks are told to prepare, and then to load, until the last one says that
+it has; an engine's rank does either in the thread that generates. Publishing goes before it; what
+each took is in the JSON. *NCCL* is what others do: all of the model packed into buckets of 1 GiB
+and broadcast while the engine is paused; on two devices it has the trainer and one rank, since NCCL
+takes a device once. After the last version of each way the ranks' weights are compared, bit for
+bit, with what the engine's loader makes of that version.
 
 With ``--device cpu`` a small model goes through host memory and gloo: that shows that it runs.
 """

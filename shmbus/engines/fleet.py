@@ -48,6 +48,7 @@ from shmbus.engines.server import (
 )
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
 from shmbus.errors import DamagedError
+from shmbus.pool.reader import VersionLease
 from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
 from shmbus.weights.shared_file import shared_state
@@ -96,7 +97,8 @@ class EngineFleet:
         In the last two the bus is paused with a reason, so that workers hold their requests.
     clear_cache : bool
         Whether keys and values that the old weights made are thrown away. Without it, requests in
-        flight go on with them ("keep"), and a prefix cache may serve them to new requests.
+        flight go on with them ("keep"); new requests are not served from them where they carry
+        `Request.cache_salt`. A version whose number the bus has said before clears them anyway.
     timeout : float
         Seconds for each step of an update.
     quorum : int, optional
@@ -139,6 +141,8 @@ class EngineFleet:
         self.mode = mode
         self.clear_cache = clear_cache
         self.timeout = checked_timeout(timeout)
+        #: Whether this update clears caches: asked to, or since its number is that of others.
+        self._clears = clear_cache
         self._busy = OneAtATime()
         #: Why a step failed at a server, by its address.
         self._failures: dict[str, EngineError] = {}
@@ -335,6 +339,7 @@ class EngineFleet:
             if note.left is not None:
                 await self._recover(note)
             previous = await asyncio.to_thread(self._rows.newest, self.timeout)
+            self._clears = self.clear_cache or self._is_repeated(version, previous)
             try:
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
@@ -350,9 +355,19 @@ class EngineFleet:
             finally:
                 if previous is not None:
                     previous.close()
-        self._say(version)
         report.total_s = time.monotonic() - began
         return report
+
+    def _is_repeated(self, version: int, previous: VersionLease | None) -> bool:
+        """Whether caches may have entries of other weights under a version's salt."""
+        bus, said = self._open_bus(), 0
+        if bus is not None:
+            with bus:
+                said = bus.policy_version
+        # A bus says 0 before anybody has, and less after a trainer has gone back.
+        if previous is None:
+            return said > 0 and version <= said
+        return version <= max(said, previous.version)
 
     async def _bring(self, note: PauseNote, report: UpdateReport) -> None:
         async def restore(behind: Pairs) -> Pairs:
@@ -403,7 +418,7 @@ class EngineFleet:
                 await self._keep_paused(server, report)
                 if self._rows.are_loading(server):
                     await self._settle(server)
-                await server.load(version, self.clear_cache, self.timeout)
+                await server.load(version, self._clears, self.timeout)
             except EngineError as failed:
                 # Its ranks may have loaded all the same: their rows decide.
                 error = failed
@@ -454,6 +469,9 @@ class EngineFleet:
                 for step in (prepare, self._keep_paused, attach, self._load(version)):
                     mixed = await self._each(mixed, step)
                 untouched += mixed
+            runs = [each.version for _, each in untouched if each.version is not None]
+            if runs:
+                self._say(max(runs))
             await self._each(untouched, self._resume)
         finally:
             if newest is not None:
@@ -472,10 +490,10 @@ class EngineFleet:
         with PauseNote(self.bus) as note:
             if note.left is not None:
                 await self._recover(note)
+            self._clears = self.clear_cache
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
             report = self._begin(note, newest.version, None if before is None else before.version)
             await self._bring_files(note, report, newest, before)
-        self._say(newest.version)
         report.total_s = time.monotonic() - began
         return report
 
@@ -517,7 +535,7 @@ class EngineFleet:
             report.version = None
             await self._keep_paused(server, report)
             path = str(place.path.absolute())
-            await server.reload(path, place.version, self.clear_cache, self.timeout)
+            await server.reload(path, place.version, self._clears, self.timeout)
             report.version = place.version
             report.load_s = time.monotonic() - began
 
@@ -536,8 +554,10 @@ class EngineFleet:
                 each.error = str(error)
             return report
         report.version = newest.version
-        for step in (self._find, self._read(newest), self._resume):
+        for step in (self._find, self._read(newest)):
             pairs = await self._each(pairs, step)
+        self._say(newest.version)
+        await self._each(pairs, self._resume)
         return self._recovered(note, report)
 
     # -- a step of a trainer that has one copy of the model with its servers -----------------------
@@ -577,9 +597,9 @@ class EngineFleet:
                     f"{', '.join(server.address for server in self.servers)} stay paused: load "
                     "whole weights in a step with heal=True"
                 ) from error
+            self._say(version)
             resumed = await self._each(pairs, self._resume)
         self._clear(note, report)
-        self._say(version)
         await self._all(resumed, reports)
 
     def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
@@ -611,6 +631,7 @@ class EngineFleet:
                 each.error = f"the shared model is no whole one: {why}"
             return report
         report.version = state[0]
+        self._say(state[0])
         for server, each in await self._each(pairs, self._resume):
             del server
             each.version = state[0]
@@ -621,14 +642,14 @@ class EngineFleet:
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
         report.state = "unknown"
         report.paused_s = -time.monotonic()
-        await server.pause(self.mode, self.clear_cache, self.timeout)
+        await server.pause(self.mode, self._clears, self.timeout)
         report.state = "paused"
 
     async def _keep_paused(self, server: EngineServer, report: ServerReport) -> None:
         """Pause a server that generates after all: it was started anew, or others resumed it."""
         del report  # it counts as paused, whatever comes of this
         if not await server.paused(self.timeout):
-            await server.pause(self.mode, self.clear_cache, self.timeout)
+            await server.pause(self.mode, self._clears, self.timeout)
 
     async def _resume(self, server: EngineServer, report: ServerReport) -> None:
         deadline = time.monotonic() + self.timeout
@@ -718,6 +739,8 @@ class EngineFleet:
             if len(loaded) < self.quorum:
                 behind, loaded = untouched, []
             restored = await restore(behind)
+            if loaded:  # before it serves: the version is the salt of what it caches
+                self._say(report.version)
             await self._each(aside + loaded + restored, self._resume)
         self._clear(note, report)
         left = [each for _, each in behind if each.state not in SETTLED]

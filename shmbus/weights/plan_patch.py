@@ -100,7 +100,7 @@ class PlanPatch:
             at += rows * (piece.stride // width - length)
         for each in copies:
             to, inside = _placed(each, at, width)
-            some = not bool(inside.all())
+            some = not inside.all().item()
             own_places, own_new = places, new
             if some:
                 kept = inside.nonzero().squeeze(1)
@@ -114,7 +114,7 @@ class PlanPatch:
             elif base is None:
                 return False
             else:
-                there = (at[kept] if some else at).cpu()
+                there = at[kept].cpu()
                 old = base.view(_INTEGER[width])[there]
                 wanted.append(int(_digest(old, own_places.cpu(), width)))
             self._writes.append((flat, to, own_new))
