@@ -46,6 +46,7 @@ from shmbus._loop_waits import LoopWaits
 from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
 from shmbus.producer_requests import ProducerRequests, RequestState, checked_reason
 from shmbus.segment import lifecycle
+from shmbus.segment.cache_salt import cache_salt
 from shmbus.segment.names import check_name
 from shmbus.stall import OnStall, Watch
 from shmbus_ext import _core
@@ -860,6 +861,15 @@ class Producer(_core.Writer, ClosedByWith):
     def policy_version(self) -> int:
         """The trainer's current policy version; a read of shared memory, no call to anybody."""
         return self._here().policy_version
+
+    @property
+    def cache_salt(self) -> str:
+        """The salt for an engine's prefix cache of a request that is sent now: of its weights.
+
+        vLLM takes it as ``cache_salt``, SGLang as ``extra_key``. While `EngineFleet` updates
+        servers, no two are alike.
+        """
+        return cache_salt(self.name, self.policy_version)
 
     @property
     def record_limit(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
@@ -22,6 +23,7 @@ from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, check_request
+from shmbus.errors import BusClosedError
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -125,6 +127,8 @@ class _Worker(Protocol):
 
     @property
     def producer_id(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...
     @property
     def _segment(self) -> _core.Segment: ...
     def _here(self) -> _core.Segment: ...
@@ -314,6 +318,18 @@ class ProducerRequests:
             _core.retry_unclaim(segment, pause.row, mine)
         return found
 
+    def _salt(self) -> Callable[[], str]:
+        """Return what gives a request its salt; it keeps no producer."""
+        mine = weakref.ref(self._producer)
+
+        def salt() -> str:
+            producer = mine()
+            if producer is None:
+                raise BusClosedError("the producer of this request is gone; take it from another")
+            return producer.cache_salt
+
+        return salt
+
     def _take_new(self, limit: int) -> list[Request]:
         found: list[Request] = []
         number, text, prompt = self._state.last_request
@@ -323,7 +339,7 @@ class ProducerRequests:
                 text, prompt = new, Prompt(new[8], new[7])
                 # One prompt for all of its samples that this producer takes, decoded once.
                 self._state.last_request = (claim[0], text, prompt)
-            found.append(Request._of(text, prompt, claim[4], claim=claim))
+            found.append(Request._of(text, prompt, claim[4], self._salt(), claim=claim))
         return found
 
     def _take_failed(
@@ -351,7 +367,9 @@ class ProducerRequests:
                 prompt = Prompt(text[8], text[7]) if text is not None else Prompt(b"", 0)
                 text = text or _text_of(segment, each)
                 retry = (each.row, each.attempt, each.why)
-                found.append(Request._of(text, prompt, each.sample_index, retry=retry))
+                found.append(
+                    Request._of(text, prompt, each.sample_index, self._salt(), retry=retry)
+                )
                 self._state.taken[each.sample] = found[-1]
         return found
 

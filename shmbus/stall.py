@@ -137,7 +137,7 @@ class Watch:
             logger.warning("%s", report)
 
     def _ends(self, report: StallReport) -> bool:
-        """Whether a wait is over by its error: after the seconds given, else by who could end it."""
+        """Whether a wait ends: after the seconds given, else by who is left to end it."""
         if self._timeout_s is not None:
             return True
         status = report.status

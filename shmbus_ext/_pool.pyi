@@ -3,8 +3,9 @@
 from typing import Any, TypeAlias, TypedDict
 
 _Bytes: TypeAlias = bytes  # where a field is called like the type
-#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes
-_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
+#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes,
+#: digest of what was there before
+_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 POOL_LAYOUT_VERSION: int
 POOL_MAX_SLOTS: int
@@ -159,6 +160,9 @@ def pool_patch_runs(lease: PoolLease, /) -> tuple[int, int, list[_PatchRun]] | b
 def pool_patch_apply(
     lease: PoolLease, rank: int, place: int, target: Any, offset: int, /
 ) -> bool: ...
+def pool_patch_list(
+    lease: PoolLease, rank: int, place: int, elements_at: Any, values: Any, /
+) -> int | None: ...
 def pool_same(one: Any, other: Any, /) -> bool: ...
 def pool_copy(target: Any, source: Any, /) -> None: ...
 def pool_rows(pool: SlotPool, /) -> PoolRows: ...

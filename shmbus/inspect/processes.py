@@ -15,6 +15,7 @@ from typing import Final
 
 from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
+from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
@@ -79,7 +80,7 @@ def servers_left(name: str) -> bool:
     # It keeps a note of them from before it pauses the first, and the note's lock while it lives.
     with LockedFile() as file:
         try:
-            path = SHM_DIRECTORY + companion_name("fleet", name)
+            path = SHM_DIRECTORY + companion_name(NOTE_KIND, name)
             file.open(path, os.O_RDONLY, "the note of paused servers")
         except (OSError, errors.LayoutMismatchError):  # not there, or not this user's
             return False

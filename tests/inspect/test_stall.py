@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from conftest import Daemon, wait_until
+from conftest import Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, StallError, StallReport, limits
