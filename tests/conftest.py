@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +107,20 @@ def wait_until(
             awaited = what or getattr(predicate, "__qualname__", repr(predicate))
             raise TimeoutError(f"waited {timeout:g} s for: {awaited}; last result: {value!r}")
         time.sleep(POLL_INTERVAL_S)
+
+
+def open_descriptors() -> Counter[str]:
+    """What this process's descriptors lead to: memory files by name, each socket by its number.
+
+    Less what was open before, it is what was opened since: others may have been closed meanwhile,
+    as by a thread that ends or a collection of garbage.
+    """
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        # The one of the directory is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return found
 
 
 def takes_long(item: pytest.Item) -> bool:

@@ -20,18 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The classes of its commits, which the tests have written down.
+# The classes of its commits, which the tests have written down, and the hand-over, an example.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "trainer"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import msgspec
 import numpy as np
+import prime_rl_transport as prime_rl
 import torch
 from published_prime_rl import RoutedExperts, installed
 
 import shmbus
 from bench.adapters import ROUNDS, numbers
 from shmbus.channel import unlink_channel
-from trainer_adapter.adapters import prime_rl
 
 MICRO_BATCHES = 8
 TYPES = {

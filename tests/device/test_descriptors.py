@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import Spawner
+from conftest import Spawner, open_descriptors
 
 from shmbus import PeerGoneError
 from shmbus.tensors.device.descriptors import DescriptorServer, fetch_descriptor
@@ -51,16 +50,6 @@ def server(place: str) -> Iterator[DescriptorServer]:
     yield server
     server.close()
     assert not os.path.exists(place)
-
-
-def open_descriptors() -> Counter[str]:
-    """What they lead to; memory files have one name, and each socket has one of its own."""
-    found: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        # The one of the directory is closed by now.
-        with contextlib.suppress(FileNotFoundError):
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return found
 
 
 def settled_descriptors() -> Counter[str]:
@@ -105,7 +94,6 @@ def test_many_askers_at_once_leave_no_descriptor_open(server: DescriptorServer, 
     for thread in threads:
         thread.join()
     # The last answering threads close their connections a moment after their askers have read.
-    # Others of this process may have been closed meanwhile, as by a collection of garbage.
     assert not settled_descriptors() - before
 
 

@@ -26,10 +26,11 @@ NOT_FLUSHED = (
 )
 
 
-class Model:
-    """What SGLang hands a loader: it takes a checkpoint's tensors in order."""
+class Model(torch.nn.Module):
+    """What SGLang hands a loader: it takes a checkpoint's tensors in order, and computes."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
         self.values = values
         self.breaks = False
 
@@ -39,7 +40,7 @@ class Model:
                 half = len(tensor) // 2
                 self.values[name][:half].copy_(tensor[:half])
                 raise RuntimeError("injected: half of it was loaded")
-            self.values[name].copy_(tensor)
+            self.values[name].copy_(tensor + 0)
 
 
 class SmallSglang(SmallEngine):

@@ -130,7 +130,9 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     assert gateway.get("/batch").status == 409
 
 
-def test_the_five_minutes_of_slime(start: Start, bus_name: str) -> None:
+def test_the_five_minutes_of_slime(
+    start: Start, bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [run] = commands("From slime's")
     gateway = start(run, bus_name)
     for number in range(8):
@@ -140,8 +142,9 @@ def test_the_five_minutes_of_slime(start: Start, bus_name: str) -> None:
     assert [item["uid"] for item in data] == [str(number) for number in range(8)]
     [path] = re.findall(r"--rollout-function-path ([\w.]+)", PAGE)
     module, _, name = path.rpartition(".")
-    assert callable(getattr(import_module(module), name))
-    assert callable(import_module("trainer_adapter.adapters.slime").put_sample)
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    found = import_module(module)
+    assert callable(getattr(found, name)) and callable(found.put_sample)
 
 
 def test_each_option_that_the_page_names_is_one_of_the_command(program: None) -> None:

@@ -17,11 +17,10 @@ IN_TURN: list[tuple[str, tuple[str, ...]]] = [
     *(
         (f"import trainer_adapter.adapters.{stack}", STACKS)
         for stack in (
-            "atropos", "openenv", "prime_rl", "skyrl", "slime", "torchtitan", "trl", "verifiers",
-            "verl",
+            "atropos", "openenv", "skyrl", "torchtitan", "trl", "verifiers", "verl",
         )
     ),
-    ("from trainer_adapter.demo import evaluate, sampler, task", STACKS),
+    ("from trainer_adapter.demo import sampler, task, worker", STACKS),
 ]  # fmt: skip
 LATER = """
 import json, sys

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Spawner, wait_until
+from conftest import Spawner, open_descriptors, wait_until
 from weight_models import many
 
 from shmbus import DamagedError, WaitTimeoutError
@@ -170,20 +170,18 @@ def test_the_probe_names_what_it_does_not_choose_by_itself() -> None:
 def test_a_hundred_publishers_leave_nothing_behind(
     publishers: MakePublisher, subscriber: WeightSubscriber
 ) -> None:
-    def counts() -> tuple[int, int]:
-        with open("/proc/self/maps") as maps:
-            mapped = sum("memfd:shmbus" in line for line in maps)
-        return len(os.listdir("/proc/self/fd")), mapped
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:shmbus")
 
-    before = None
     for version in range(100):
         publisher = publishers(many(2))
         publisher.publish(version=version)
         with subscriber.latest(timeout=5) as weights:
             weights.load_into(many(2, seed=1))
         publisher.close()
-        before = before or counts()
-    wait_until(lambda: counts() <= before, what=f"{before} descriptors and mappings")
+        if version == 0:
+            before, mappings = open_descriptors(), mapped()
+    wait_until(lambda: not open_descriptors() - before and mapped() <= mappings)
 
 
 def test_small_tensors_of_a_device_go_together_and_large_ones_alone() -> None:
