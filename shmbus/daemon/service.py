@@ -265,9 +265,6 @@ class Service:
         session = Session(client, hello, send)
         self.sessions[client] = session
         self.history.joined(session)
-        if session.rank >= 0:
-            assert self._planner is not None
-            self._planner.join(session.rank, hello.next_step, self._held())
         return session
 
     def _admit_split(self, hello: messages.Hello) -> messages.Refused | None:
@@ -451,12 +448,20 @@ class Service:
             self._claims.add(session, request.groups)
             if request.last and not request.groups:
                 session.send(messages.Claimed())
+            self._rejoin(session)
             self._finish_recovery(now)
             return
         session.send(self._in_doubt.claim(session, request.groups, self._table))
+        self._rejoin(session)
         if request.last:
             self._put_back(self._in_doubt.clear(session.client))
             self.serve(now)
+
+    def _rejoin(self, session: Session) -> None:
+        """Have a rank that has claimed all that it holds go on with its steps."""
+        if session.settled and session.rank >= 0:
+            assert self._planner is not None
+            self._planner.join(session.rank, session.next_step, self._held())
 
     def serve(self, now: float) -> None:
         """Answer waiting requests in their order, as far as there are groups for them."""

@@ -23,7 +23,7 @@ from shmbus._format import label_text, printable
 from shmbus.control import messages
 from shmbus.control.ask import ask_status
 from shmbus.inspect.groups import read_groups
-from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left
+from shmbus.inspect.processes import ProducerChecks, is_stopped, servers_left, stopped_pids
 from shmbus.inspect.records import Run
 from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.tables import (
@@ -103,6 +103,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         recovering=reply.recovering,
         draining=reply.draining,
         in_doubt=reply.in_doubt,
+        stopped_pids=_stopped_clients(status, reply),
         world_size=reply.world_size,
         next_steps=reply.next_steps,
         failed_attempts=reply.failed_attempts,
@@ -120,6 +121,14 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         ],
     )
     return msgspec.structs.replace(status, daemon=daemon)
+
+
+def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int]:
+    """Find who may hold what a client has that did not come back to a new daemon."""
+    if not reply.in_doubt or reply.recovering:
+        return []
+    known = {each.pid for each in status.producers} | {each.pid for each in reply.clients}
+    return [pid for pid in stopped_pids(status.path) if pid not in known]
 
 
 def status_of(

@@ -121,7 +121,7 @@ def _text(entry: bytes, at: int, size: int) -> str:
 
 _TYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(dict(note))  # type: ignore[call-overload]
-    for name, note in _core.request_layout().items()
+    for name, note in _core.layout().items()
 }
 _STATE, _SOURCE_SHIFT = np.uint64(15), np.uint64(48)
 _IDENTITY_BYTES: Final = 16

@@ -291,6 +291,9 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     draining: bool = False
     #: Groups that a client which has not come back may hold.
     in_doubt: int = 0
+    #: While there are such: processes that are stopped, have the bus open and are not attached, as
+    #: whoever reads the status finds.
+    stopped_pids: list[int] = []
     #: Ranks that share the steps; 0 without ranks.
     world_size: int = 0
     next_steps: dict[int, int] = {}

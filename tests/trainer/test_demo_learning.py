@@ -5,8 +5,6 @@ What needs the bus is tested elsewhere; here one process samples, packs and lear
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -163,16 +161,6 @@ def test_evaluation_refuses_a_prompt_that_training_may_draw(seed: int) -> None:
 # --- the sampler
 
 
-def test_rollout_workers_load_no_torch() -> None:
-    code = (
-        "import sys; from trainer_adapter.demo import sampler, task, worker\n"
-        "print('torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "False\n"
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 def test_sampled_logprobs_agree_with_the_packed_forward(layers: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -257,7 +245,7 @@ def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> 
     sampler = Sampler(policy.config, policy.export_weights())
     held_out = task.held_out_prompts(100)
     before = evaluate(sampler, task, held_out * 4, rng)
-    steps, lag = 40, 2
+    steps, lag = 30, 2
     waiting: list[Batch] = []
     for _ in range(steps + lag):
         prompts = [task.sample_prompt(rng) for _ in range(16)]
