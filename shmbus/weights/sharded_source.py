@@ -108,6 +108,8 @@ class ShardedSource:
     ------
     ManifestError
         Shards leave a hole, overlap, or disagree about a tensor; all of them are named.
+    TypeError
+        It is no function.
 
     Examples
     --------
@@ -305,6 +307,11 @@ class ExportedSource:
     export : callable
         Returns an iterator of names and tensors, the same on every rank; called for each version,
         and once more to learn what there is.
+
+    Raises
+    ------
+    TypeError
+        It is no function.
     """
 
     def __init__(self, export: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
