@@ -79,7 +79,7 @@ class _Box(NamedTuple):
     def moved(self, nbytes: int) -> _Box:
         return self._replace(start=self.start + nbytes)
 
-    def is_apart(self, other: _Box) -> bool:
+    def is_disjoint(self, other: _Box) -> bool:
         """Whether no byte is in both, as far as it is easily told."""
         if self.end <= other.start or other.end <= self.start:
             return True
@@ -289,7 +289,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         of = _Box.of(source)
         if (of.sizes, of.strides, of.dtype) == (to.sizes, to.strides, to.dtype):
-            inside = [(own, src) for own, src in memory.copies if not own.is_apart(of)]
+            inside = [(own, src) for own, src in memory.copies if not own.is_disjoint(of)]
             if all(of.start <= own.start and own.end <= of.end for own, _ in inside):
                 return [(own.moved(to.start - of.start), src) for own, src in inside]
         # A part of one copy, and cast once more: that is one cast, if nothing was lost before.
@@ -306,7 +306,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget copies that are overwritten; False where one is so in part."""
         kept = []
         for own, src in memory.copies:
-            hit = [box for box in boxes if not own.is_apart(box)]
+            hit = [box for box in boxes if not own.is_disjoint(box)]
             if any(own[:3] != box[:3] for box in hit):
                 return False
             if not hit:
