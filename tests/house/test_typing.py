@@ -33,7 +33,7 @@ from trainer_adapter.compat import pad_input, unpad_input
 from trainer_adapter.corrections import (
     cispo_loss, gspo_loss, importance_correction, overlong_penalty,
 )
-from trainer_adapter.losses import aggregate_loss, importance_weights, kl_estimate, policy_loss
+from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
 producer = cast(shmbus.Producer, None)
@@ -115,7 +115,6 @@ CALLS = [
     ("by_budget([1], {})", "budget=1", 'budget="1"'),
     ("policy_loss(tensor, tensor, tensor, tensor, {})", "denominator=1.0", "denom=1.0"),
     ("kl_estimate(tensor, tensor, tensor, {})", 'kind="k3"', 'kind="k4"'),
-    ("importance_weights(tensor, tensor, tensor, {})", "cap=2.0", "clip=2.0"),
     ("aggregate_loss(tensor, tensor, {})", 'normalisation="token"', 'normalize="token"'),
     (
         "varlen_attention(tensor, tensor, tensor, tensor, tensor, 1, 1, {})",
