@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,26 +27,6 @@ Layout = Literal["packed", "padded"]
 
 #: Tensors of a batch with an element a token.
 PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
-
-#: Tensors that may lie in one block of a device. A view takes 2.4 us, as much as planning a record
-#: of twenty, and of a small batch there are nine.
-IN_BLOCK: Final = frozenset(
-    {
-        *PER_TOKEN, "cu_seqlens", "scores", "policy_versions", "newest_policy_versions",
-        "group_sizes",
-    }
-)  # fmt: skip
-#: Where a batch has it.
-BLOCK: Final = "_block"
-
-
-class BatchBlock(Protocol):
-    """Memory of a device that tensors of a batch lie in."""
-
-    memory: Tensor
-
-    def view(self, name: str) -> Tensor:
-        """Return one of `IN_BLOCK`, as it was packed."""
 
 
 def _not_given() -> Any:
@@ -139,15 +119,13 @@ class Batch(TensorHolder):
             self.sample_of = _one_each(self)
 
     @classmethod
-    def of_facts(cls, facts: BatchFacts, *, block: BatchBlock | None = None, **parts: Any) -> Batch:
+    def of_facts(cls, facts: BatchFacts, **parts: Any) -> Batch:
         """Make a batch whose tensors of sequences are made when they are first asked for.
 
         Parameters
         ----------
         facts : BatchFacts
             Of samples of one row each.
-        block : BatchBlock, optional
-            Has the tensors `IN_BLOCK`: they are made when they are first asked for too.
         **parts
             The other attributes, but for those that have a default.
 
@@ -157,34 +135,21 @@ class Batch(TensorHolder):
         """
         made = object.__new__(cls)
         vars(made).update(parts, facts=facts)
-        if block is not None:
-            vars(made)[BLOCK] = block
         return made
-
-    @property
-    def block(self) -> BatchBlock | None:
-        """Return the memory on a device in which tensors lie that nobody has asked for yet."""
-        found: BatchBlock | None = vars(self).get(BLOCK)
-        return found
 
     if not TYPE_CHECKING:  # mypy would let any name pass
 
         def __getattr__(self, name: str) -> Any:
-            block, make = vars(self).get(BLOCK), MADE_LATER.get(name)
-            if block is not None and name in IN_BLOCK:
-                found = block.view(name)
-            elif make is not None:
-                found = make(self)
-            else:
+            make = MADE_LATER.get(name)
+            if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            vars(self)[name] = found
+            found = vars(self)[name] = make(self)
             return found
 
     def _complete(self) -> None:
         """Make what nobody has asked for yet."""
-        for name in {*MADE_LATER, *(() if self.block is None else IN_BLOCK)}:
+        for name in MADE_LATER:
             getattr(self, name)
-        vars(self).pop(BLOCK, None)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         self._complete()

@@ -137,8 +137,6 @@ class GpuPacker:
         # Its memory belongs to the packer's stream: without this, it could be used again there
         # while kernels of the current stream still read it.
         stream = torch.cuda.current_stream(self.device)
-        if batch.block is not None:
-            batch.block.memory.record_stream(stream)
         for value in (*vars(batch).values(), *batch.extra.values(), *batch.extra_offsets.values()):
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)
