@@ -22,6 +22,7 @@ from torch import Tensor
 from shmbus._arguments import check_count
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.batches.batch import Batch, Layout
+from trainer_adapter.batches.prefix_tree import PrefixTree, Segments
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
 __all__ = ["MicroBatch", "micro_batches"]
@@ -46,7 +47,9 @@ class MicroBatch(TensorHolder):
         Tokens that the whole batch trains: the denominator of "token" normalisation.
     batch_sequences : Tensor []
         Sequences of the whole batch that train a token: that of "sequence" normalisation.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
+    prefix_tree : PrefixTree or None
+        As in the batch, of these sequences.
     extra, extra_offsets, extra_kinds : dict
         As in the batch, of these sequences.
     """
@@ -70,6 +73,7 @@ class MicroBatch(TensorHolder):
     extra: dict[str, Any] = field(default_factory=dict)
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
     extra_kinds: dict[str, str] = field(default_factory=dict)
+    prefix_tree: PrefixTree | None = None
 
     def asdict(self) -> dict[str, Any]:
         """Return tensors and values by their names; tensors are not copied.
@@ -97,7 +101,7 @@ def micro_batches(
     batch : Batch
     max_tokens : int, optional
         As few as fit: none has more tokens than this; in a padded batch, sequences times the
-        longest of them.
+        longest of them; with a prefix tree, rows of it. Groups stay together where they fit.
     count : int, optional
         Instead: exactly so many, each with at least one sequence.
 
@@ -140,7 +144,9 @@ def micro_batches(
         raise ValueError(
             f"count: expected at most {len(lengths)}, one sequence for each, got {count}; lower it"
         )
-    if count is not None:
+    if batch.prefix_tree is not None:
+        parts = _prefix_parts(batch, batch.prefix_tree.segments, max_tokens, count)
+    elif count is not None:
         parts = balance(lengths, count)
     elif batch.layout == "padded":
         assert max_tokens is not None
@@ -165,6 +171,34 @@ def _padded_parts(lengths: list[int], max_tokens: int) -> list[list[int]]:
             parts.append([position])
             longest = length
     return [sorted(part) for part in parts]
+
+
+def _prefix_parts(
+    batch: Batch, segments: Segments, max_tokens: int | None, count: int | None
+) -> list[list[int]]:
+    """Put groups together, and cut those that do not fit: a cut computes what was shared twice."""
+    items: list[list[int]] = []
+    rows: list[int] = []
+    last = 0
+    for size in batch.group_sizes.tolist():
+        first, last = last, last + size
+        seen: set[int] = set()
+        for at in range(first, last):
+            path = segments.path(int(segments.leaves[at]))
+            own = int(segments.lengths[[one for one in path if one not in seen]].sum())
+            whole = int(segments.lengths[path].sum())
+            if at == first or (max_tokens is not None and rows[-1] + own > max_tokens):
+                items.append([])
+                rows.append(0)
+                seen, own = set(), whole
+            items[-1].append(at)
+            rows[-1] += own
+            seen.update(path)
+    if count is not None and count > len(items):
+        items = [[at] for item in items for at in item]
+        rows = [int(segments.lengths[segments.path(int(leaf))].sum()) for leaf in segments.leaves]
+    shared = balance(rows, count) if count is not None else by_budget(rows, max_tokens or 0)
+    return [sorted(at for item in part for at in items[item]) for part in shared]
 
 
 def _trained_sequences(batch: Batch) -> Tensor:
@@ -218,6 +252,7 @@ def _take(
         extra=extra,
         extra_offsets=offsets,
         extra_kinds=dict(batch.extra_kinds),
+        prefix_tree=None if batch.prefix_tree is None else batch.prefix_tree.select(part),
     )
 
 

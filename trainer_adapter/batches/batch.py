@@ -19,11 +19,12 @@ from torch import Tensor
 
 import shmbus
 from shmbus._format import several
+from trainer_adapter.batches.prefix_tree import PrefixTree
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
 __all__ = ["Batch", "BatchFacts", "Layout", "copy_to_device", "pad_batch"]
 
-Layout = Literal["packed", "padded"]
+Layout = Literal["packed", "padded", "prefix"]
 
 #: Tensors of a batch with an element a token.
 PER_TOKEN: Final = ("tokens", "position_ids", "loss_mask", "logprobs", "advantages")
@@ -72,7 +73,8 @@ class Batch(TensorHolder):
     groups : list[shmbus.Group]
         The leased groups, which `OnlineDataHandler.ack` acknowledges together; none in a batch that
         was pickled.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
+        A batch of the last one is packed, and has a `prefix_tree`.
     step : int
         The handler's count of batches, from 0; -1 for one that `pack` made.
     transport : str
@@ -86,6 +88,8 @@ class Batch(TensorHolder):
         The kind of each.
     facts : BatchFacts or None
         What is known of it on the host.
+    prefix_tree : PrefixTree or None
+        What sequences of a group share, once: the model's input of ``layout="prefix"``.
     """
 
     tokens: Tensor
@@ -107,6 +111,7 @@ class Batch(TensorHolder):
     extra_offsets: dict[str, Tensor] = field(default_factory=dict)
     extra_kinds: dict[str, str] = field(default_factory=dict)
     facts: BatchFacts | None = None
+    prefix_tree: PrefixTree | None = None
     # By a factory, so that the class has no attribute of these names: see __getattr__.
     newest_policy_versions: Tensor = field(default_factory=_not_given)
     sample_of: Tensor = field(default_factory=_not_given)

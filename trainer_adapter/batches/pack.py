@@ -35,6 +35,7 @@ from trainer_adapter.batches.extra_fields import (
 )
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
+from trainer_adapter.batches.prefixes import share_in_batch
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
 from trainer_adapter.batches.tensors import indexable
 from trainer_adapter.scored_group import groups_of
@@ -120,6 +121,8 @@ class HostPacker:
             split_rows(batch, split, extras.row_sources())
         if self._layout == "padded":
             pad_batch(batch)
+        elif self._layout == "prefix":
+            share_in_batch(batch, packed.trajectories, names)
         return batch if self._device.type == "cpu" else copy_to_device(batch, self._device)
 
     def _gather_in_steps(
@@ -180,9 +183,9 @@ def pack(
         Leased, of one Consumer.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`; token-level advantages that a producer sent win.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
         All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
-        padded to the longest.
+        padded to the longest; or packed, with `Batch.prefix_tree`.
     device : torch.device or str
         Where the batch's tensors are.
     fields : FieldNames, optional
@@ -209,7 +212,9 @@ def pack(
         Arguments that do not fit; no group; a trajectory without tokens, without a field that
         another sample of its group has, with fields that do not fit together, or with logprobs or
         advantages that are not finite where the loss mask is True; logprobs in some groups only; an
-        extra field that is missing, or of another dtype or shape than in the others.
+        extra field that is missing, or of another dtype or shape than in the others; for
+        ``layout="prefix"``, samples of a group with other prompts, or a row without the prefix that
+        its `prefix_length` says.
     OSError
         So many threads cannot be started.
 

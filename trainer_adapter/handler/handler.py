@@ -44,7 +44,7 @@ from trainer_adapter._arguments import (
 from trainer_adapter.advantages import Kind
 from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
-from trainer_adapter.batches.finite import NotFiniteError, group_of_sample
+from trainer_adapter.batches.finite import SampleError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import FieldNames, HostPacker
 from trainer_adapter.batches.sample_flags import Truncated
@@ -90,9 +90,10 @@ class OnlineDataHandler(IterableDataset[Batch]):
         Instead: exactly so many groups a batch.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`.
-    layout : "packed" | "padded"
+    layout : "packed" | "padded" | "prefix"
         All sequences in one row, with `Batch.cu_seqlens` for their borders; or a row for each,
-        padded to the longest.
+        padded to the longest; or packed, with what sequences of a group share once for the model,
+        in `Batch.prefix_tree`. Then samples of a group have one prompt.
     device : torch.device or str
         Where the batch's tensors are. With "cuda" the GPU reads the ring itself where it can.
     rank, world_size : int
@@ -486,7 +487,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
             began_s = time.monotonic()
             batch = self._packer.pack(groups)
             packed_s = time.monotonic() - began_s
-        except NotFiniteError as error:
+        except SampleError as error:
             self._admission.drop(groups[group_of_sample(groups, error.sample)], error)
             if self._malformed == "raise":
                 raise
