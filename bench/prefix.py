@@ -11,6 +11,8 @@ tiny model.
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import os
 import secrets
 import sys
@@ -118,7 +120,7 @@ def _one_mix(model: Any, mix: Mix, batches: dict[str, Any], way: str, repetition
     peaks = dict.fromkeys(batches, 0.0)
     for turn in range(WARM_UP + repetitions):
         for layout, batch in batches.items():
-            seconds, peak = _timed(lambda batch=batch: _step(model, optimizer, batch))  # type: ignore[misc]
+            seconds, peak = _timed(functools.partial(_step, model, optimizer, batch))
             if turn >= WARM_UP:
                 took[layout].append(seconds)
                 peaks[layout] = max(peaks[layout], peak)
@@ -160,8 +162,7 @@ def _batches(mix: Mix, vocabulary: int, device: torch.device) -> dict[str, Any]:
             )  # fmt: skip
         groups = consumer.take(1, 10.0)
         return {
-            layout: pack(groups, layout=layout, device=device)  # type: ignore[arg-type]
-            for layout in ("packed", "prefix")
+            layout: pack(groups, layout=layout, device=device) for layout in ("packed", "prefix")
         }
 
 
@@ -173,7 +174,7 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 def _step(model: Any, optimizer: Any, batch: Any) -> None:
-    _loss(model, batch).backward()
+    _loss(model, batch).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -182,7 +183,7 @@ def _apart(model: Any, batches: dict[str, Any]) -> float:
     """Return 1 - the cosine of the gradients of both layouts."""
     found: list[list[torch.Tensor]] = []
     for batch in batches.values():
-        _loss(model, batch).backward()
+        _loss(model, batch).backward()  # type: ignore[no-untyped-call]
         found.append([p.grad for p in model.parameters()])
         model.zero_grad(set_to_none=True)
     sums = [0.0, 0.0, 0.0]
@@ -190,7 +191,7 @@ def _apart(model: Any, batches: dict[str, Any]) -> float:
         a, b = one.float(), other.float()
         for at, product in enumerate((a * b, a * a, b * b)):
             sums[at] += float(product.sum())
-    return 1 - sums[0] / (sums[1] * sums[2]) ** 0.5
+    return 1 - sums[0] / math.sqrt(sums[1] * sums[2])
 
 
 def _timed(work: Callable[[], None]) -> tuple[float, float]:

@@ -112,7 +112,7 @@ def test_groups_of_a_take_are_scored_at_the_same_time_in_one_loop(
         asyncio.run(in_a_notebook())
         assert len(handler.next_batch(30).groups) == 2
         assert len(loops) == 1  # a client of a server lives in one
-    assert not [thread for thread in threading.enumerate() if thread.name == "shmbus-score"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "shmbus-groups"]
 
 
 @pytest.mark.parametrize("in_a_coroutine", [False, True])

@@ -198,24 +198,33 @@ class ExtraFields:
         made = cls(given)
         return made if given else None
 
+    def declared(self, name: str) -> ExtraField | None:
+        """Return what was declared of a name of the batch; None for nothing."""
+        return next((one.given for one in (*self._arrays, *self._metas) if one.name == name), None)
+
     @property
     def sources(self) -> list[str]:
         """The producers' names of the array fields."""
         return [one.source for one in self._arrays]
 
-    def measure(self, trajectories: list[shmbus.Trajectory], lengths: list[int]) -> MeasuredExtras:
-        """Find the extra fields of a batch's samples, after all checks."""
+    def measure(
+        self,
+        trajectories: list[shmbus.Trajectory],
+        lengths: list[int],
+        given: tuple[str, ...] = (),
+    ) -> MeasuredExtras:
+        """Find the extra fields of a batch's samples, but for columns, after all checks."""
         columns: list[_Column] = []
         at = 0
-        if self._arrays:
-            specs = tuple(_spec(one, self._forms.get(one.name)) for one in self._arrays)
+        arrays = [one for one in self._arrays if one.name not in given]
+        if arrays:
+            specs = tuple(_spec(one, self._forms.get(one.name)) for one in arrays)
             found = bus_extras.measure_extras(trajectories, lengths, specs)
             # All are checked before one is kept: a batch that is refused decides nothing.
             forms = [
-                self._form(one, rows, trajectories)
-                for one, rows in zip(self._arrays, found, strict=True)
+                self._form(one, rows, trajectories) for one, rows in zip(arrays, found, strict=True)
             ]
-            for one, rows, form in zip(self._arrays, found, forms, strict=True):
+            for one, rows, form in zip(arrays, found, forms, strict=True):
                 if rows.dtype is not None:
                     self._forms[one.name] = form
                 columns.append(_column(one, form, rows.rows, lengths, at))
@@ -301,6 +310,11 @@ def _checked_dtype(name: str, field: ExtraField) -> torch.dtype | None:
             '"float32" or torch.float32 for instance'
         )
     return found
+
+
+def declared_dtype(field: ExtraField) -> torch.dtype | None:
+    """Return the dtype of the batch's tensor, None for the record's."""
+    return _checked_dtype("", field)
 
 
 def _spec(field: _Field, form: _Form | None) -> ExtraSpec:

@@ -27,6 +27,7 @@ from trainer_adapter._arguments import (
 )
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of, check_kind
 from trainer_adapter.batches.batch import Batch, BatchFacts, Layout, copy_to_device, pad_batch
+from trainer_adapter.batches.columns import add_columns, column_names
 from trainer_adapter.batches.extra_fields import (
     ExtraField,
     ExtraFields,
@@ -119,6 +120,8 @@ class HostPacker:
         if packed.has_rows:
             split = RowSplit.of(packed.trajectories, facts.lengths, names.tokens)
             split_rows(batch, split, extras.row_sources())
+        if any([group.columns for group in groups]):
+            add_columns(batch, groups, self._extra_fields)
         if self._layout == "padded":
             pad_batch(batch)
         elif self._layout == "prefix":
@@ -139,7 +142,8 @@ class HostPacker:
             groups=lambda: groups_of(trajectories, lengths, sizes.tolist()),
         )
         wanted = self._extra_fields
-        extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths)
+        given = column_names(groups)
+        extras = NO_EXTRAS if wanted is None else wanted.measure(trajectories, lengths, given)
         size = bus_gather.packed_bytes(sum(lengths), len(lengths))
         block = _block(size + extras.nbytes, memory)
         extra_block = block[size : size + extras.nbytes]

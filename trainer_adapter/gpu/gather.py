@@ -30,6 +30,7 @@ from shmbus.batch.gather import FieldNames, describe, measure, members
 from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
+from trainer_adapter.batches.columns import add_columns, column_names
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields, MeasuredExtras
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
@@ -152,8 +153,9 @@ def begin_gather(
             groups=groups,
             transport="gather",
         )
-        if extra_fields is not None:
-            asked = facts.lengths.tolist(), extra_fields, device, device_shift
+        wanted = ExtraFields.of(extra_fields)
+        if wanted is not None:
+            asked = facts.lengths.tolist(), wanted, device, device_shift
             vars(batch).update(copy_extras(groups, *asked, blocks, staging))
         newest = batch.policy_versions
         if table.has_spans:
@@ -161,6 +163,8 @@ def begin_gather(
         batch.newest_policy_versions = newest
         if not table.has_logprobs:
             batch.logprobs = None
+        if any([group.columns for group in groups]):
+            add_columns(batch, groups, wanted)
         if layout == "padded":
             pad_batch(batch)
 
@@ -306,18 +310,15 @@ CHUNK_ENTRY_BYTES: Final = COPY_WORDS * 8
 def copy_extras(
     groups: list[shmbus.Group],
     lengths: list[int],
-    wanted: GivenExtraFields | ExtraFields | None,
+    wanted: ExtraFields,
     device: torch.device,
     shift: int,
     blocks: list[StagingBlock],
     staging: Staging,
 ) -> dict[str, Any]:
     """Start the copies of extra fields, on the current stream."""
-    fields = ExtraFields.of(wanted)
-    if fields is None:
-        return {}
     trajectories = members(groups)[0]
-    measured = fields.measure(trajectories, lengths)
+    measured = wanted.measure(trajectories, lengths, column_names(groups))
     # Rows of a sample that lacks an optional field are not copied.
     make = torch.zeros if measured.lacking else torch.empty
     there = make(measured.nbytes, dtype=torch.uint8, device=device)
