@@ -216,6 +216,7 @@ def _take(
     borders = np.zeros(len(part) + 1, np.int32)
     np.cumsum(own, out=borders[1:])
     longest = int(own.max())
+    places = _places(np.concatenate([[0], np.cumsum(lengths)])[part], own)
     device = batch.tokens.device
     indices = torch.tensor(part, dtype=torch.int64)
     sequences = indices.to(device)
@@ -225,13 +226,12 @@ def _take(
         def rows(values: Tensor) -> Tensor:
             return select(values, sequences)[:, :longest]
     else:
-        starts = np.concatenate([[0], np.cumsum(lengths)])[part]
-        tokens = torch.from_numpy(_places(starts, own)).to(device)
+        tokens = torch.from_numpy(places).to(device)
 
         def rows(values: Tensor) -> Tensor:
             return select(values, tokens)
 
-    extra, offsets = _extra(batch, part, sequences, rows)
+    extra, offsets = _extra(batch, part, sequences, rows, places)
     return MicroBatch(
         tokens=rows(batch.tokens),
         position_ids=rows(batch.position_ids),
@@ -268,7 +268,11 @@ def _places(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
 
 
 def _extra(
-    batch: Batch, part: list[int], sequences: Tensor, rows: Callable[[Tensor], Tensor]
+    batch: Batch,
+    part: list[int],
+    sequences: Tensor,
+    rows: Callable[[Tensor], Tensor],
+    tokens: NDArray[np.int64],
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the extra fields of some sequences, and the borders of their rows."""
     extra: dict[str, Any] = {}
@@ -283,8 +287,10 @@ def _extra(
             extra[name] = rows(values)
         else:
             borders = batch.extra_offsets[name].cpu().numpy()
-            counts = np.diff(borders)[part]
-            own = torch.from_numpy(_places(borders[part], counts)).to(values.device)
+            # Of tokens, or of sequences.
+            owners = tokens if kind == "support" else np.array(part)
+            counts = np.diff(borders)[owners]
+            own = torch.from_numpy(_places(borders[owners], counts)).to(values.device)
             extra[name] = select(values, own)
             offsets[name] = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
             offsets[name] = offsets[name].to(values.device)

@@ -28,13 +28,16 @@ from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 
-ExtraKind = Literal["token", "ragged", "sequence", "meta"]
-KINDS: Final = ("token", "ragged", "sequence", "meta")
+ExtraKind = Literal["token", "ragged", "sequence", "support", "meta"]
+KINDS: Final = ("token", "ragged", "sequence", "support", "meta")
 _CODES: Final = {
     "token": bus_extras.TOKEN,
     "ragged": bus_extras.RAGGED,
     "sequence": bus_extras.SEQUENCE,
+    "support": bus_extras.RAGGED,
 }
+#: What the field is called that has the length of a token's part of a "support" one.
+COUNTS: Final = "_counts"
 
 #: Dtypes that NumPy lacks: an array of integers, or of void, of so many bytes is their bits.
 _BYTES_OF_BITS: Final = {
@@ -54,10 +57,12 @@ class ExtraField(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    kind : "token" | "ragged" | "sequence" | "meta"
+    kind : "token" | "ragged" | "sequence" | "support" | "meta"
         "token": a row a token, [n, ...], packed as the tokens are, [T, ...]. "ragged": any number
         of rows, joined along the first dimension. "sequence": an array of one shape a sample,
-        stacked, [S, ...]. "meta": a value of the meta, one a sample, in a list.
+        stacked, [S, ...]. "support": the ids that each token was sampled among, integers, all of a
+        sample in one array, beside a "token" field NAME_counts of how many are each token's, 0 for
+        all of the vocabulary. "meta": a value of the meta, one a sample, in a list.
     dtype : torch.dtype or str, optional
         Of the batch's tensor; the record's without it. Integers of two bytes are the bits of a
         "bfloat16", and those of one byte the bits of a "float8", since NumPy has neither.
@@ -171,7 +176,7 @@ class MeasuredExtras(NamedTuple):
             np.cumsum(one.rows, out=borders[1:])
             extra[name] = _tensor(one, block, borders)
             kinds[name] = one.field.given.kind
-            if one.field.given.kind == "ragged":
+            if one.field.given.kind in ("ragged", "support"):
                 offsets[name] = torch.from_numpy(borders).to(block.device)
         return extra, offsets, kinds
 
@@ -186,6 +191,10 @@ class ExtraFields:
                 'pass {"ref_logprobs": "token"}'
             )
         fields = [_checked(name, one) for name, one in given.items()]
+        for one in [one for one in fields if one.given.kind == "support"]:
+            counts = ExtraField(kind="token", dtype=torch.int64, shape=())
+            counts = msgspec.structs.replace(counts, field=one.source + COUNTS)
+            fields.append(_Field(one.name + COUNTS, counts, torch.int64))
         self._arrays = [one for one in fields if one.given.kind != "meta"]
         self._metas = [one for one in fields if one.given.kind == "meta"]
         self._forms: dict[str, _Form] = {}
@@ -197,6 +206,11 @@ class ExtraFields:
             return given
         made = cls(given)
         return made if given else None
+
+    @property
+    def supports(self) -> dict[str, str]:
+        """The producers' names of the "support" fields, by the batch's."""
+        return {one.name: one.source for one in self._arrays if one.given.kind == "support"}
 
     def declared(self, name: str) -> ExtraField | None:
         """Return what was declared of a name of the batch; None for nothing."""
@@ -330,7 +344,7 @@ def _column(
     lacks = found < 0
     rows = found
     if lacks.any():
-        ragged, token = field.given.kind == "ragged", field.given.kind == "token"
+        ragged, token = field.given.kind in ("ragged", "support"), field.given.kind == "token"
         filler = lengths if token else 0 if ragged else 1
         rows = np.where(lacks, filler, found)
     return _Column(field, form, rows, lacks, at)
@@ -372,7 +386,7 @@ def _tensor(one: _Column, block: Tensor, borders: NDArray[np.int64]) -> Tensor:
     values = flat.view(int(borders[-1]), *form.sizes)
     if field.target is not None:
         values = values.to(field.target)
-    if one.lacks.any() and field.given.kind != "ragged":
+    if one.lacks.any() and field.given.kind not in ("ragged", "support"):
         for sample in np.flatnonzero(one.lacks).tolist():
             values[int(borders[sample]) : int(borders[sample + 1])] = field.given.fill
     return values

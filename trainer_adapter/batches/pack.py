@@ -38,6 +38,7 @@ from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.prefixes import share_in_batch
 from trainer_adapter.batches.sample_flags import Truncated, apply_flags, sample_flags
+from trainer_adapter.batches.support import join_support
 from trainer_adapter.batches.tensors import indexable
 from trainer_adapter.scored_group import groups_of
 
@@ -73,6 +74,11 @@ class HostPacker:
         self._names = fields or FieldNames()
         self._truncated: Truncated = truncated
         self._extra_fields = ExtraFields.of(extra_fields)
+        if layout == "padded" and self._extra_fields is not None and self._extra_fields.supports:
+            raise ValueError(
+                "extra_fields: expected no 'support' with layout='padded', got "
+                f"{sorted(self._extra_fields.supports)}; take layout='packed' or 'prefix'"
+            )
         self._threads = bus_gather.GatherThreads(pack_threads) if pack_threads > 1 else None
 
     def pack(self, groups: list[shmbus.Group], memory: BatchMemory | None = None) -> Batch:
@@ -117,6 +123,8 @@ class HostPacker:
             groups=groups,
             **extra,
         )
+        if self._extra_fields is not None and self._extra_fields.supports:
+            join_support(batch, self._extra_fields, facts.lengths, packed.trajectories)
         if packed.has_rows:
             split = RowSplit.of(packed.trajectories, facts.lengths, names.tokens)
             split_rows(batch, split, extras.row_sources())

@@ -5,7 +5,7 @@
   and 64 more for each further 2,048 tokens of it. Extra fields are copied by a second kernel, with
   a launch for each.
 - ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting.
-  So go batches of shared prefixes, which are found on the host.
+  So go batches of shared prefixes and of sampling masks, which are checked on the host.
 - ``copy``: packed by the CPU, and copied as pageable memory. So go batches with samples of several
   rows where ``gather`` is the transport of the others: the kernel packs a record as one sequence.
 
@@ -82,14 +82,16 @@ class GpuPacker:
             "extra_fields": ExtraFields.of(extra_fields),
         }
         # What sequences share is found on the host; a batch is padded on the device.
-        on_host: Layout = "prefix" if layout == "prefix" else "packed"
-        self._host = HostPacker(**self._options, layout=on_host, pack_threads=pack_threads)
+        first: Layout = "prefix" if layout == "prefix" else "packed"
+        self._host = HostPacker(**self._options, layout=first, pack_threads=pack_threads)
         self._layout: Layout = layout
         self._memory: BatchMemory = BatchMemory()
         self._pinned: PinnedMemory | None = None
         self._ring: RegisteredRing | None = None
         if transport == "auto":
-            transport = "pinned" if layout == "prefix" else "gather"
+            wanted = self._options["extra_fields"]
+            on_host = layout == "prefix" or (wanted is not None and bool(wanted.supports))
+            transport = "pinned" if on_host else "gather"
         if transport == "gather":
             import_kernels("trainer_adapter.gpu.kernel")
         self._staging = Staging(self.device)
