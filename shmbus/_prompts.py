@@ -26,7 +26,7 @@ from shmbus._encoding import (
 from shmbus._fields import is_argument
 from shmbus_ext import _core
 
-__all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt"]
+__all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt", "shared_fields"]
 
 _ALIGN = 16
 #: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
@@ -107,21 +107,54 @@ def _by_schema(
             if required:
                 raise TypeError(f"missing the field {name!r}, which the schema requires")
             continue
-        array = found[name] = _as_field(name, fields[name], dtype)
-        if shape is None:
-            continue
-        sizes = list(zip(shape, array.shape, strict=False))
-        if len(shape) != array.ndim or any(
-            isinstance(size, int) and size != got for size, got in sizes
-        ):
-            raise ValueError(f"{name}: expected the shape {shape}, got {array.shape}")
-        for size, got in sizes:
-            if isinstance(size, str) and dimensions.setdefault(size, (got, name))[0] != got:
-                other, first = dimensions[size]
-                raise ValueError(
-                    f"{name}: expected the shape {shape} with {size} = {other}, as {first} has it, "
-                    f"got {array.shape}"
-                )
+        found[name] = _declared_field(name, fields[name], dtype, shape, dimensions)
+    return found
+
+
+def _declared_field(
+    name: str,
+    value: object,
+    dtype: np.dtype[Any],
+    shape: tuple[int | str | None, ...] | None,
+    dimensions: dict[str, tuple[int, str]],
+) -> NDArray[Any]:
+    """Make an array of a value, with the dtype and of the shape that a schema declares."""
+    array = _as_field(name, value, dtype)
+    if shape is None:
+        return array
+    sizes = list(zip(shape, array.shape, strict=False))
+    if len(shape) != array.ndim or any(
+        isinstance(size, int) and size != got for size, got in sizes
+    ):
+        raise ValueError(f"{name}: expected the shape {shape}, got {array.shape}")
+    for size, got in sizes:
+        if isinstance(size, str) and dimensions.setdefault(size, (got, name))[0] != got:
+            other, first = dimensions[size]
+            raise ValueError(
+                f"{name}: expected the shape {shape} with {size} = {other}, as {first} has it, "
+                f"got {array.shape}"
+            )
+    return array
+
+
+def shared_fields(shared: object, declared: _core.DeclaredSchema | None) -> dict[str, NDArray[Any]]:
+    """Return what a group's samples have in common as fields of the first one."""
+    if not isinstance(shared, Mapping):
+        raise TypeError(f"shared: expected a mapping, got {type(shared).__name__}")
+    known = {} if declared is None else {each[0]: each for each in declared.fields()}
+    dimensions: dict[str, tuple[int, str]] = {}
+    found: dict[str, NDArray[Any]] = {}
+    for name, value in shared.items():
+        if not isinstance(name, str) or is_argument(name):
+            raise ValueError(f"shared: expected names of arrays, got {name!r}")
+        if declared is None:
+            found[_core.SHARED_PREFIX + name] = _as_field(name, value)
+        elif name in known:
+            _, dtype, shape, _ = known[name]
+            array = _declared_field(name, value, dtype, shape, dimensions)
+            found[_core.SHARED_PREFIX + name] = array
+        else:
+            raise unknown_field(name, declared.names)
     return found
 
 

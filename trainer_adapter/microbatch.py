@@ -41,6 +41,8 @@ class MicroBatch(TensorHolder):
     max_seqlen : int
     scores, policy_versions, newest_policy_versions, sample_of : Tensor [S]
     instance_ids : list[str]
+    group_sizes : int64, on the host
+        Sequences of each group that has any here, in order.
     sequence_indices : int64 [S], on the host
         Positions in the batch.
     batch_loss_tokens : Tensor []
@@ -66,6 +68,7 @@ class MicroBatch(TensorHolder):
     policy_versions: Tensor
     newest_policy_versions: Tensor
     sample_of: Tensor
+    group_sizes: Tensor
     sequence_indices: Tensor
     batch_loss_tokens: Tensor
     batch_sequences: Tensor
@@ -231,7 +234,9 @@ def _take(
         def rows(values: Tensor) -> Tensor:
             return select(values, tokens)
 
-    extra, offsets = _extra(batch, part, sequences, rows, places)
+    sizes = batch.group_sizes.cpu().numpy()
+    groups, own_sizes = np.unique(np.repeat(np.arange(len(sizes)), sizes)[part], return_counts=True)
+    extra, offsets = _extra(batch, part, sequences, rows, places, groups)
     return MicroBatch(
         tokens=rows(batch.tokens),
         position_ids=rows(batch.position_ids),
@@ -245,6 +250,7 @@ def _take(
         policy_versions=batch.policy_versions.index_select(0, sequences),
         newest_policy_versions=batch.newest_policy_versions.index_select(0, sequences),
         sample_of=batch.sample_of.index_select(0, sequences),
+        group_sizes=torch.from_numpy(own_sizes),
         sequence_indices=indices,
         batch_loss_tokens=loss_tokens,
         batch_sequences=trained,
@@ -273,6 +279,7 @@ def _extra(
     sequences: Tensor,
     rows: Callable[[Tensor], Tensor],
     tokens: NDArray[np.int64],
+    groups: NDArray[np.int64],
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the extra fields of some sequences, and the borders of their rows."""
     extra: dict[str, Any] = {}
@@ -287,8 +294,8 @@ def _extra(
             extra[name] = rows(values)
         else:
             borders = batch.extra_offsets[name].cpu().numpy()
-            # Of tokens, or of sequences.
-            owners = tokens if kind == "support" else np.array(part)
+            # Of tokens, groups, or sequences.
+            owners = {"support": tokens, "group": groups}.get(kind, np.array(part))
             counts = np.diff(borders)[owners]
             own = torch.from_numpy(_places(borders[owners], counts)).to(values.device)
             extra[name] = select(values, own)

@@ -81,9 +81,10 @@ class Batch(TensorHolder):
         How it was moved to its device: "cpu", "gather", "pinned" or "copy" (`GpuPacker`).
     extra : dict[str, Tensor | list]
         The `extra_fields` that were asked for. "token": [T, ...] or [S, L, ...]; "sequence":
-        [S, ...]; "ragged": [rows, ...]; "meta": a list of S values.
-    extra_offsets : dict[str, int64 [S + 1]]
-        Of each "ragged" one, where each sequence's rows begin.
+        [S, ...]; "ragged" and "group": [rows, ...]; "support": [ids]; "meta": a list of S values.
+    extra_offsets : dict[str, int64]
+        Where the rows of each sequence begin, [S + 1], of a "ragged" one; of each group, [G + 1],
+        of a "group" one; of each token, [T + 1], of a "support" one.
     extra_kinds : dict[str, str]
         The kind of each.
     facts : BatchFacts or None

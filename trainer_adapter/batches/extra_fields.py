@@ -25,17 +25,21 @@ import shmbus
 from shmbus._arguments import check_text
 from shmbus.batch import extra_fields as bus_extras
 from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
+from shmbus.rows import SHARED_PREFIX
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 
-ExtraKind = Literal["token", "ragged", "sequence", "support", "meta"]
-KINDS: Final = ("token", "ragged", "sequence", "support", "meta")
+ExtraKind = Literal["token", "ragged", "sequence", "support", "group", "meta"]
+KINDS: Final = ("token", "ragged", "sequence", "support", "group", "meta")
 _CODES: Final = {
     "token": bus_extras.TOKEN,
     "ragged": bus_extras.RAGGED,
     "sequence": bus_extras.SEQUENCE,
     "support": bus_extras.RAGGED,
+    "group": bus_extras.RAGGED,
 }
+#: Kinds with any number of rows a sample.
+_OF_ROWS: Final = ("ragged", "support", "group")
 #: What the field is called that has the length of a token's part of a "support" one.
 COUNTS: Final = "_counts"
 
@@ -57,12 +61,14 @@ class ExtraField(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    kind : "token" | "ragged" | "sequence" | "support" | "meta"
+    kind : "token" | "ragged" | "sequence" | "support" | "group" | "meta"
         "token": a row a token, [n, ...], packed as the tokens are, [T, ...]. "ragged": any number
         of rows, joined along the first dimension. "sequence": an array of one shape a sample,
         stacked, [S, ...]. "support": the ids that each token was sampled among, integers, all of a
         sample in one array, beside a "token" field NAME_counts of how many are each token's, 0 for
-        all of the vocabulary. "meta": a value of the meta, one a sample, in a list.
+        all of the vocabulary. "group": what `Producer.put_group` was given as ``shared=``, once a
+        group, joined along the first dimension. "meta": a value of the meta, one a sample, in a
+        list.
     dtype : torch.dtype or str, optional
         Of the batch's tensor; the record's without it. Integers of two bytes are the bits of a
         "bfloat16", and those of one byte the bits of a "float8", since NumPy has neither.
@@ -110,7 +116,8 @@ class _Field(NamedTuple):
 
     @property
     def source(self) -> str:
-        return self.given.field or self.name
+        named = self.given.field or self.name
+        return SHARED_PREFIX + named if self.given.kind == "group" else named
 
 
 class _Column(NamedTuple):
@@ -176,7 +183,7 @@ class MeasuredExtras(NamedTuple):
             np.cumsum(one.rows, out=borders[1:])
             extra[name] = _tensor(one, block, borders)
             kinds[name] = one.field.given.kind
-            if one.field.given.kind in ("ragged", "support"):
+            if one.field.given.kind in _OF_ROWS:
                 offsets[name] = torch.from_numpy(borders).to(block.device)
         return extra, offsets, kinds
 
@@ -234,6 +241,9 @@ class ExtraFields:
         if arrays:
             specs = tuple(_spec(one, self._forms.get(one.name)) for one in arrays)
             found = bus_extras.measure_extras(trajectories, lengths, specs)
+            for one, rows in zip(arrays, found, strict=True):
+                if one.given.kind == "group" and not one.given.optional:
+                    _require_shared(one, rows.rows, trajectories)
             # All are checked before one is kept: a batch that is refused decides nothing.
             forms = [
                 self._form(one, rows, trajectories) for one, rows in zip(arrays, found, strict=True)
@@ -270,6 +280,29 @@ class ExtraFields:
                 f"{found.dtype.str!r}; send it as another one, or as bytes",
             )
         return _Form(found.dtype, found.sizes, bits)
+
+
+def _require_shared(
+    field: _Field, rows: NDArray[np.int64], trajectories: list[shmbus.Trajectory]
+) -> None:
+    """Raise ValueError for a group whose first sample lacks what all have in common."""
+    before = None
+    for t, count in zip(trajectories, rows.tolist(), strict=True):
+        group = t.instance_id, t.round
+        if group != before and count < 0:
+            raise _refusal(t, field, "it once for the group, by put_group(shared=)", "none")
+        before = group
+
+
+def of_groups(
+    extra_offsets: dict[str, Tensor], kinds: dict[str, str], sizes: NDArray[np.int64]
+) -> None:
+    """Make the borders of samples those of groups, of the fields that groups have once."""
+    starts = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
+    for name, kind in kinds.items():
+        if kind == "group":
+            borders = extra_offsets[name]
+            extra_offsets[name] = borders.index_select(0, starts.to(borders.device))
 
 
 def _checked(name: object, given: object) -> _Field:
@@ -333,9 +366,11 @@ def declared_dtype(field: ExtraField) -> torch.dtype | None:
 
 def _spec(field: _Field, form: _Form | None) -> ExtraSpec:
     code = _CODES[field.given.kind]
+    # Of a group, one sample has it.
+    optional = field.given.optional or field.given.kind == "group"
     if form is None:
-        return ExtraSpec(field.source, code, field.given.optional)
-    return ExtraSpec(field.source, code, field.given.optional, form.dtype, form.sizes)
+        return ExtraSpec(field.source, code, optional)
+    return ExtraSpec(field.source, code, optional, form.dtype, form.sizes)
 
 
 def _column(
@@ -344,7 +379,7 @@ def _column(
     lacks = found < 0
     rows = found
     if lacks.any():
-        ragged, token = field.given.kind in ("ragged", "support"), field.given.kind == "token"
+        ragged, token = field.given.kind in _OF_ROWS, field.given.kind == "token"
         filler = lengths if token else 0 if ragged else 1
         rows = np.where(lacks, filler, found)
     return _Column(field, form, rows, lacks, at)
@@ -386,7 +421,7 @@ def _tensor(one: _Column, block: Tensor, borders: NDArray[np.int64]) -> Tensor:
     values = flat.view(int(borders[-1]), *form.sizes)
     if field.target is not None:
         values = values.to(field.target)
-    if one.lacks.any() and field.given.kind not in ("ragged", "support"):
+    if one.lacks.any() and field.given.kind not in _OF_ROWS:
         for sample in np.flatnonzero(one.lacks).tolist():
             values[int(borders[sample]) : int(borders[sample + 1])] = field.given.fill
     return values

@@ -33,6 +33,7 @@ from trainer_adapter.batches.extra_fields import (
     ExtraFields,
     GivenExtraFields,
     MeasuredExtras,
+    of_groups,
 )
 from trainer_adapter.batches.finite import require_finite
 from trainer_adapter.batches.memory import BatchMemory
@@ -123,6 +124,8 @@ class HostPacker:
             groups=groups,
             **extra,
         )
+        if batch.extra_kinds:
+            of_groups(batch.extra_offsets, batch.extra_kinds, packed.sizes)
         if self._extra_fields is not None and self._extra_fields.supports:
             join_support(batch, self._extra_fields, facts.lengths, packed.trajectories)
         if packed.has_rows:

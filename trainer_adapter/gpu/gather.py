@@ -31,7 +31,12 @@ from shmbus.batch.gather_plan import CHUNK_WORDS, GatherTable, plan_gather
 from trainer_adapter.advantages import Kind, advantages_for_groups, baseline_of
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, BatchFacts, Layout, pad_batch
 from trainer_adapter.batches.columns import add_columns, column_names
-from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields, MeasuredExtras
+from trainer_adapter.batches.extra_fields import (
+    ExtraFields,
+    GivenExtraFields,
+    MeasuredExtras,
+    of_groups,
+)
 from trainer_adapter.batches.finite import not_finite
 from trainer_adapter.batches.sample_flags import Truncated, request_words, sample_flags
 from trainer_adapter.gpu.memory import Staging, StagingBlock
@@ -157,6 +162,7 @@ def begin_gather(
         if wanted is not None:
             asked = facts.lengths.tolist(), wanted, device, device_shift
             vars(batch).update(copy_extras(groups, *asked, blocks, staging))
+            of_groups(batch.extra_offsets, batch.extra_kinds, facts.group_sizes)
         newest = batch.policy_versions
         if table.has_spans:
             newest = torch.tensor(facts.newest_policy_versions).to(device)
