@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -30,7 +30,9 @@ __all__ = ["Claim", "Prompt", "Request", "RequestText", "encode_prompt", "shared
 
 _ALIGN = 16
 #: Dtypes of lists that nobody declared: a sample's, and the token ids of a prompt.
-_KNOWN_DTYPES: Final = {**_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32)}
+_KNOWN_DTYPES: Final = {
+    **_core.STANDARD_DTYPES, "prompt": np.dtype(np.int32), "token_versions": np.dtype(np.int64),
+}  # fmt: skip
 _LENGTH = struct.Struct("<I")
 #: A claim in the request lane: number, word, row, cell, index of the sample.
 Claim = tuple[int, int, int, int, int]
@@ -158,6 +160,12 @@ def shared_fields(shared: object, declared: _core.DeclaredSchema | None) -> dict
     return found
 
 
+class Partials(Protocol):
+    """Who knows what was sampled of a request before."""
+
+    def find(self, request: Request, /) -> tuple[Prompt, int] | None: ...
+
+
 class Prompt:
     """A prompt that was decoded as far as somebody asked. It owns its bytes."""
 
@@ -231,6 +239,14 @@ class Request:
         0 for the first time that it is asked for.
     reason : str
         Why it is asked for again; "" for the first time.
+    so_far : dict of str to array, or None
+        What another worker had sampled when it released the request, to go on from: its tokens
+        begin with the prompt's. Looked up when it is first read; None for nothing, or set so to
+        start anew.
+    state : object
+        What that worker gave beside it, such as that of an environment.
+    releases : int
+        How often the sample was given back with something.
 
     Raises
     ------
@@ -240,6 +256,9 @@ class Request:
 
     __slots__ = (
         "_claim",
+        "_found",
+        "_offered_ns",
+        "_partials",
         "_prompt",
         "_retry",
         "attempt",
@@ -265,6 +284,11 @@ class Request:
     _claim: Claim | None
     _prompt: Prompt
     _retry: tuple[int, int, str] | None
+    #: When its group was offered, and who knows what was sampled of it so far.
+    _offered_ns: int
+    _partials: Partials | None
+    #: What that is, once somebody has asked; 0 before.
+    _found: tuple[Prompt, int] | Literal[0] | None
 
     def __init__(self) -> None:
         raise TypeError("a Request is not made by its user; take one by Producer.requests.next")
@@ -277,11 +301,15 @@ class Request:
         index: int,
         claim: Claim | None = None,
         retry: tuple[int, int, str] | None = None,
+        partials: Partials | None = None,
     ) -> Request:
         self = cls.__new__(cls)
         (
-            self.instance_id, self.round, self.split, self.group_size, self.need, self.priority, *_
+            self.instance_id, self.round, self.split, self.group_size, self.need, self.priority,
+            self._offered_ns, *_
         ) = text  # fmt: skip
+        self._partials = partials
+        self._found = 0
         self.index = index
         self._claim = claim
         self._retry = retry
@@ -298,6 +326,39 @@ class Request:
     def fields(self) -> dict[str, NDArray[Any]]:
         """All fields of the prompt by name."""
         return dict(self._prompt.fields)
+
+    def _partial(self) -> tuple[Prompt, int] | None:
+        if self._found == 0:
+            known = self._offered_ns and self._partials is not None
+            self._found = self._partials.find(self) if known and self._partials else None
+        return self._found
+
+    @property
+    def so_far(self) -> dict[str, NDArray[Any]] | None:
+        """What another worker had sampled, to go on from; None for nothing."""
+        found = self._partial()
+        return None if found is None else dict(found[0].fields)
+
+    @so_far.setter
+    def so_far(self, value: None) -> None:
+        if value is not None:
+            raise TypeError(
+                f"so_far: expected None, to start anew, got {type(value).__name__}; "
+                "requests.release(request, so_far=...) gives a sample back with what there is"
+            )
+        self._found = None
+
+    @property
+    def state(self) -> Any:
+        """What the worker that released the request gave beside it; None for nothing."""
+        found = self._partial()
+        return None if found is None else found[0].meta
+
+    @property
+    def releases(self) -> int:
+        """How often the sample was given back with something."""
+        found = self._partial()
+        return 0 if found is None else found[1]
 
     def _group(self) -> dict[str, Any]:
         """Return what a sample, or a report of its failure, says of its group."""
