@@ -54,6 +54,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "a bus from outside": ("shmbus.control", "shmbus.inspect", "shmbus.stall"),
     "handles": (
+        "shmbus.annotator",
         "shmbus.batch",
         "shmbus.client",
         "shmbus.consumer",

@@ -128,7 +128,11 @@ def test_what_it_raises_is_raised_and_the_group_is_annotated_once_by_the_next_ca
             ValueError,
             r"column 'x': sample 1: expected float64 of shape \(\), as the first",
         ),
-        ({"tokens": [1, 2]}, ValueError, "expected names that no field of its samples has, got 't"),
+        (
+            {"tokens": [1, 2]},
+            ValueError,
+            "expected names that no field of its samples and no column",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_by_group_column_and_sample(

@@ -37,10 +37,10 @@ def check_columns(
         )
     found: dict[str, list[NDArray[Any]]] = {}
     for name, values in given.items():
-        if not isinstance(name, str) or any(name in t for t in group.trajectories):
+        if name in group.columns or any(name in t for t in group.trajectories):
             raise ValueError(
                 f"annotate_group: group {group.instance_id!r}: expected names that no field of its "
-                f"samples has, got {name!r}"
+                f"samples and no column has, got {name!r}; each column is written once"
             )
         samples = group.trajectories
         if not isinstance(values, Sequence | np.ndarray) and not hasattr(values, "detach"):

@@ -17,7 +17,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
@@ -154,13 +154,14 @@ class OnlineDataHandler(IterableDataset[Batch]):
         that have a score keep theirs; or None, and the group is dropped as "filtered" (with one
         rank only). A coroutine function scores all groups of a take at the same time. What it
         raises is raised by `next_batch`, and the groups wait for the next call.
-    annotate_group : callable, optional
+    annotate_group : callable, or list of them, optional
         Adds arrays to each group before it goes into a batch, such as reference logprobs: called
         with the leased `shmbus.Group`, scored, it returns a dict of names and lists, of an array a
         sample with a row a token. They come to `Batch.extra` as `extra_fields` do, which may say
         "sequence" for one that has an array or a number a sample. A coroutine function annotates
-        all groups of a take at the same time. What it raises is raised by `next_batch`, and the
-        groups wait for the next call.
+        all groups of a take at the same time; `shmbus.Columns` is one, for annotators in processes
+        of their own. Of a list, each one sees what those before it added, in `Group.columns`. What
+        it raises is raised by `next_batch`, and the groups wait for the next call.
     **consumer_options
         As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, skip_zero_variance,
         duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout, retry_backoff,
@@ -198,7 +199,7 @@ class OnlineDataHandler(IterableDataset[Batch]):
         keep_group: Callable[[ScoredGroup], object] | None = None,
         pack_threads: int | None = None,
         score_group: ScoreGroup | None = None,
-        annotate_group: AnnotateGroup | None = None,
+        annotate_group: AnnotateGroup | Sequence[AnnotateGroup] | None = None,
         **consumer_options: Unpack[ConsumerOptions],
     ) -> None:
         tokens_per_batch = checked_budget(tokens_per_batch, groups_per_batch)
