@@ -8,7 +8,7 @@ records. Nothing here trusts the bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -261,6 +261,7 @@ class Request:
         "_partials",
         "_prompt",
         "_retry",
+        "_salt",
         "attempt",
         "group_size",
         "index",
@@ -289,6 +290,7 @@ class Request:
     _partials: Partials | None
     #: What that is, once somebody has asked; 0 before.
     _found: tuple[Prompt, int] | Literal[0] | None
+    _salt: Callable[[], str]
 
     def __init__(self) -> None:
         raise TypeError("a Request is not made by its user; take one by Producer.requests.next")
@@ -299,11 +301,13 @@ class Request:
         text: RequestText,
         prompt: Prompt,
         index: int,
+        salt: Callable[[], str],
         claim: Claim | None = None,
         retry: tuple[int, int, str] | None = None,
         partials: Partials | None = None,
     ) -> Request:
         self = cls.__new__(cls)
+        self._salt = salt
         (
             self.instance_id, self.round, self.split, self.group_size, self.need, self.priority,
             self._offered_ns, *_
@@ -321,6 +325,15 @@ class Request:
     def meta(self) -> Any:
         """The request's meta, decoded; None where it has none."""
         return self._prompt.meta
+
+    @property
+    def cache_salt(self) -> str:
+        """What to send with each call of an engine: vLLM's ``cache_salt``, SGLang's ``extra_key``.
+
+        It is that of the version that engines run now, so read it for each call: no call is served
+        from a prefix cache of older weights then.
+        """
+        return self._salt()
 
     @property
     def fields(self) -> dict[str, NDArray[Any]]:

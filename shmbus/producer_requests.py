@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
@@ -22,6 +23,7 @@ from shmbus._backoff import backoff_s
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
 from shmbus._prompts import Prompt, Request, RequestText, check_request
+from shmbus.errors import BusClosedError
 from shmbus.partial_rollouts import PartialRollouts, check_continuation, version_span
 from shmbus_ext import _core
 
@@ -131,6 +133,8 @@ class _Worker(Protocol):
     def producer_id(self) -> int: ...
     @property
     def name(self) -> str: ...
+    @property
+    def cache_salt(self) -> str: ...
     @property
     def _segment(self) -> _core.Segment: ...
     def _here(self) -> _core.Segment: ...
@@ -250,47 +254,17 @@ class ProducerRequests:
     @overload
     async def anext(self, timeout: float) -> Request | None: ...
     async def anext(self, timeout: float | None = None) -> Request | None:
-        """Take the next sample to make, as `next`, without blocking the event loop.
+        """Take the next sample to make as `next` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        Request or None
-            None where nothing came in time.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was taken.
+        A task that is cancelled during the wait (CancelledError) has taken nothing.
         """
         found = await self.anext_many(1, timeout)
         return found[0] if found else None
 
     async def anext_many(self, limit: int, timeout: float | None = None) -> list[Request]:
-        """Take several samples to make, as `next_many`, without blocking the event loop.
+        """Take several samples to make as `next_many` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        limit, timeout
-            As for `next_many`.
-
-        Returns
-        -------
-        list of Request
-            As for `next_many`.
-
-        Raises
-        ------
-        TypeError, ValueError, BusClosedError, BusRemovedError, StallError
-            As for `next_many`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was taken.
+        A task that is cancelled during the wait (CancelledError) has taken nothing.
         """
         check_timeout(timeout)
         limit = clamp_request("limit", limit)
@@ -350,6 +324,18 @@ class ProducerRequests:
             _core.retry_unclaim(segment, pause.row, mine)
         return found
 
+    def _salt(self) -> Callable[[], str]:
+        """Return what gives a request its salt; it keeps no producer."""
+        mine = weakref.ref(self._producer)
+
+        def salt() -> str:
+            producer = mine()
+            if producer is None:
+                raise BusClosedError("the producer of this request is gone; take it from another")
+            return producer.cache_salt
+
+        return salt
+
     def _take_new(self, limit: int) -> list[Request]:
         found: list[Request] = []
         number, text, prompt = self._state.last_request
@@ -359,8 +345,10 @@ class ProducerRequests:
                 text, prompt = new, Prompt(new[8], new[7])
                 # One prompt for all of its samples that this producer takes, decoded once.
                 self._state.last_request = (claim[0], text, prompt)
-            partials = self._partials
-            found.append(Request._of(text, prompt, claim[4], claim=claim, partials=partials))
+            sample = Request._of(
+                text, prompt, claim[4], self._salt(), claim=claim, partials=self._partials
+            )
+            found.append(sample)
         return found
 
     def _take_failed(
@@ -389,8 +377,9 @@ class ProducerRequests:
                 text = text or _text_of(segment, each)
                 retry = (each.row, each.attempt, each.why)
                 sample = Request._of(
-                    text, prompt, each.sample_index, retry=retry, partials=self._partials
-                )
+                    text, prompt, each.sample_index, self._salt(), retry=retry,
+                    partials=self._partials,
+                )  # fmt: skip
                 found.append(sample)
                 self._state.taken[each.sample] = found[-1]
         return found
@@ -712,30 +701,10 @@ class ProducerRequests:
         timeout: float | None = None,
         **arrays: FieldValue,
     ) -> bool:
-        """Put the sample that a request asked for, without blocking the event loop.
+        """Put the sample as `answer` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        request : Request
-            What `next` gave.
-        score, policy_version, meta, rows, **arrays
-            As for `answer`. The arrays must not change before this returns.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        bool
-            As for `answer`.
-
-        Raises
-        ------
-        TypeError, ValueError, RecordTooLargeError
-            As for `answer`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `answer`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was put.
+        The arrays must not change before this returns. A task that is cancelled during the wait
+        (CancelledError) has put nothing.
         """
         given: dict[str, Any] = {"score": score, "policy_version": policy_version, **arrays}
         put = functools.partial(self.answer, request, meta=meta, rows=rows, timeout=0, **given)
@@ -749,28 +718,9 @@ class ProducerRequests:
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> bool:
-        """Report that the sample of a request failed, without blocking the event loop.
+        """Report a failure as `fail` does, without blocking the event loop.
 
-        Parameters
-        ----------
-        request, reason, policy_version
-            As for `fail`.
-        timeout : float, optional
-            Seconds to wait for space: None waits for ever, 0 does not wait.
-
-        Returns
-        -------
-        bool
-            As for `fail`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `fail`.
-        BusFullError, BusClosedError, BusRemovedError, StallError
-            As for `fail`.
-        asyncio.CancelledError
-            The task was cancelled during the wait; nothing was reported.
+        A task that is cancelled during the wait (CancelledError) has reported nothing.
         """
         fail = functools.partial(
             self.fail, request, reason, policy_version=policy_version, timeout=0

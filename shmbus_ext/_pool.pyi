@@ -3,40 +3,25 @@
 from typing import Any, TypeAlias, TypedDict
 
 _Bytes: TypeAlias = bytes  # where a field is called like the type
-#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes
-_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
+#: rank, place in its patch; offset, rows, row_bytes, stride, width of the piece; changes, bytes,
+#: digest of what was there before
+_PatchRun: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 POOL_LAYOUT_VERSION: int
 POOL_MAX_SLOTS: int
 POOL_MAX_RANKS: int
 POOL_MAX_READERS: int
-POOL_MAX_META_BYTES: int
-POOL_MAX_SLOT_BYTES: int
-POOL_MIN_BLOCK: int
-POOL_MAX_BLOCK: int
 POOL_LABEL_BYTES: int
 POOL_DEVICE_BYTES: int
 POOL_TEXT_BYTES: int
 POOL_ERROR_BYTES: int
-POOL_NO_SPACE: int
-POOL_UNFINISHED: int
-POOL_BAD_MAGIC: int
-POOL_BAD_VERSION: int
-POOL_BAD_GEOMETRY: int
-POOL_TRUNCATED: int
-POOL_NOTHING: int
-POOL_HELD: int
-POOL_DAMAGED: int
 POOL_BELL_VERSION: int
 POOL_BELL_SPACE: int
 POOL_BELL_RANKS: int
 PIECE_ABSENT: int
-PIECE_AWAITED: int
-PIECE_BEGUN: int
 PIECE_DONE: int
 PIECE_FAILED: int
 PIECE_DEAD: int
-ROW_FREE: int
 ROW_ALIVE: int
 ROW_DEAD: int
 
@@ -175,6 +160,9 @@ def pool_patch_runs(lease: PoolLease, /) -> tuple[int, int, list[_PatchRun]] | b
 def pool_patch_apply(
     lease: PoolLease, rank: int, place: int, target: Any, offset: int, /
 ) -> bool: ...
+def pool_patch_list(
+    lease: PoolLease, rank: int, place: int, elements_at: Any, values: Any, /
+) -> int | None: ...
 def pool_same(one: Any, other: Any, /) -> bool: ...
 def pool_copy(target: Any, source: Any, /) -> None: ...
 def pool_rows(pool: SlotPool, /) -> PoolRows: ...

@@ -1,10 +1,13 @@
 """What the tests of the operators' commands share: the real command line, and buses in odd states.
 
 Invariant: a command runs as a process of its own, as users start it; its output is what they see.
+One that is refused as wrong usage may run in the test's process: it ends before it does anything.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -19,6 +22,7 @@ import numpy as np
 from fork_server import Forked, Streams, fork
 
 import shmbus
+from shmbus.cli import main
 from shmbus_ext import _core
 
 #: Far beyond any command here; only a hang meets it.
@@ -61,6 +65,17 @@ class Result(NamedTuple):
     def json(self) -> Any:
         """What it printed, as JSON."""
         return json.loads(self.out)
+
+
+def usage(*arguments: str) -> Result:
+    """Run a command line that is to be refused, in this process: wrong usage makes nothing."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([*arguments])
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return Result(status, out.getvalue(), err.getvalue(), os.getpid())
 
 
 def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> Result:

@@ -238,6 +238,6 @@ class ConsumerOptions(TypedDict, total=False):
     daemon: bool | None
     split: str
     on_stall: Literal["log", "raise"] | Callable[[shmbus.StallReport], object] | None
-    stall_timeout: float
+    stall_timeout: float | None
     wait: float | None
     prompt_schema: Mapping[str, Any] | None

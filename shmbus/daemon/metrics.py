@@ -416,12 +416,11 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
     for (split, rank), value in waited.items():
         seconds.add_metric([status.name, split, rank], value)
     yield seconds
-    oldest = max((group.age_s for group in status.oldest_incomplete), default=0.0)
     yield _gauge(
         "shmbus_oldest_incomplete_group_seconds",
         "Age of the oldest incomplete group, in seconds.",
         status,
-        oldest,
+        daemon.oldest_s,
     )
 
 

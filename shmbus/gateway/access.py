@@ -16,8 +16,6 @@ from aiohttp import web
 from shmbus.gateway.settings import Settings
 from shmbus.http.access import Refusal, is_loopback
 
-__all__ = ["Access"]
-
 #: Routes that only look, and are asked for by dashboards in a browser.
 _READING: Final = frozenset({"/", "/info", "/wandb_info", "/status", "/latest_example", "/healthz"})
 #: What says only that the process lives; a supervisor has no token.

@@ -35,8 +35,6 @@ from shmbus.gateway.slime_routes import SlimeRoutes
 from shmbus.http.access import Refusal
 from shmbus.http.server import HttpServer
 
-__all__ = ["Server", "serve"]
-
 logger = logging.getLogger(__name__)
 #: A line for each request.
 access_logger = logging.getLogger("shmbus.gateway.access")

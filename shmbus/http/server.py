@@ -24,8 +24,6 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-__all__ = ["AddressError", "Connection", "HttpServer"]
-
 #: What aiohttp says of bytes that are no HTTP.
 http_logger = logging.getLogger("shmbus.http")
 

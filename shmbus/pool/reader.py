@@ -84,7 +84,7 @@ class PoolReader:
             got = _core.pool_lease(self._pool, after)
             if isinstance(got, _core.PoolLease):
                 return VersionLease(self, got)
-            if got == _core.POOL_DAMAGED:
+            if got == _core.SHARED_DAMAGED:
                 raise DamagedError(
                     f"pool {self.kind!r} of bus {self.bus!r}: the newest version's row is damaged; "
                     "publish again, and look for a process that writes where it should not"

@@ -15,6 +15,8 @@ EXAMPLES = ROOT / "examples"
 #: with both sides of two machines.
 MAX_LINES = 150
 LONG = {"demo_on_two_nodes.py", "grpo_transformers.py"}
+#: Adapters of stacks that no machine without a GPU can install; tests/trainer has their tests.
+ADAPTERS = {"prime_rl_transport.py", "slime_rollouts.py", "torchtitan_fork.py"}
 #: What has a test file of its own here.
 OWN_TEST = {"draft_head.py", "weights_in_flight.py"}
 #: What needs a stack in an environment of its own (tests/peers), and is not run here.
@@ -53,7 +55,7 @@ def test_an_example_does_what_it_says(name: str, spawn: Spawner) -> None:
 
 def test_every_example_is_run_here_or_named_with_its_reason() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == (
-        RUNS.keys() | LONG | ELSEWHERE | OWN_TEST
+        RUNS.keys() | LONG | ADAPTERS | ELSEWHERE | OWN_TEST
     )
 
 

@@ -127,8 +127,9 @@ OPEN_TO_TRAINERS = (
 OPEN_TO_THE_GATEWAY = (
     *OPEN_TO_TRAINERS,
     "shmbus.cli._options.Commands",
-    "shmbus.cli._options.take_int",
-    "shmbus.cli._options.take_seconds",
+    "shmbus.cli._options.require_extra",
+    "shmbus.cli._options.seconds",
+    "shmbus.cli._options.whole",
     "shmbus.daemon.logs",
     "shmbus.gateway.",
     "shmbus.http.",

@@ -132,24 +132,6 @@ def test_a_dead_buses_records_go_through_a_snapshot(
         assert consumer.stats().balanced
 
 
-def test_snapshots_of_snapshots_change_nothing(bus_name: str, tmp_path: Path) -> None:
-    with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Producer(bus_name) as producer:
-        fill(producer, np.random.default_rng(0), 20)
-        first = snapshot.take(bus_name, tmp_path / "1")
-    snapshot.restore(tmp_path / "1")
-    second = snapshot.take(bus_name, tmp_path / "2")
-    shmbus.unlink(bus_name)
-    snapshot.restore(tmp_path / "2", capacity="3MiB")
-    third = snapshot.take(bus_name, tmp_path / "3")
-    for each in (second, third):
-        assert each.slots == first.slots and each.released == first.released
-        assert each.records == first.records
-        assert each.next_producer_id >= first.next_producer_id
-    with shmbus.Consumer(bus_name) as consumer:
-        assert len(consumer.take(100, timeout=10)) == 20
-        assert consumer.stats().balanced
-
-
 def test_moved_stragglers_are_in_it_once(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         with shmbus.Consumer(bus_name) as consumer:
@@ -234,7 +216,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot_or_none(
             data = np.zeros(10_000, np.int32)
             producer.put(f"g{number}", group_size=1, index=0, **{f"field{number % 20}": data})
         whole = 0
-        for attempt in range(12):
+        for attempt in range(8):
             target = tmp_path / f"snap{attempt}"
             child = spawn.module("shmbus.cli", "snapshot", bus_name, target)
             time.sleep(rng.uniform(0.1, 0.6))

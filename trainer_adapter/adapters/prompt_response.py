@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 import shmbus
 
-__all__ = ["Parted", "experts_of", "float32s", "int32s", "not_of_its_kind", "part_row"]
-
 _LARGEST: Final = np.iinfo(np.int64).max
 #: Kinds of dtypes that a field may have, and what they are called.
 _KINDS: Final = {

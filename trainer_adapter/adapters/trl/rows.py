@@ -21,8 +21,6 @@ from shmbus.rows import row_fields, row_lengths
 from trainer_adapter.adapters.prompt_response import not_of_its_kind
 from trainer_adapter.adapters.trl.samples import Expected
 
-__all__ = ["RowArrays", "read_rows", "read_sample"]
-
 _NAMES: Final = FieldNames()
 _NEEDED: Final = frozenset({"tokens", "loss_mask", "logprobs"})
 #: What to do about a missing field.
