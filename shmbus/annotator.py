@@ -64,6 +64,13 @@ def _bus_of(bus: str, columns: Mapping[str, object]) -> str:
 class UnannotatedGroup(Sequence[Mapping[str, "NDArray[Any]"]]):
     """A group that lacks columns: of each sample the arrays that its trainer sent.
 
+    Parameters
+    ----------
+    annotator : Annotator
+        Who took it, and makes this.
+    request : Request
+        What the trainer offered.
+
     Attributes
     ----------
     instance_id : str
