@@ -45,6 +45,7 @@ REFERENCE = {
         "From scores to gradients, with the source of each formula.",
         [
             "trainer_adapter.advantages",
+            "trainer_adapter.logprobs",
             "trainer_adapter.losses",
             "trainer_adapter.corrections",
             "trainer_adapter.scored_group",

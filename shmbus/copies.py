@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shmbus import errors
 from shmbus.rows import Row, put_rows, rows_of
+from shmbus_ext import _core
 
 __all__ = ["GroupCopy", "ReadGroup", "TrajectoryCopy"]
 
@@ -33,6 +34,10 @@ class _Sample(Protocol):
     def need(self) -> int: ...
     @property
     def split(self) -> str: ...
+    @property
+    def index(self) -> Any: ...
+    def keys(self) -> tuple[str, ...]: ...
+    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
 
 
 _T_co = TypeVar("_T_co", bound=_Sample, covariant=True)
@@ -69,6 +74,16 @@ class ReadGroup(Generic[_T_co]):
     def scores(self) -> NDArray[np.float64]:
         """The scores of the samples that are here, ordered by index: float64 [len(group)]."""
         return np.fromiter((sample.score for sample in self), np.float64, len(self))
+
+    @property
+    def shared(self) -> dict[str, NDArray[Any]]:
+        """Arrays that all samples have in common, as `put_group` was given them; {} for none."""
+        first = next(iter(self))
+        if first.index != 0:
+            return {}
+        names = first.keys()
+        at = len(_core.SHARED_PREFIX)
+        return {name[at:]: first[name] for name in names if name.startswith(_core.SHARED_PREFIX)}
 
     @property
     def metas(self) -> list[Any]:

@@ -29,6 +29,7 @@ __all__ = [
     "MAX_REQUESTED",
     "META_ROOM_BYTES",
     "METRICS_PORT",
+    "PARTIAL_RELEASES",
     "POLL_RECORDS",
     "PROBE_S",
     "READY_PRESSURE",
@@ -71,6 +72,10 @@ SPACE_WAIT_S = 0.1
 #: Seconds that a worker sleeps for a prompt before it gives back what dead workers had in hand: a
 #: system call for each slot, twice a second.
 REQUEST_WAIT_S = 0.5
+
+#: Times that a sample is given back with what there is of it, before it starts anew: one that no
+#: worker ends would keep its room for ever.
+PARTIAL_RELEASES = 16
 
 #: Seconds that the thread sleeps which waits for the groups of an event loop: at the end of
 #: `asyncio.run` the loop waits for it.

@@ -43,6 +43,7 @@ from shmbus._closing import ClosedByWith
 from shmbus._fields import FieldSpec, check_sizes, parse_field
 from shmbus._keys import make_key
 from shmbus._loop_waits import LoopWaits
+from shmbus._prompts import shared_fields
 from shmbus._schema import Schema, agreed_schema, mapping_of, parse, require_same_schema
 from shmbus.producer_requests import ProducerRequests, RequestState, checked_reason
 from shmbus.segment import lifecycle
@@ -342,6 +343,7 @@ class Producer(_core.Writer, ClosedByWith):
         round: int | None = None,
         policy_version: int | tuple[int, int] | None = None,
         need: int | None = None,
+        shared: Mapping[str, FieldValue] | None = None,
         timeout: float | None = None,
     ) -> int:
         """Put all samples of a prompt in one call: all of them are in the ring afterwards, or none.
@@ -360,6 +362,10 @@ class Producer(_core.Writer, ClosedByWith):
             Of samples that have none of their own, as for `put`.
         round : int, optional
             Which round of the prompt this is; None takes `next_round()`.
+        shared : mapping of str to array, optional
+            Arrays that all samples have in common, such as an image: they are in the ring once, and
+            in `Group.shared`; in a batch by ``extra_fields={...: "group"}``. A schema declares such
+            a field as optional, ``"pixel_values?"``.
         timeout : float, optional
             Seconds to wait for space for all of them: None waits for ever, 0 does not wait.
 
@@ -389,7 +395,7 @@ class Producer(_core.Writer, ClosedByWith):
             producer.put_group("q1", [{"score": 1.0, "tokens": first}, {"tokens": second}])
         """
         items, round = self._group_items(
-            instance_id, samples, meta, split, round, policy_version, need
+            instance_id, samples, meta, split, round, policy_version, need, shared
         )
         self._put_group(items, timeout)
         return round
@@ -404,6 +410,7 @@ class Producer(_core.Writer, ClosedByWith):
         round: int | None = None,
         policy_version: int | tuple[int, int] | None = None,
         need: int | None = None,
+        shared: Mapping[str, FieldValue] | None = None,
         timeout: float | None = None,
     ) -> int:
         """Put a whole group as `put_group` does, without blocking the event loop.
@@ -413,7 +420,7 @@ class Producer(_core.Writer, ClosedByWith):
         """
         check_timeout(timeout)
         items, round = self._group_items(
-            instance_id, samples, meta, split, round, policy_version, need
+            instance_id, samples, meta, split, round, policy_version, need, shared
         )
         await self._retry(lambda: self._put_group(items, 0), timeout)
         return round
@@ -427,6 +434,7 @@ class Producer(_core.Writer, ClosedByWith):
         round: int | None,
         policy_version: int | tuple[int, int] | None,
         need: int | None,
+        shared: Mapping[str, FieldValue] | None,
     ) -> tuple[list[dict[str, Any]], int]:
         """Return the arguments of `put` for each sample, and the group's round."""
         if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
@@ -434,6 +442,7 @@ class Producer(_core.Writer, ClosedByWith):
                 f"samples: expected an iterable of mappings, one a sample, got "
                 f"{type(samples).__name__}"
             )
+        in_common = {} if shared is None else shared_fields(shared, self._declared)
         listed = list(samples)
         if not listed:
             raise ValueError("samples: expected at least one, got an empty iterable")
@@ -456,7 +465,13 @@ class Producer(_core.Writer, ClosedByWith):
                     f"put_group: sample {index}: {own[0]!r} belongs to the group; pass it to "
                     "put_group, which numbers the samples in their order"
                 )
+            twice = [name for name in shared or () if name in sample]
+            if twice:
+                raise ValueError(
+                    f"put_group: sample {index}: {twice[0]!r} is in shared=, too; give it once"
+                )
             items.append({**common, **sample, "index": index})
+        items[0].update(in_common)
         return items, round
 
     def reserve(

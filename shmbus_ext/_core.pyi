@@ -238,6 +238,7 @@ class GroupTable(Generic[_S]):
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
 ROW_LENGTHS: str
+SHARED_PREFIX: str
 
 class ClosedByBlock:
     """The end of a with block calls `close()`, once more where an exception cut it short."""

@@ -169,7 +169,7 @@ def check_choices(**given: object) -> None:
 
 
 _CHOICES: Final = {
-    "layout": ("packed", "padded"),
+    "layout": ("packed", "padded", "prefix"),
     "malformed": ("raise", "drop"),
     "truncated": ("keep", "mask", "drop"),
 }

@@ -33,7 +33,7 @@ from trainer_adapter.corrections import (
     importance_correction,
     overlong_penalty,
 )
-from trainer_adapter.losses import aggregate_loss, importance_weights, kl_estimate, policy_loss
+from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
 producer = cast(shmbus.Producer, None)
@@ -179,8 +179,6 @@ policy_loss(tensor, tensor, tensor, tensor, denominator=1.0)
 policy_loss(tensor, tensor, tensor, tensor, denom=1.0)  # type: ignore[call-arg]
 kl_estimate(tensor, tensor, tensor, kind="k3")
 kl_estimate(tensor, tensor, tensor, kind="k4")  # type: ignore[arg-type]
-importance_weights(tensor, tensor, tensor, cap=2.0)
-importance_weights(tensor, tensor, tensor, clip=2.0)  # type: ignore[call-arg]
 aggregate_loss(tensor, tensor, normalisation="token")
 aggregate_loss(tensor, tensor, normalize="token")  # type: ignore[call-arg]
 varlen_attention(tensor, tensor, tensor, tensor, tensor, 1, 1, window_size=(-1, 0))

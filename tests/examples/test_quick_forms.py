@@ -34,6 +34,10 @@ RUNS = {
     "fsdp2_torchrun.py": ((), REWARD_ROSE),
     "tensorboard_metrics.py": (("tensorboard",), r"(\d\d) curves in .*"),
     "wandb_offline.py": (("wandb",), r"run of \d{4,} bytes in .*"),
+    "prefix_and_columns.py": (("transformers",), r"1408 rows for 8576 tokens"),
+    "partial_rollouts.py": ((), r"20 samples, \d+ releases, [1-9]\d* of more than one version"),
+    "shared_payload.py": ((), r"48 samples in 2\.4 MB, patches of groups: \[256, 256, 256\]"),
+    "sampling_masks.py": ((), r"mean ratio 1\.00 with the masks, 0\.\d\d without"),
     "ray_actors.py": (("ray",), r"640 sequences trained of 640 requested"),
 }
 

@@ -58,7 +58,7 @@ from trainer_adapter.corrections import (
     importance_correction,
     overlong_penalty,
 )
-from trainer_adapter.losses import aggregate_loss, importance_weights, kl_estimate, policy_loss
+from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 
 TOKENS = np.arange(4, dtype=np.int32)
 
@@ -379,7 +379,6 @@ BY_NUMBERS: dict[str, Callable[[Any], object]] = {
     "window_size": lambda v: varlen_attention(*QKV, BORDERS, BORDERS, 3, 3, window_size=(v, 0)),
     "clip_low": lambda v: policy_loss(ROW, ROW, ROW, MASK, clip_low=v),
     "clip_high": lambda v: policy_loss(ROW, ROW, ROW, MASK, clip_high=v),
-    "cap": lambda v: importance_weights(ROW, ROW, MASK, cap=v),
     "denominator": lambda v: aggregate_loss(ROW, MASK, denominator=v),
     "high": lambda v: importance_correction(ROW, ROW, MASK, high=v),
     "low": lambda v: cispo_loss(ROW, ROW, ROW, MASK, low=v),

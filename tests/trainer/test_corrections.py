@@ -18,7 +18,7 @@ from trainer_adapter.corrections import (
     overlong_penalty,
     sequence_ratios,
 )
-from trainer_adapter.losses import importance_weights, policy_loss
+from trainer_adapter.losses import policy_loss
 
 
 def ratios_by_hand(row: Row, level: str) -> dict[int, float]:
@@ -74,12 +74,6 @@ def test_a_correction_weighs_as_its_formula_says(
     rows = [padded(values) for values in (row.new, row.old, row.mask)]
     again = importance_correction(*rows, level=level, mode=mode, high=1.3, low=low)
     assert torch.allclose(again.weights[rows[2]], got.weights[row.mask])
-
-
-def test_truncated_tokens_are_what_importance_weights_gives(seed: int) -> None:
-    row = Row(seed, 2.0).of_sequences()
-    got = importance_correction(row.new, row.old, row.mask, high=2.0)
-    assert torch.equal(got.weights, importance_weights(row.new, row.old, row.mask, cap=2.0))
 
 
 def test_a_product_over_thousands_of_tokens_stays_finite() -> None:

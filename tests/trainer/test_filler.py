@@ -13,7 +13,8 @@ from numpy_batches import assert_batch, put, sample
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import FieldNames, OnlineDataHandler, pack
-from trainer_adapter.losses import importance_weights, kl_estimate, policy_loss
+from trainer_adapter.corrections import importance_correction
+from trainer_adapter.losses import kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
 TOKENS = np.arange(6, dtype=np.int32)
@@ -145,7 +146,7 @@ def test_a_loss_says_that_the_logprobs_are_not_there(bus: Bus, producer: Produce
         calls: list[Callable[[], object]] = [
             lambda: policy_loss(new, part.logprobs, part.advantages, part.loss_mask),
             lambda: kl_estimate(new, part.logprobs, part.loss_mask),
-            lambda: importance_weights(new, part.logprobs, part.loss_mask),
+            lambda: importance_correction(new, part.logprobs, part.loss_mask),
         ]
         for call in calls:
             with pytest.raises(ValueError, match=r"logprobs: expected .*, got None.*FieldNames"):

@@ -11,10 +11,10 @@ import torch
 from loss_rows import BORDERS, CU_SEQLENS, POISON, TOKENS, Row, padded
 from torch import Tensor
 
+from trainer_adapter.corrections import importance_correction
 from trainer_adapter.losses import (
     LOG_RATIO_LIMIT,
     aggregate_loss,
-    importance_weights,
     kl_estimate,
     policy_loss,
 )
@@ -91,7 +91,7 @@ def test_filler_never_reaches_the_loss_or_a_gradient(poison: float, seed: int) -
         new, old, reference, advantages = map(
             operand, (row.new, row.old, row.reference, row.advantages)
         )
-        weights = importance_weights(new, old, row.mask)
+        weights = importance_correction(new, old, row.mask).weights
         loss = policy_loss(new, old, advantages, row.mask, weights=weights).loss
         kl = [kl_estimate(new, reference, row.mask, kind=kind) for kind in ("k1", "k2", "k3")]
         total = loss + sum(aggregate_loss(k, row.mask) for k in kl)
@@ -191,9 +191,9 @@ def test_k1_and_k3_average_to_the_divergence(seed: int) -> None:
         torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
 
 
-def test_importance_weights_are_ratios_up_to_the_cap(seed: int) -> None:
+def test_weights_of_tokens_are_ratios_up_to_the_bound(seed: int) -> None:
     row = Row(seed)
-    got = importance_weights(row.new, row.old, row.mask, cap=1.1)
+    got = importance_correction(row.new, row.old, row.mask, high=1.1).weights
     assert not got.requires_grad
     for i in range(TOKENS):
         ratio = math.exp(row.new[i].item() - row.old[i].item())
@@ -212,7 +212,8 @@ def test_ratios_beyond_all_bounds_stay_finite() -> None:
         assert got.loss.isfinite()
         assert gradient.isfinite().all()
         assert got.mean_ratio <= math.exp(LOG_RATIO_LIMIT)
-    assert importance_weights(far, near, mask).tolist() == pytest.approx([2.0, 0.0, 1.0], abs=1e-8)
+    weights = importance_correction(far, near, mask).weights
+    assert weights.tolist() == pytest.approx([2.0, 0.0, 1.0], abs=1e-8)
     assert kl_estimate(near, far, mask).isfinite().all()
 
 

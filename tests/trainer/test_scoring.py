@@ -82,7 +82,7 @@ def test_groups_of_a_take_are_scored_at_the_same_time_in_one_loop(
     bus: Bus, producer: Producer, prefetch: int
 ) -> None:
     def score_threads() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "shmbus-score"}
+        return {thread for thread in threading.enumerate() if thread.name == "shmbus-groups"}
 
     others = score_threads()  # of earlier tests, which may end meanwhile
     loops = set()

@@ -29,7 +29,8 @@ bool py_arguments_init(void) {
 }
 
 bool py_arguments_add_constants(PyObject *module) {
-    return PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0;
+    return PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
+           PyModule_AddStringConstant(module, "SHARED_PREFIX", SHMBUS_SHARED_PREFIX) == 0;
 }
 
 void py_arguments_begin(struct put_arguments *self) {

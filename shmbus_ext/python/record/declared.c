@@ -73,9 +73,19 @@ static int find_field(const DeclaredSchemaObject *self, PyObject *name) {
     return -1;
 }
 
+static bool is_shared(PyObject *name) {
+    const char *text = PyUnicode_AsUTF8(name);
+    if (text == NULL) {
+        PyErr_Clear();
+        return false;
+    }
+    return strncmp(text, SHMBUS_SHARED_PREFIX, sizeof SHMBUS_SHARED_PREFIX - 1) == 0;
+}
+
 int py_declared_find(const DeclaredSchemaObject *self, PyObject *name) {
     int field = find_field(self, name);
-    if (field < 0 && PyUnicode_CompareWithASCIIString(name, SHMBUS_ROW_LENGTHS) == 0) {
+    if (field < 0 && (PyUnicode_CompareWithASCIIString(name, SHMBUS_ROW_LENGTHS) == 0 ||
+                      is_shared(name))) {
         return DECLARED_BY_THE_CORE;
     }
     if (field < 0) {
