@@ -53,6 +53,8 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "hop-16384-cold": _times(0.85),
         "hop-256": _times(0.15),
         "packed": _times(1.1),
+        "prefix-8x2048+2048": _times(1.2),
+        "prefix-16x8192+1024": _times(2.5),
         "daemon-packed": _times(0.9),
         "daemon-leases": _at_least(100_000),
         "wake": _most_times(2.0),

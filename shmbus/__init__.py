@@ -43,6 +43,7 @@ from shmbus.errors import (
 from shmbus_ext._core import Reservation, Trajectory
 
 if TYPE_CHECKING:
+    from shmbus.annotator import Annotator, Columns, UnannotatedGroup
     from shmbus.consumer import Consumer
     from shmbus.feeder import Feeder
     from shmbus.group import Group
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from shmbus.segment.lifecycle import unlink
 
 __all__ = [
+    "Annotator",
     "Bus",
     "BusBusyError",
     "BusClosedError",
@@ -63,6 +65,7 @@ __all__ = [
     "BusRemovedError",
     "BusStats",
     "CapacityError",
+    "Columns",
     "Consumer",
     "DaemonUnavailableError",
     "DamagedError",
@@ -85,6 +88,7 @@ __all__ = [
     "StallError",
     "StallReport",
     "Trajectory",
+    "UnannotatedGroup",
     "UnscoredError",
     "WaitTimeoutError",
     "__version__",
@@ -92,8 +96,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Annotator": "shmbus.annotator",
     "Bus": "shmbus.segment.bus",
     "BusStats": "shmbus.segment.bus",
+    "Columns": "shmbus.annotator",
     "Consumer": "shmbus.consumer",
     "Feeder": "shmbus.feeder",
     "Group": "shmbus.group",
@@ -105,6 +111,7 @@ _HOMES = {
     "Request": "shmbus.producer_requests",
     "RequestCounts": "shmbus.ledger",
     "StallReport": "shmbus.inspect.stall_report",
+    "UnannotatedGroup": "shmbus.annotator",
     "unlink": "shmbus.segment.lifecycle",
 }
 

@@ -39,6 +39,9 @@ class Group(ReadGroup[Trajectory], GroupBase):
         Whether the group is under lease, or how its lease ended.
     trajectories : list[Trajectory]
         The samples, ordered by index. The list is the caller's: changing it changes no lease.
+    columns : dict of str to list of array
+        Arrays that were added to the group since its samples were put, by name, one a sample. They
+        belong to this process, and to this lease.
 
     Examples
     --------
@@ -50,9 +53,19 @@ class Group(ReadGroup[Trajectory], GroupBase):
             tokens = [t["tokens"] for t in group]  # read-only views of the ring
     """
 
-    __slots__ = ()
+    __slots__ = ("_columns",)
 
     state: GroupState
+    _columns: dict[str, list[Any]]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """Arrays that were added to the group since its samples were put, by name, one a sample."""
+        try:
+            return self._columns
+        except AttributeError:
+            self._columns = {}
+            return self._columns
 
     def copy(self) -> GroupCopy:
         """Copy the group out of the ring; its lease goes on.

@@ -6,8 +6,6 @@ import ipaddress
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
-__all__ = ["Refusal", "is_loopback"]
-
 
 class Refusal(Exception):
     """Ends a request with a status and a sentence."""

@@ -19,8 +19,6 @@ from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
-__all__ = ["ProducerChecks", "is_stopped", "servers_left"]
-
 #: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
 _STOPPED: Final = frozenset("Tt")
 
@@ -69,6 +67,12 @@ def is_stopped(pid: int, path: str) -> bool:
             return any(line.rstrip("\n").endswith(path) for line in lines)
     except (OSError, IndexError):
         return False  # it has gone, or is another user's
+
+
+def stopped_pids(path: str) -> list[int]:
+    """Find the stopped processes that have the segment mapped."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return sorted(pid for pid in pids if is_stopped(pid, path))
 
 
 def servers_left(name: str) -> bool:

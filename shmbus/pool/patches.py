@@ -36,17 +36,7 @@ __all__ = [
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Where elements lie in a version's bytes.
-
-    Attributes
-    ----------
-    offset : int
-        Bytes before the first.
-    rows, row_bytes, stride : int
-        So many rows of so many bytes, one each `stride` bytes.
-    width : int
-        Bytes of an element: 1, 2 or 4; larger ones are several of 4.
-    """
+    """Where elements lie in a version's bytes."""
 
     offset: int
     rows: int
@@ -56,20 +46,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class PatchRun(msgspec.Struct, frozen=True):
-    """What changed in one piece.
-
-    Attributes
-    ----------
-    rank, place : int
-        The rank that wrote it, and where its stream begins in that rank's patch.
-    piece : Piece
-    changes : int
-        Elements that changed.
-    size : int
-        Bytes of the stream.
-    base_digest : int
-        Of the elements that were there before, modulo 2**64; see `mixed` in `patch_elements.h`.
-    """
+    """What changed in one piece."""
 
     rank: int
     place: int

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from sglang_types import decode, named_tensors
 from small_engine import TOKEN_S, SmallEngine
 
+from shmbus.engines import SglangServer
 from shmbus.engines.sglang_loader import load
 from shmbus.engines.sglang_order import LOADER
 
@@ -52,6 +53,7 @@ class SmallSglang(SmallEngine):
         "/continue_generation": "resume",
         "/flush_cache": "flush",
     }
+    client: ClassVar[type[Any]] = SglangServer
     info: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, ranks: int) -> None:
